@@ -1,0 +1,4 @@
+"""Discrete-event simulation of rollouts. Import it as `tltlab.sim`."""
+
+if __name__ == "sim":
+    raise ImportError("import this package as tltlab.sim")

@@ -1,0 +1,1 @@
+"""tltlab: a lab for the long tail of reasoning-RL rollouts."""

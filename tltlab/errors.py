@@ -1,0 +1,28 @@
+"""What tltlab raises. Arguments are positional only: SimPy re-raises a failure as `type(e)(*e.args)`."""
+
+
+class TltlabError(Exception):
+    """Something a user can understand and act on; the message says what was got and what to do.
+
+    `exit_code` is what the command line returns: 1, the work failed; 2, the input was wrong.
+    """
+
+    exit_code = 1
+
+
+class InputError(TltlabError):
+    """The input was wrong; nothing was written."""
+
+    exit_code = 2
+
+
+class ConfigError(InputError):
+    """A recipe, a policy file, a cost file or an option is wrong."""
+
+
+class TraceError(InputError):
+    """A trace breaks the format; the message names the file, the column and the first offending row."""
+
+
+class RunError(TltlabError):
+    """A run on real engines failed after its input was found good."""

@@ -1,0 +1,59 @@
+"""How one decode iteration speculates: a value, compared and hashed by its fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A speculative-decoding setting, as in TLT section 5 and SGLang.
+
+    `drafter` is a name the run knows (`none`, `ngram`, `suffix`, `learned`, ...), `draft_depth` the number of draft
+    levels, `top_k` the branching per level and `tokens_to_verify` the tokens per request in the target's pass, the
+    pending token included. A chain of depth d verifies at most d + 1 tokens; fewer trim the draft.
+
+    >>> Strategy.chain("ngram", 4)
+    Strategy(drafter='ngram', draft_depth=4, top_k=1, tokens_to_verify=5)
+    """
+
+    drafter: str
+    draft_depth: int
+    top_k: int
+    tokens_to_verify: int
+
+    def __post_init__(self) -> None:
+        got = f"Strategy({self.drafter!r}, {self.draft_depth}, {self.top_k}, {self.tokens_to_verify})"
+        if not self.drafter:
+            raise ConfigError(f"{got}: the drafter needs a name, 'none' for no speculation")
+        if self.drafter == "none" or self.draft_depth == 0:
+            if (self.drafter, self.draft_depth, self.top_k, self.tokens_to_verify) != ("none", 0, 0, 1):
+                raise ConfigError(f"{got}: no speculation is written ('none', 0, 0, 1)")
+            return
+        if self.draft_depth < 1 or self.top_k < 1:
+            raise ConfigError(f"{got}: draft_depth and top_k must be at least 1")
+        if self.tokens_to_verify < 2:
+            raise ConfigError(f"{got}: tokens_to_verify counts the pending token, so a draft needs at least 2")
+        if self.top_k == 1 and self.tokens_to_verify > self.draft_depth + 1:
+            raise ConfigError(f"{got}: a chain of depth {self.draft_depth} has {self.draft_depth + 1} tokens to verify")
+
+    @classmethod
+    def chain(cls, drafter: str, depth: int) -> Strategy:
+        """A chain draft of `depth` tokens (vLLM's k = depth); depth 0 is `NO_SPECULATION`."""
+        return cls(drafter, depth, 1, depth + 1) if depth else NO_SPECULATION
+
+    @property
+    def speculates(self) -> bool:
+        return self.draft_depth > 0
+
+    def __str__(self) -> str:
+        if not self.speculates:
+            return "none"
+        if self.top_k == 1 and self.tokens_to_verify == self.draft_depth + 1:
+            return f"{self.drafter}:{self.draft_depth}"
+        return f"{self.drafter}:{self.draft_depth},{self.top_k},{self.tokens_to_verify}"
+
+
+NO_SPECULATION = Strategy("none", 0, 0, 1)
