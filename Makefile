@@ -1,0 +1,24 @@
+# `make demo` and `make test` do all their set-up themselves. DEMO_ARGS=--fast makes the demo short.
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+
+.PHONY: demo test check setup clean
+
+demo: setup
+	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
+
+test: setup check
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+setup:
+	@.ci/setup
+
+clean:
+	rm -rf .venv demo .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

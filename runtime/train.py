@@ -1,0 +1,433 @@
+"""A GRPO run on Ray and vLLM, read from top to bottom: roll out, reward, log-probs, train, sync, record."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from tltlab.recorder import Recorder
+from transformers import AutoTokenizer
+
+from tltlab.cli import write_json
+from tltlab.errors import ConfigError, RunError, TltlabError
+from tltlab.policy import Policy, load_policy
+from tltlab.trace import Manifest
+
+from .data import load_prompts, load_reward, prompt_batch
+from .engine import GenerationRequest, Rollout
+from .recipe import Recipe
+from .trainer import Sample
+from .workers import start_ray, start_workers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one RL step did; seconds per stage and means over its responses."""
+
+    rl_step: int
+    policy: str
+    reward_mean: float
+    num_tokens: int
+    rollout_s: float
+    reward_s: float
+    inference_s: float
+    train_s: float
+    sync_s: float
+    recorder_s: float
+    metrics: dict[str, float]
+
+    def __str__(self) -> str:
+        rate = self.num_tokens / self.rollout_s
+        return (
+            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
+            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}"
+        )
+
+
+class GrpoRun:
+    """A run folder, its actors, and one method per thing to do: `step`, `evaluate`, `finish`.
+
+    Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by
+    one durable chunk per RL step, so a killed run keeps every finished step.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path, *, say: Callable[[str], None], notes: str | None = None) -> None:
+        self.recipe = recipe
+        self.out = Path(out)
+        self.say = say
+        self.reward = load_reward(recipe.reward)
+        self.tokenizer = _tokenizer(recipe.model)
+        self.train_prompts = load_prompts(recipe.data.train, recipe.data, self.tokenizer)
+        heldout = recipe.data.heldout
+        self.heldout_prompts = load_prompts(heldout, recipe.data, self.tokenizer) if heldout else []
+        self.policy_version = 0
+        self.rl_step = 0
+        self.reports: list[StepReport] = []
+        self._policy_name = "none"
+        self._notes = notes
+        self._owns_ray = False
+        self._workers: list[Any] = []
+
+    def __enter__(self) -> GrpoRun:
+        self.out.mkdir(parents=True, exist_ok=True)
+        self._owns_ray = start_ray()
+        try:
+            self._workers, self._trainer = start_workers(self.recipe)
+            self._get([w.ready.remote() for w in [*self._workers, self._trainer]])
+            self.set_policy(load_policy(self.recipe.rollout.policy))
+            self._recorder = Recorder(self.out / "trace", self._manifest())
+        except BaseException:
+            self._stop()
+            raise
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._recorder.close()
+        finally:
+            self._stop()
+
+    def set_policy(self, policy: Policy, name: str | None = None) -> None:
+        """Let every engine choose with a fresh selector of `policy`, seeded by the run's seed and the worker."""
+        self._policy_name = name or policy.name
+        self._get([w.set_policy.remote(policy, self.recipe.seed) for w in self._workers])
+
+    def step(self) -> StepReport:
+        """One RL step under the policy in force."""
+        rollout, rl_step = self.recipe.rollout, self.rl_step
+        t_step = time.perf_counter()
+        picked = prompt_batch(len(self.train_prompts), rl_step, rollout.prompts_per_step, self.recipe.seed)
+        prompts = [self.train_prompts[i] for _, i in picked]
+        requests = [
+            GenerationRequest(
+                key=(rl_step, prompt.prompt_id, sample, 0),
+                prompt_token_ids=prompt.token_ids,
+                max_response_tokens=rollout.max_response_tokens,
+            )
+            for prompt in prompts
+            for sample in range(rollout.group_size)
+        ]
+        parts = self._generate(requests, rl_step)
+        rollout_s = time.perf_counter() - t_step
+
+        start = time.perf_counter()
+        responses = [r for part in parts for r in part.responses]
+        groups = [n for n in range(len(prompts)) for _ in range(rollout.group_size)]
+        rewards = [
+            self.reward(prompts[g].text, self._text(r.token_ids), prompts[g].answer)
+            for g, r in zip(groups, responses, strict=True)
+        ]
+        reward_s = time.perf_counter() - start
+
+        start = time.perf_counter()
+        samples = [
+            Sample(
+                prompt_token_ids=prompts[g].token_ids,
+                token_ids=r.token_ids,
+                logprobs=r.logprobs,
+                reward=reward,
+                group=g,
+            )
+            for g, r, reward in zip(groups, responses, rewards, strict=True)
+        ]
+        metrics = self._get(self._trainer.old_logprobs.remote(samples))
+        inference_s = time.perf_counter() - start
+
+        start = time.perf_counter()
+        metrics = metrics | self._get(self._trainer.update.remote())
+        train_s = time.perf_counter() - start
+
+        start = time.perf_counter()
+        weights = self._trainer.weights.remote()
+        self._get([w.update_weights.remote(weights, self.policy_version + 1) for w in self._workers])
+        sync_s = time.perf_counter() - start
+
+        report = StepReport(
+            rl_step=rl_step,
+            policy=self._policy_name,
+            reward_mean=sum(rewards) / len(rewards),
+            num_tokens=sum(len(r.token_ids) for r in responses),
+            rollout_s=rollout_s,
+            reward_s=reward_s,
+            inference_s=inference_s,
+            train_s=train_s,
+            sync_s=sync_s,
+            recorder_s=max(part.recorder_s for part in parts),
+            metrics=metrics,
+        )
+        self._record(report, [e for e, _ in picked], requests, parts, rewards, t_step - self._started)
+        self.policy_version += 1
+        self.rl_step += 1
+        self.reports.append(report)
+        return report
+
+    def evaluate(self, num_prompts: int | None = None) -> float:
+        """Mean reward over the first held-out prompts, one response each, under no speculation. Not recorded."""
+        prompts = self.heldout_prompts[: num_prompts or self.recipe.eval.num_prompts]
+        if not prompts:
+            raise ConfigError("evaluation needs data.heldout in the recipe")
+        requests = [
+            GenerationRequest(
+                key=(-1, p.prompt_id, 0, 0),
+                prompt_token_ids=p.token_ids,
+                max_response_tokens=self.recipe.rollout.max_response_tokens,
+            )
+            for p in prompts
+        ]
+        responses = [r for part in self._generate(requests, -1) for r in part.responses]
+        rewards = [
+            self.reward(p.text, self._text(r.token_ids), p.answer) for p, r in zip(prompts, responses, strict=True)
+        ]
+        return sum(rewards) / len(rewards)
+
+    def save(self) -> Path:
+        """Write the policy's weights to `checkpoints/final` as a Hugging Face folder."""
+        folder = self.out / "checkpoints" / "final"
+        partial = folder.with_name(".final.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        self._get(self._trainer.save.remote(str(partial.resolve())))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        return folder
+
+    def flush(self) -> None:
+        """Make everything recorded so far durable."""
+        self._recorder.flush()
+
+    def _generate(self, requests: Sequence[GenerationRequest], rl_step: int) -> list[Rollout]:
+        num, total = len(self._workers), len(requests)
+        cuts = [-(-w * total // num) for w in range(num + 1)]
+        return self._get(
+            [
+                worker.generate.remote(list(requests[cuts[n] : cuts[n + 1]]), rl_step)
+                for n, worker in enumerate(self._workers)
+            ]
+        )
+
+    def _record(
+        self,
+        report: StepReport,
+        epochs: list[int],
+        requests: Sequence[GenerationRequest],
+        parts: Sequence[Rollout],
+        rewards: list[float],
+        t_start: float,
+    ) -> None:
+        size = self.recipe.rollout.group_size
+        placed = [(w, r) for w, part in enumerate(parts) for r in part.responses]
+        workload, outcomes, tokens = [], [], []
+        for n, (request, (worker, response), reward) in enumerate(zip(requests, placed, rewards, strict=True)):
+            key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
+            num_tokens = len(response.token_ids)
+            workload.append(
+                key
+                | {
+                    "epoch": epochs[n // size],
+                    "prompt_tokens": len(request.prompt_token_ids),
+                    "max_response_tokens": request.max_response_tokens,
+                    "policy_version": self.policy_version,
+                }
+            )
+            outcomes.append(
+                key
+                | {
+                    "response_tokens": num_tokens,
+                    "finish_reason": response.finish_reason,
+                    "reward": reward,
+                    "worker": worker,
+                    "t_submit": 0.0,
+                    "t_first_token": response.t_first_token,
+                    "t_finish": response.t_finish,
+                }
+            )
+            tokens.append(
+                key
+                | {
+                    "prompt_token_ids": request.prompt_token_ids,
+                    "token_ids": response.token_ids,
+                    "logprobs": response.logprobs,
+                    "token_versions": [self.policy_version] * num_tokens,
+                }
+            )
+        recorder = self._recorder
+        recorder.append("workload", workload)
+        recorder.append("outcomes", outcomes)
+        recorder.append("tokens", tokens)
+        for part in parts:
+            recorder.append("iterations", part.iterations)
+            recorder.append("decisions", part.decisions)
+        step = {
+            "rl_step": report.rl_step,
+            "t_start": t_start,
+            "rollout_s": report.rollout_s,
+            "inference_s": report.inference_s,
+            "reward_s": report.reward_s,
+            "train_s": report.train_s,
+            "sync_s": report.sync_s,
+            "policy": report.policy,
+            "policy_version": self.policy_version,
+            "reward_mean": report.reward_mean,
+        }
+        recorder.append("steps", [step])
+        recorder.append("spans", list(_spans(report, parts)))
+        recorder.flush()
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _manifest(self) -> Manifest:
+        rollout = self.recipe.rollout
+        return Manifest(
+            kind="recorded",
+            name=self.out.name,
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            model=Path(self.recipe.model).name,
+            hardware=hardware(),
+            engine=f"vllm {versions()['vllm']}",
+            num_workers=rollout.num_workers,
+            max_response_tokens=rollout.max_response_tokens,
+            group_size=rollout.group_size,
+            license="Apache-2.0",
+            source="tltlab",
+            seed=self.recipe.seed,
+            notes=self._notes,
+        )
+
+    def _get(self, refs: Any) -> Any:
+        """`ray.get` that raises our own errors as themselves and names a dead actor in one line."""
+        try:
+            return ray.get(refs)
+        except RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, TltlabError):
+                raise cause from None
+            raise RunError(f"an actor failed: {type(cause).__name__}: {cause}") from error
+        except RayActorError as error:
+            raise RunError(f"an actor died: {str(error).splitlines()[0]}") from error
+
+    def _stop(self) -> None:
+        for worker in self._workers:
+            ray.kill(worker)
+        if self._owns_ray:
+            ray.shutdown()
+
+
+def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run a recipe from its first step to its last into the folder `out`; returns the summary that it writes there."""
+    out = Path(out)
+    if (out / "run.json").exists():
+        raise ConfigError(f"{out} already holds a run; choose another --out")
+    with GrpoRun(recipe, out, say=say) as run:
+        write_json(out / "run.json", run_json(recipe))
+        load_policy(recipe.rollout.policy).write(out / "policy.json")
+        evaluates = bool(run.heldout_prompts) and recipe.eval.num_prompts > 0
+        first = run.evaluate() if evaluates else None
+        if first is not None:
+            say(f"held-out reward before training {first:.3f}")
+        for _ in range(recipe.train.steps):
+            say(str(run.step()))
+        last = run.evaluate() if evaluates else None
+        if last is not None:
+            say(f"held-out reward after training {last:.3f}")
+        run.save()
+        reports = run.reports
+    summary = {
+        "grpo_steps": len(reports),
+        "reward_first": first,
+        "reward_last": last,
+        "steps": [
+            {"rl_step": r.rl_step, "policy": r.policy, "reward": r.reward_mean, "rollout_s": r.rollout_s}
+            for r in reports
+        ],
+        "trace": "trace",
+        "policy": "policy.json",
+        "versions": versions(),
+    }
+    write_json(out / "summary.json", summary)
+    return summary
+
+
+def run_json(recipe: Recipe) -> dict[str, Any]:
+    """What `run.json` says: the command, the versions and the resolved recipe."""
+    return {"argv": sys.argv, "versions": versions(), "recipe": recipe.model_dump(mode="json")}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    import vllm
+
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": vllm.__version__}
+    for name in ("tltlab", "torch", "ray", "transformers", "simpy", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    """The machine in words: GPUs where there are, else the number of CPU cores."""
+    import os
+
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return f"{len(os.sched_getaffinity(0))} CPU cores"
+
+
+def _tokenizer(model: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model} has no tokenizer that loads: {' '.join(str(error).split())[:200]}") from error
+
+
+def _spans(report: StepReport, parts: Sequence[Rollout]) -> Any:
+    """The step's lanes: what each worker ran, its idle end, and the trainer's stages after the rollout."""
+    for worker, part in enumerate(parts):
+        lane = f"worker {worker}"
+        end = 0.0
+        kind, start, batch = None, 0.0, None
+        for row in part.iterations:
+            now = _kind(row)
+            if (now, row["batch"]) != (kind, batch):
+                if kind is not None:
+                    yield _span(report.rl_step, lane, kind, start, row["t_start"] - start, batch)
+                kind, start, batch = now, row["t_start"], row["batch"]
+            end = row["t_start"] + row["duration"]
+        if kind is not None:
+            yield _span(report.rl_step, lane, kind, start, end - start, batch)
+        yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
+    start = report.rollout_s
+    for kind, seconds in (
+        ("reward", report.reward_s),
+        ("inference", report.inference_s),
+        ("train", report.train_s),
+        ("weight_sync", report.sync_s),
+    ):
+        yield _span(report.rl_step, "trainer", kind, start, seconds, None)
+        start += seconds
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row["prefill_tokens"]:
+        return "prefill"
+    return "speculative_decode" if row["num_drafted"] else "decode"
+
+
+def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> dict[str, Any]:
+    return {
+        "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
+    }  # fmt: skip

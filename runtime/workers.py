@@ -1,0 +1,117 @@
+"""The Ray actors of a run: rollout workers, each around one engine, and the trainer. Also how Ray is started."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from tltlab.policy import Policy
+
+from .engine import Engine, GenerationRequest, Rollout
+from .recipe import Recipe
+from .trainer import Sample, Trainer
+
+# One thread per engine: two on a busy machine stall for seconds. Numba's own threads belong to vLLM's n-gram drafter.
+_WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+def start_ray() -> bool:
+    """Join the Ray cluster named by RAY_ADDRESS, else start one on this machine. Returns whether it was started here."""
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    ray.init(
+        address=address,
+        include_dashboard=None if address else False,
+        object_store_memory=None if address else 512 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+    )
+    return not address
+
+
+def start_workers(recipe: Recipe) -> tuple[list[Any], Any]:
+    """Start the rollout workers and the trainer; returns their handles. They start in parallel."""
+    rollout, train = recipe.rollout, recipe.train
+    workers = [
+        RolloutWorker.options(  # type: ignore[attr-defined]
+            num_cpus=0.5, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": _WORKER_ENV}
+        ).remote(recipe, number)
+        for number in range(rollout.num_workers)
+    ]
+    env = _WORKER_ENV | {"OMP_NUM_THREADS": str(train.threads)}
+    trainer = TrainerActor.options(  # type: ignore[attr-defined]
+        num_cpus=0.5, num_gpus=train.gpus, runtime_env={"env_vars": env}
+    ).remote(recipe)
+    return workers, trainer
+
+
+@ray.remote
+class RolloutWorker:
+    """One engine in its own process."""
+
+    def __init__(self, recipe: Recipe, number: int) -> None:
+        rollout = recipe.rollout
+        torch.set_num_threads(1)
+        self.number = number
+        self.temperature = rollout.temperature
+        self.engine = Engine(
+            recipe.model,
+            worker=number,
+            max_draft_depth=rollout.max_draft_depth,
+            seed=recipe.seed + number,
+            vllm_args=rollout.vllm,
+        )
+
+    def ready(self) -> int:
+        """Answers once the engine is up."""
+        return os.getpid()
+
+    def set_policy(self, policy: Policy, seed: int) -> None:
+        self.engine.set_policy(policy.build(np.random.default_rng([seed, self.number])))
+
+    def selector_state(self) -> dict[str, Any]:
+        selector = self.engine.control.selector
+        return selector.state_dict() if selector is not None else {}
+
+    def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        self.engine.update_weights(weights.items(), version)
+
+    def generate(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
+        return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+@ray.remote
+class TrainerActor:
+    """The trainer in its own process."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.trainer = Trainer(recipe.model, recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed)
+
+    def ready(self) -> int:
+        return os.getpid()
+
+    def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:
+        return self.trainer.old_logprobs(samples)
+
+    def update(self) -> dict[str, float]:
+        return self.trainer.update()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.trainer.weights()
+
+    def save(self, folder: str) -> None:
+        self.trainer.save(folder)
