@@ -14,7 +14,7 @@ import torch._dynamo
 from tltlab.errors import ConfigError, RunError
 from tltlab.selector import Selector
 
-from .vllm_plugin import LOCAL_BACKEND, TESTED_VLLM
+from .vllm_plugin import LOCAL_BACKEND, TESTED_VLLM, speculative_sampling_is_sound
 
 Key = tuple[int, str, int, int]
 
@@ -30,7 +30,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since the rollout began."""
+    """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`."""
 
     key: Key
     token_ids: list[int]
@@ -109,6 +109,8 @@ class Engine:
             )
         except (ValueError, OSError, TypeError) as error:
             raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
+        if max_draft_depth and not speculative_sampling_is_sound():
+            raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
         self.llm.init_weight_transfer_engine({"init_info": {}})
         core = self.llm.llm_engine.engine_core.engine_core
         self.control = Control(worker, max_draft_depth, drafter)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from tltlab.cli import write_json
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policy import Policy, load_policy
-from tltlab.trace import Manifest
+from tltlab.trace import Manifest, Trace
 
 from .data import load_prompts, load_reward, prompt_batch
 from .engine import GenerationRequest, Rollout
@@ -94,13 +94,13 @@ class GrpoRun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
-            self._recorder.close()
+            self._recorder.__exit__(kind, error, tb)
         finally:
             self._stop()
 
     def set_policy(self, policy: Policy, name: str | None = None) -> None:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run's seed and the worker."""
-        self._policy_name = name or policy.name
+        self._policy_name = name or policy.selector.kind
         self._get([w.set_policy.remote(policy, self.recipe.seed) for w in self._workers])
 
     def step(self) -> StepReport:
@@ -201,9 +201,9 @@ class GrpoRun:
         partial.rename(folder)
         return folder
 
-    def flush(self) -> None:
-        """Make everything recorded so far durable."""
-        self._recorder.flush()
+    def trace(self) -> Trace:
+        """Everything recorded so far."""
+        return self._recorder.snapshot()
 
     def _generate(self, requests: Sequence[GenerationRequest], rl_step: int) -> list[Rollout]:
         num, total = len(self._workers), len(requests)

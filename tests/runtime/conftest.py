@@ -1,0 +1,62 @@
+"""A random model of 24 words, made here: small enough that its exact distribution can be written down."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+WORDS = 20
+
+
+def prompt_length_reward(prompt: str, response: str, answer: str) -> float:
+    """1 where the response has an even number of words: something that random models sometimes do."""
+    return float(len(response.split()) % 2 == 0)
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama folder with random weights, tokenizer, and prompts; vocabulary: 4 special tokens and w0..w19."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("random-model")
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(WORDS))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Wide enough logits that a wrong temperature shows, flat enough that many tokens occur.
+        model.lm_head.weight.mul_(8.0)
+    model.save_pretrained(folder)
+    for name, numbers in (("train", range(32)), ("heldout", range(32, 48))):
+        rows = [
+            {"prompt_id": f"p{n}", "prompt": " ".join(f"w{(n + i * 7) % WORDS}" for i in range(6)), "answer": "even"}
+            for n in numbers
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
