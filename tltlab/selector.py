@@ -1,13 +1,15 @@
-"""The contract between a policy and whoever asks it: an engine or the simulator. Ask with `choose`, tell with `observe`.
+"""The contract between a policy and its caller, an engine or the simulator: ask with `choose`, tell with `observe`.
 
 The loop belongs to the caller. A selector holds no clock and no global random state: randomness comes from the
-generator it is built with. Constructors only store their arguments; learned state ends in an underscore.
+generator it is built with. Constructors only check and store their arguments; learned state ends in an underscore.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import Any
+
+import numpy as np
 
 from .state import StepOutcome, StepState
 from .strategy import Strategy
@@ -35,7 +37,7 @@ class Selector(ABC):
     def choose(self, state: StepState) -> Strategy:
         """Return the strategy for the next iteration, one of `strategies`."""
 
-    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:  # noqa: B027
         """Learn from an iteration that ran under `strategy`."""
 
     def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
@@ -46,5 +48,21 @@ class Selector(ABC):
         """Everything learned, as JSON types."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Take back what `state_dict` gave."""
+
+
+def rng_state(rng: np.random.Generator) -> dict[str, Any]:
+    """The generator's position as JSON types, for `Selector.state_dict`."""
+    return {key: _plain(value) for key, value in rng.bit_generator.state.items()}
+
+
+def set_rng_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
+    """Move `rng` to a position that `rng_state` gave; both must be of one kind (PCG64, ...)."""
+    rng.bit_generator.state = state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
