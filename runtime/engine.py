@@ -13,6 +13,8 @@ import torch._dynamo
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.selector import Selector
+from tltlab.selectors import Fixed
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .vllm_plugin import LOCAL_BACKEND, TESTED_VLLM, speculative_sampling_is_sound
 
@@ -123,9 +125,30 @@ class Engine:
         """Choose with `selector` from the next iteration on; ConfigError if it may ask for what the engine lacks."""
         self.control.set_selector(selector)
 
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float, top_p: float = 1.0
-    ) -> Rollout:
+    def warm_up(self, temperature: float) -> None:
+        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first."""
+        deepest = Strategy.chain(self.control.drafter_name, self.control.max_depth)
+        requests = [
+            GenerationRequest(key=(-1, "warm-up", n, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
+            for n in range(4)
+        ]
+        before = self.control.selector
+        for strategy in (NO_SPECULATION, deepest):
+            self.control.set_selector(Fixed(strategy))
+            self.generate(requests, rl_step=-1, temperature=temperature)
+        self.llm.reset_prefix_cache()
+        self.control.set_selector(before)
+
+    def evaluate(self, requests: Sequence[GenerationRequest], *, temperature: float) -> Rollout:
+        """Generate without speculation; the policy in force neither chooses nor learns."""
+        selector = self.control.selector
+        self.control.set_selector(None)
+        try:
+            return self.generate(requests, rl_step=-1, temperature=temperature)
+        finally:
+            self.control.set_selector(selector)
+
+    def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
         """Generate every request to its end. Raises RunError when the engine loses one."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -136,7 +159,6 @@ class Engine:
         for number, request in enumerate(requests):
             params = SamplingParams(
                 temperature=temperature,
-                top_p=top_p,
                 max_tokens=request.max_response_tokens,
                 logprobs=0,
                 flat_logprobs=True,

@@ -66,12 +66,14 @@ class Control:
         self.seconds_inside = 0.0
         self._reset(0, {})
 
-    def set_selector(self, selector: Selector) -> None:
-        """Use `selector` from the next iteration on. A strategy that this engine cannot run is a ConfigError."""
-        for strategy in selector.strategies:
+    def set_selector(self, selector: Selector | None) -> None:
+        """Use `selector` from the next rollout on, None for none. What this engine cannot run is a ConfigError."""
+        strategies = selector.strategies if selector is not None else ()
+        for strategy in strategies:
             self.check(strategy)
         self.selector = selector
-        self.drafter_loaded = any(s.speculates for s in selector.strategies) or not selector.strategies
+        # A selector that does not say what it may choose may choose to speculate.
+        self.drafter_loaded = selector is not None and (not strategies or any(s.speculates for s in strategies))
 
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError where this engine cannot run `strategy`."""
@@ -132,12 +134,11 @@ class Control:
             return
         requests = [scheduler.requests[i] for i in output.num_scheduled_tokens]
         context = sum(r.num_tokens for r in requests)
-        prefill = sum(
-            output.num_scheduled_tokens[r.request_id]
-            for r in requests
-            if r.num_output_tokens == 0 or r.is_prefill_chunk
-        )
         drafts = output.scheduled_spec_decode_tokens
+        prefill = sum(
+            _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
+            for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+        )
         verified = self._chosen
         waiting = len(scheduler.waiting)
         self._open = {
@@ -226,9 +227,16 @@ class Control:
             accepted=self._accepted,
             had_prefill=row["prefill_tokens"] > 0,
         )
-        self.selector.observe(self._chosen_before, outcome)
         key = {"rl_step": self.rl_step, "worker": self.worker, "iteration": row["iteration"]}
         self.decisions.append(key | decision | {"reward": self.selector.reward(self._chosen_before, outcome)})
+        self.selector.observe(self._chosen_before, outcome)
+
+
+def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
+    """Tokens of a scheduled request that are no decoding: its prompt, or after preemption prompt and output again."""
+    if request.num_output_tokens == 0:
+        return num_scheduled
+    return max(num_scheduled - num_drafts - 1, 0)
 
 
 class PolicyScheduler(Scheduler):

@@ -15,12 +15,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from tltlab.recorder import Recorder
 from transformers import AutoTokenizer
 
 from tltlab.cli import write_json
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policy import Policy, load_policy
+from tltlab.recorder import Recorder
 from tltlab.trace import Manifest, Trace
 
 from .data import load_prompts, load_reward, prompt_batch
@@ -70,6 +70,7 @@ class GrpoRun:
         self.train_prompts = load_prompts(recipe.data.train, recipe.data, self.tokenizer)
         heldout = recipe.data.heldout
         self.heldout_prompts = load_prompts(heldout, recipe.data, self.tokenizer) if heldout else []
+        self.policy = load_policy(recipe.rollout.policy)
         self.policy_version = 0
         self.rl_step = 0
         self.reports: list[StepReport] = []
@@ -77,14 +78,16 @@ class GrpoRun:
         self._notes = notes
         self._owns_ray = False
         self._workers: list[Any] = []
+        self._actors: list[Any] = []
 
     def __enter__(self) -> GrpoRun:
         self.out.mkdir(parents=True, exist_ok=True)
         self._owns_ray = start_ray()
         try:
             self._workers, self._trainer = start_workers(self.recipe)
-            self._get([w.ready.remote() for w in [*self._workers, self._trainer]])
-            self.set_policy(load_policy(self.recipe.rollout.policy))
+            self._actors = [*self._workers, self._trainer]
+            self._get([actor.start.remote() for actor in self._actors])
+            self.set_policy(self.policy)
             self._recorder = Recorder(self.out / "trace", self._manifest())
         except BaseException:
             self._stop()
@@ -118,7 +121,7 @@ class GrpoRun:
             for prompt in prompts
             for sample in range(rollout.group_size)
         ]
-        parts = self._generate(requests, rl_step)
+        parts = self._share(requests, lambda worker, part: worker.generate.remote(part, rl_step))
         rollout_s = time.perf_counter() - t_step
 
         start = time.perf_counter()
@@ -173,7 +176,7 @@ class GrpoRun:
         return report
 
     def evaluate(self, num_prompts: int | None = None) -> float:
-        """Mean reward over the first held-out prompts, one response each, under no speculation. Not recorded."""
+        """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""
         prompts = self.heldout_prompts[: num_prompts or self.recipe.eval.num_prompts]
         if not prompts:
             raise ConfigError("evaluation needs data.heldout in the recipe")
@@ -185,7 +188,8 @@ class GrpoRun:
             )
             for p in prompts
         ]
-        responses = [r for part in self._generate(requests, -1) for r in part.responses]
+        parts = self._share(requests, lambda worker, part: worker.evaluate.remote(part))
+        responses = [r for part in parts for r in part.responses]
         rewards = [
             self.reward(p.text, self._text(r.token_ids), p.answer) for p, r in zip(prompts, responses, strict=True)
         ]
@@ -205,15 +209,11 @@ class GrpoRun:
         """Everything recorded so far."""
         return self._recorder.snapshot()
 
-    def _generate(self, requests: Sequence[GenerationRequest], rl_step: int) -> list[Rollout]:
+    def _share(self, requests: Sequence[GenerationRequest], ask: Callable[[Any, list[GenerationRequest]], Any]) -> Any:
+        """Ask every worker for its share of the requests, split in order: request i of N goes to worker i * W // N."""
         num, total = len(self._workers), len(requests)
         cuts = [-(-w * total // num) for w in range(num + 1)]
-        return self._get(
-            [
-                worker.generate.remote(list(requests[cuts[n] : cuts[n + 1]]), rl_step)
-                for n, worker in enumerate(self._workers)
-            ]
-        )
+        return self._get([ask(w, list(requests[cuts[n] : cuts[n + 1]])) for n, w in enumerate(self._workers)])
 
     def _record(
         self,
@@ -317,8 +317,8 @@ class GrpoRun:
             raise RunError(f"an actor died: {str(error).splitlines()[0]}") from error
 
     def _stop(self) -> None:
-        for worker in self._workers:
-            ray.kill(worker)
+        for actor in self._actors:
+            ray.kill(actor)
         if self._owns_ray:
             ray.shutdown()
 
@@ -330,7 +330,7 @@ def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str,
         raise ConfigError(f"{out} already holds a run; choose another --out")
     with GrpoRun(recipe, out, say=say) as run:
         write_json(out / "run.json", run_json(recipe))
-        load_policy(recipe.rollout.policy).write(out / "policy.json")
+        run.policy.write(out / "policy.json")
         evaluates = bool(run.heldout_prompts) and recipe.eval.num_prompts > 0
         first = run.evaluate() if evaluates else None
         if first is not None:

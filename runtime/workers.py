@@ -26,7 +26,7 @@ _WORKER_ENV = {
 
 
 def start_ray() -> bool:
-    """Join the Ray cluster named by RAY_ADDRESS, else start one on this machine. Returns whether it was started here."""
+    """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; whether it was started here."""
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS")
@@ -45,13 +45,13 @@ def start_workers(recipe: Recipe) -> tuple[list[Any], Any]:
     rollout, train = recipe.rollout, recipe.train
     workers = [
         RolloutWorker.options(  # type: ignore[attr-defined]
-            num_cpus=0.5, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": _WORKER_ENV}
+            num_cpus=0, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": _WORKER_ENV}
         ).remote(recipe, number)
         for number in range(rollout.num_workers)
     ]
     env = _WORKER_ENV | {"OMP_NUM_THREADS": str(train.threads)}
     trainer = TrainerActor.options(  # type: ignore[attr-defined]
-        num_cpus=0.5, num_gpus=train.gpus, runtime_env={"env_vars": env}
+        num_cpus=0, num_gpus=train.gpus, runtime_env={"env_vars": env}
     ).remote(recipe)
     return workers, trainer
 
@@ -61,20 +61,22 @@ class RolloutWorker:
     """One engine in its own process."""
 
     def __init__(self, recipe: Recipe, number: int) -> None:
-        rollout = recipe.rollout
-        torch.set_num_threads(1)
+        self.recipe = recipe
         self.number = number
-        self.temperature = rollout.temperature
+        self.temperature = recipe.rollout.temperature
+
+    def start(self) -> int:
+        """Build the engine and run it warm. Not in the constructor: Ray does not hand on its errors as they are."""
+        rollout = self.recipe.rollout
+        torch.set_num_threads(1)
         self.engine = Engine(
-            recipe.model,
-            worker=number,
+            self.recipe.model,
+            worker=self.number,
             max_draft_depth=rollout.max_draft_depth,
-            seed=recipe.seed + number,
+            seed=self.recipe.seed + self.number,
             vllm_args=rollout.vllm,
         )
-
-    def ready(self) -> int:
-        """Answers once the engine is up."""
+        self.engine.warm_up(self.temperature)
         return os.getpid()
 
     def set_policy(self, policy: Policy, seed: int) -> None:
@@ -90,6 +92,9 @@ class RolloutWorker:
     def generate(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
         return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
 
+    def evaluate(self, requests: list[GenerationRequest]) -> Rollout:
+        return self.engine.evaluate(requests, temperature=self.temperature)
+
     def close(self) -> None:
         self.engine.close()
 
@@ -99,9 +104,12 @@ class TrainerActor:
     """The trainer in its own process."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.trainer = Trainer(recipe.model, recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed)
+        self.recipe = recipe
 
-    def ready(self) -> int:
+    def start(self) -> int:
+        """Load the model."""
+        recipe = self.recipe
+        self.trainer = Trainer(recipe.model, recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed)
         return os.getpid()
 
     def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:

@@ -2,3 +2,7 @@
 
 if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
+
+from .replay import SimResult, simulate
+
+__all__ = ["SimResult", "simulate"]

@@ -20,7 +20,7 @@ from tltlab.sim.pick import Candidate, pick
 
 from .calibrate import Calibration, calibrate
 from .cli import Json, emit, progress, write_json
-from .errors import ConfigError
+from .errors import ConfigError, RunError
 from .metrics import mean_accept_length, summary
 from .perfetto import write_perfetto
 from .plot import timeline
@@ -97,6 +97,8 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
             say(f"step {s} ({names[s]}): predicted {seconds:.2f} s, measured {measured:.2f} s")
         say("5/7 picking a policy in the simulator")
         everything = calibrate(recorded)
+        if everything.acceptance is None:
+            raise RunError("nothing was drafted while exploring, so there is no policy to pick")
         everything.costs.write(out / "costs.json")
         everything.acceptance.write(out / "acceptance.json")
         candidates = pick(recorded, everything.costs, everything.acceptance, seed=seed)
@@ -183,7 +185,8 @@ def split(names: Sequence[str]) -> tuple[list[int], list[int]]:
     ([0, 1], [2, 3])
     """
     seen: dict[str, int] = {}
-    fit, held = [], []
+    fit: list[int] = []
+    held: list[int] = []
     for step, name in enumerate(names):
         (held if seen.get(name, 0) % 2 else fit).append(step)
         seen[name] = seen.get(name, 0) + 1
@@ -211,9 +214,7 @@ def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, see
     )
 
 
-def provenance(
-    out: Path, best: Candidate, candidates: Sequence[Candidate], trace: Trace, seed: int
-) -> dict[str, Any]:
+def provenance(out: Path, best: Candidate, candidates: Sequence[Candidate], trace: Trace, seed: int) -> dict[str, Any]:
     """Where the picked policy came from."""
     return {
         "name": best.name,
@@ -239,7 +240,7 @@ def pictures(trace: Trace, rl_step: int, tuned: Policy, fitted: Calibration, out
         seed=seed,
     )
     timeline(trace.select([rl_step]), compare=simulated, out=out / "timeline.png")
-    write_perfetto(trace, out / "timeline.json")
+    write_perfetto(out / "timeline.json", trace)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -266,5 +267,3 @@ def table(result: dict[str, Any]) -> str:
         f"{result['wall_s']:.0f} s in all",
     ]
     return "\n".join(lines)
-
-

@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_serializer,
+)
 from pydantic import model_validator as validator
 
 from .activation import Count, ElasticActivation
@@ -130,16 +139,29 @@ class Bucket(_Model):
 
 
 class BegMabSpec(_Spec):
+    """Either explicit `buckets`, or the paper's grouping: `strategies` and a threshold per tokens_to_verify."""
+
     kind: Literal["beg-mab"] = "beg-mab"
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[Bucket, ...] = ()
+    strategies: Strategies = ()
+    thresholds: tuple[int, ...] = ()
     epsilon: float = 0.1
     window: int = 300
     reward: RewardKind = "paper"
     plain_rate: dict[int, float] | None = None
 
+    @model_serializer(mode="wrap")
+    def _only_the_form_used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        unused = ("strategies", "thresholds") if self.buckets else ("buckets",)
+        return {name: value for name, value in dump(self).items() if name not in unused}
+
     def build(self, rng: np.random.Generator) -> Selector:
-        buckets = [(bucket.min_batch, bucket.strategies) for bucket in self.buckets]
-        return BegMab(buckets, self.epsilon, self.window, self.reward, self.plain_rate, rng=rng)
+        if bool(self.buckets) == bool(self.strategies or self.thresholds):
+            raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
+        settings = (self.epsilon, self.window, self.reward, self.plain_rate)
+        if self.buckets:
+            return BegMab([(bucket.min_batch, bucket.strategies) for bucket in self.buckets], *settings, rng=rng)
+        return BegMab.from_paper(self.strategies, self.thresholds, *settings, rng=rng)
 
 
 class CustomSpec(_Model):

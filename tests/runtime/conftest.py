@@ -14,11 +14,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 WORDS = 20
 
 
-def prompt_length_reward(prompt: str, response: str, answer: str) -> float:
-    """1 where the response has an even number of words: something that random models sometimes do."""
-    return float(len(response.split()) % 2 == 0)
-
-
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama folder with random weights, tokenizer, and prompts; vocabulary: 4 special tokens and w0..w19."""
@@ -59,4 +54,34 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for n in numbers
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "parity.py").write_text(
+        "def reward(prompt, response, answer):\n    return float(len(response.split()) % 2 == 0)\n"
+    )
     return folder
+
+
+@pytest.fixture(scope="session")
+def recipe_file(random_model: Path) -> Path:
+    """A recipe for the random model; its reward, 1 for an even number of words, is a module in the model's folder."""
+    path = random_model / "recipe.toml"
+    path.write_text(
+        f"""
+model = "{random_model}"
+reward = "parity:reward"
+[data]
+train = "{random_model / "train.jsonl"}"
+heldout = "{random_model / "heldout.jsonl"}"
+[rollout]
+prompts_per_step = 4
+group_size = 4
+max_response_tokens = 48
+max_draft_depth = 8
+vllm = {{max_num_seqs = 32, max_model_len = 128, kv_cache_memory_bytes = 33554432}}
+[train]
+steps = 3
+threads = 1
+[eval]
+num_prompts = 8
+"""
+    )
+    return path

@@ -15,7 +15,7 @@ from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 from tltlab.errors import ConfigError
-from tltlab.policy import ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.vllm_plugin import speculative_sampling_is_sound
 from tltlab.state import StepState
@@ -147,7 +147,8 @@ def test_an_iteration_verifies_what_the_one_before_it_chose(engine: Engine):
 
 
 def test_decisions_are_rewarded_by_the_iteration_that_verified_them(engine: Engine):
-    use(engine, load_policy("beg-mab"))
+    arms = (Strategy.chain("ngram", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
+    use(engine, Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), reward="paper")))
     rollout = generate(engine, 16, 60)
     by_number = {row["iteration"]: row for row in rollout.iterations}
     for decision in rollout.decisions:

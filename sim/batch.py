@@ -1,0 +1,174 @@
+"""The running requests of a worker, advanced by macro-steps: many iterations at once, in closed form."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .regime import Regime
+from .requests import Requests
+
+TOLERANCE_TOKENS = 1e-6
+"""A request this close to its length has reached it: sums of expected tokens carry rounding errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MacroStep:
+    """`num_iterations` iterations of `batch` requests under one regime, `seconds` in all, `first_s` the first of them.
+
+    `context_tokens` is the sum before the first iteration. `accepted` is the mean per iteration of each request in
+    order of admission; `tokens` all tokens that came out, surplus of finishing requests included. Where gains were
+    drawn or replayed, `gains[i, j]` is what request i got in iteration j; None means `regime.tokens` throughout.
+    """
+
+    regime: Regime
+    num_iterations: int
+    batch: int
+    seconds: float
+    first_s: float
+    context_tokens: float
+    finished: list[int]
+    gains: npt.NDArray[np.int64] | None = None
+
+    @property
+    def tokens(self) -> float:
+        if self.gains is None:
+            return self.num_iterations * self.batch * self.regime.tokens
+        return float(self.gains.sum())
+
+    @property
+    def accepted(self) -> tuple[float, ...]:
+        if self.gains is None:
+            return (self.regime.tokens - 1.0,) * self.batch
+        return tuple((self.gains.mean(axis=1) - 1.0).tolist())
+
+
+class Batch(ABC):
+    """Residents in order of admission; the newest is the last."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.requests = requests
+
+    @property
+    @abstractmethod
+    def running(self) -> Sequence[int]:
+        """Requests in order of admission."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @property
+    @abstractmethod
+    def context_tokens(self) -> float:
+        """Prompt and generated tokens of the residents."""
+
+    @abstractmethod
+    def generated(self, request: int) -> float:
+        """Tokens a resident has generated; expected ones in fluid mode."""
+
+    @abstractmethod
+    def admit(self, request: int, generated: float) -> None:
+        """Take a request in that has `generated` tokens already (from before a preemption)."""
+
+    @abstractmethod
+    def preempt(self) -> tuple[int, float]:
+        """Put the newest out; the request and its generated tokens."""
+
+    @abstractmethod
+    def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
+        """Run until a request finishes, `limit` iterations ran, or the next iteration would overflow the KV cache.
+
+        `room_tokens` is what the context may grow before an iteration no longer fits. Finished requests leave.
+        """
+
+
+def iterations_that_fit(batch: int, growth_tokens: float, room_tokens: float) -> float:
+    """Iterations before the context has outgrown `room_tokens`; a lone request always fits."""
+    if batch == 1 or math.isinf(room_tokens):
+        return math.inf
+    return math.floor((room_tokens + TOLERANCE_TOKENS) / growth_tokens) + 1
+
+
+class FluidBatch(Batch):
+    """Every resident gains the expected tokens in each iteration.
+
+    So one clock serves all: it counts the tokens that a resident gained since the step began. A request admitted at
+    clock C with g tokens generated has offset C - g and finishes when the clock reaches offset + length.
+    """
+
+    def __init__(self, requests: Requests) -> None:
+        super().__init__(requests)
+        self._clock = 0.0
+        self._offsets: dict[int, float] = {}
+        self._finish: list[tuple[float, int, int]] = []
+        self._serial = 0
+        self._entry: dict[int, int] = {}
+        self._base = 0.0
+
+    @property
+    def running(self) -> Sequence[int]:
+        return list(self._offsets)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def context_tokens(self) -> float:
+        return len(self._offsets) * self._clock + self._base
+
+    def generated(self, request: int) -> float:
+        return self._clock - self._offsets[request]
+
+    def admit(self, request: int, generated: float) -> None:
+        offset = self._clock - generated
+        self._serial += 1
+        self._offsets[request] = offset
+        self._entry[request] = self._serial
+        self._base += self.requests.prompt_tokens[request] - offset
+        heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], self._serial, request))
+
+    def preempt(self) -> tuple[int, float]:
+        request = next(reversed(self._offsets))
+        generated = self.generated(request)
+        self._remove(request)
+        return request, generated
+
+    def _remove(self, request: int) -> None:
+        self._base -= self.requests.prompt_tokens[request] - self._offsets.pop(request)
+        del self._entry[request]
+
+    def _next_finish(self) -> float:
+        heap, entry = self._finish, self._entry
+        while entry.get(heap[0][2]) != heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0][0]
+
+    def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
+        batch, gain, per_context_s = len(self._offsets), regime.tokens, regime.cost.per_context_s
+        context = batch * self._clock + self._base
+        growth = batch * gain
+        n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))
+        n = int(min(n, limit, iterations_that_fit(batch, growth, room_tokens)))
+        first_s = regime.fixed_s(batch) + per_context_s * context
+        seconds = n * first_s + per_context_s * growth * (n * (n - 1) / 2)
+        self._clock += n * gain
+        finished = []
+        while self._offsets and self._next_finish() <= self._clock + TOLERANCE_TOKENS:
+            request = heapq.heappop(self._finish)[2]
+            self._remove(request)
+            finished.append(request)
+        return MacroStep(
+            regime=regime,
+            num_iterations=n,
+            batch=batch,
+            seconds=seconds,
+            first_s=first_s,
+            context_tokens=context,
+            finished=finished,
+        )

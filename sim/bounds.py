@@ -1,0 +1,182 @@
+"""A clairvoyant lower bound on a rollout's makespan: no placement, order or choice among the strategies beats it.
+
+    path = max_i alone_i            the longest response by itself, in a batch of 1
+    area = sum_i share_i / W        the work of all responses, shared by workers that are never idle
+    bound = max(path, area)
+
+`alone_i` is the least time in which response i can be prefilled and decoded at batch 1. `share_i` is the same with an
+iteration's fixed cost divided by the largest batch b that a worker can hold: T(b, S) >= b * (fixed/b + per_request +
+per_token*v + drafting per request) + per_context*S. Graph padding is left out of the area, it only adds.
+
+The least decoding time of one response of L tokens, prompt p, under strategies s with cost fix_s + c*context:
+
+- fluid: A_s tokens an iteration. One that starts at g costs the integral over [g, g + A_s] of h_s(x) =
+  (fix_s + c*(p + x))/A_s - c/2, so the time is at least the integral of min_s h_s over [0, L]. That minimum is concave
+  in x, hence the integral is at least L times the mean of its ends. Exact for one strategy.
+- replayed: the shortest path over positions, exact.
+- sampled: the draws u_1, u_2, ... are fixed and used up in order. For any price lam per token (at most the cost of a
+  plain iteration, where there is one), sum fix_s >= lam*L - max_K sum_{k<=K} max_s(lam*gain_s(u_k) - fix_s). With a_k
+  the best gain of draw k, A its mean, R the largest rise of the walk of steps a_k/A - 1, the contexts sum to at least
+  (p*L + L^2/2)/A - max(a)*L/(2*A) - (p + L)*R: summation by parts, as contexts only grow. Nor are there fewer
+  iterations than the best gains allow, which is the better bound on both for short responses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from tltlab.acceptance import Acceptance, FloatArray, TraceAcceptance
+from tltlab.cost import LinearCosts
+
+from .batch import TOLERANCE_TOKENS
+from .luck import request_seeds, uniforms
+from .regime import Regime
+from .requests import Requests
+
+
+def lower_bound_s(
+    requests: Requests,
+    regimes: Sequence[Regime],
+    costs: LinearCosts,
+    workers: int,
+    acceptance: Acceptance | None,
+    mode: str,
+    seed: int,
+) -> float:
+    """Seconds that no schedule of these requests on `workers` workers undercuts."""
+    ran = [i for i, length in enumerate(requests.response_tokens) if length > 0]
+    if not ran:
+        return 0.0
+    prefill = costs.need("prefill_per_token_s") * np.array([requests.prompt_tokens[i] for i in ran], np.float64)
+    most = _largest_batch(requests, ran, costs)
+    fixed = [[r.fixed_s(1) for r in regimes], [_share_s(r, most) for r in regimes]]
+    alone, share = (prefill + s for s in _decoding_s(requests, ran, regimes, fixed, acceptance, mode, seed))
+    return float(max(alone.max(), share.sum() / workers))
+
+
+def _largest_batch(requests: Requests, ran: list[int], costs: LinearCosts) -> int:
+    most = min(len(ran), costs.max_num_seqs or len(ran))
+    if costs.kv_capacity_tokens is not None:
+        smallest = min(requests.prompt_tokens[i] for i in ran)
+        most = min(most, costs.kv_capacity_tokens // (smallest + 1))
+    return max(1, most)
+
+
+def _share_s(regime: Regime, batch: int) -> float:
+    cost = regime.cost
+    own = cost.per_request_s + cost.per_token_s * cost.tokens_to_verify + cost.draft_per_request_s
+    return (cost.fixed_s + cost.draft_fixed_s) / batch + own
+
+
+def _decoding_s(
+    requests: Requests,
+    ran: list[int],
+    regimes: Sequence[Regime],
+    fixed: list[list[float]],
+    acceptance: Acceptance | None,
+    mode: str,
+    seed: int,
+) -> list[FloatArray]:
+    """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
+    if any(regime.strategy.speculates for regime in regimes):
+        if isinstance(acceptance, TraceAcceptance):
+            return [_replayed(requests, ran, list(zip(regimes, row, strict=True)), acceptance) for row in fixed]
+        if mode == "sampled":
+            return _sampled(requests, ran, regimes, fixed, seed)
+    prompts = np.array([requests.prompt_tokens[i] for i in ran], np.float64)
+    lengths = np.array([requests.response_tokens[i] for i in ran], np.float64) - TOLERANCE_TOKENS
+    per_context_s = regimes[0].cost.per_context_s
+
+    def cheapest(x: FloatArray | float, row: list[float]) -> FloatArray:
+        per_token = [(fix + per_context_s * (prompts + x)) / r.tokens for r, fix in zip(regimes, row, strict=True)]
+        least: FloatArray = np.min(per_token, axis=0) - per_context_s / 2
+        return least
+
+    return [lengths * (cheapest(0.0, row) + cheapest(lengths, row)) / 2 for row in fixed]
+
+
+def _replayed(
+    requests: Requests, ran: list[int], strategies: list[tuple[Regime, float]], acceptance: TraceAcceptance
+) -> FloatArray:
+    """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
+    per_context_s = strategies[0][0].cost.per_context_s
+    order = sorted(range(len(ran)), key=lambda j: -requests.response_tokens[ran[j]])
+    lengths = np.array([requests.response_tokens[ran[j]] for j in order], np.int64)
+    prompts = np.array([requests.prompt_tokens[ran[j]] for j in order], np.int64)
+    ends = np.cumsum(lengths)
+    kept = {
+        name: np.concatenate(
+            [acceptance.positions(name, requests.keys[ran[j]], requests.response_tokens[ran[j]]) for j in order]
+        )
+        for name in {r.strategy.drafter for r, _ in strategies if r.strategy.speculates}
+    }
+    window = 2 + max(r.most for r, _ in strategies)
+    # best[j, r % window]: least seconds for the last r tokens of response j; column 0 at r = 0 is the end itself.
+    best = np.zeros((len(order), window))
+    active_until = np.searchsorted(-lengths, -np.arange(1, int(lengths[0]) + 1), side="right")
+    for left, active in enumerate(active_until, start=1):
+        rows = np.arange(active)
+        options = []
+        for regime, fix in strategies:
+            gain: int | npt.NDArray[np.int64] = 1
+            if regime.strategy.speculates:
+                found = kept[regime.strategy.drafter][ends[:active] - left]
+                gain = 1 + np.minimum(found, regime.most).astype(np.int64)
+            after = np.maximum(left - gain, 0)
+            options.append(fix + np.where(after > 0, best[rows, after % window], 0.0))
+        context = prompts[:active] + lengths[:active] - left
+        best[:active, left % window] = np.min(options, axis=0) + per_context_s * context
+    result = np.empty(len(ran))
+    result[order] = best[np.arange(len(order)), lengths % window]
+    return result
+
+
+def _sampled(
+    requests: Requests, ran: list[int], regimes: Sequence[Regime], fixed: list[list[float]], seed: int
+) -> list[FloatArray]:
+    seeds = request_seeds(seed, [requests.keys[i] for i in ran])
+    cdfs = [r.cdf for r in regimes if r.cdf is not None]
+    grid = _gains(cdfs, (np.arange(2048) + 0.5) / 2048)
+    mean = float(grid.max(axis=0).mean())
+    priced = []
+    for row in fixed:
+        drawn = np.array([fix for r, fix in zip(regimes, row, strict=True) if r.cdf is not None])[:, None]
+        plain = [fix for r, fix in zip(regimes, row, strict=True) if r.cdf is None]
+        priced.append((min([_fair_price(grid, drawn), *plain]), drawn))
+    per_context_s = regimes[0].cost.per_context_s
+    least = np.empty((len(fixed), len(ran)))
+    for j, i in enumerate(ran):
+        length, prompt = requests.response_tokens[i], requests.prompt_tokens[i]
+        gains = _gains(cdfs, uniforms(seeds[j : j + 1], np.zeros(1, np.int64), length)[0])
+        best = gains.max(axis=0)
+        walk = np.concatenate([[0.0], np.cumsum(best / mean - 1.0)])
+        rise = float((walk - np.minimum.accumulate(walk)).max())
+        n = int(np.searchsorted(np.cumsum(best), length)) + 1
+        contexts = max(
+            n * prompt + n * (n - 1) / 2,
+            (prompt * length + length**2 / 2 - best.max() * length / 2) / mean - (prompt + length) * rise,
+        )
+        for k, (price, drawn) in enumerate(priced):
+            surplus = max(0.0, float(np.cumsum((price * gains - drawn).max(axis=0)).max()))
+            # The factor forgives the rounding of a sum of as many terms as the response has tokens.
+            paid = (price * length - surplus) * (1 - 1e-10)
+            least[k, j] = max(paid, n * min(fixed[k])) + per_context_s * contexts
+    return list(least)
+
+
+def _gains(cdfs: list[FloatArray], u: FloatArray) -> npt.NDArray[np.int64]:
+    """Tokens that each strategy gets out of each draw, shape (strategies, draws)."""
+    return np.stack([1 + np.searchsorted(cdf, u, side="right") for cdf in cdfs])
+
+
+def _fair_price(gains: npt.NDArray[np.int64], fixed: npt.NDArray[np.float64]) -> float:
+    """Seconds per token at which the best strategy for each draw, known beforehand, breaks even on average."""
+    low, high = 0.0, float((fixed[:, 0] / gains.mean(axis=1)).min())
+    for _ in range(50):
+        price = (low + high) / 2
+        surplus = float((price * gains - fixed).max(axis=0).mean())
+        low, high = (low, price) if surplus > 0 else (price, high)
+    return low

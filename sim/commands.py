@@ -1,0 +1,126 @@
+"""The simulator on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.calibrate import parse_rl_steps
+from tltlab.cli import Json, emit
+from tltlab.errors import ConfigError
+from tltlab.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.trace import read
+
+from .placement import PLACEMENTS
+from .replay import find_acceptance
+from .replay import simulate as run
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
+    policy: Annotated[str, typer.Option(help="Policy file, shipped name or package.module:Class.")] = "none",
+    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has]"),
+    ] = None,
+    placement: Annotated[str, typer.Option(help=f"One of {', '.join(PLACEMENTS)}.")] = "contiguous",
+    mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
+    strategy: Annotated[
+        str | None, typer.Option(help="D,K,V: one strategy throughout, e.g. 4,1,5; replaces --policy.")
+    ] = None,
+    sd_threshold: Annotated[
+        int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of policies and of sampled acceptance.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the simulated trace to this folder.")] = None,
+    rl_steps: Annotated[
+        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
+    ] = None,
+    decision_block: Annotated[int, typer.Option(help="Iterations per decision of a learning policy.")] = 1,
+    record_iterations: Annotated[
+        bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace's responses under a policy, a cost model and a placement.
+
+    Example: tltlab simulate traces/tiny --strategy 4,1,5 --sd-threshold 8 --acceptance geometric:0.7 --json
+    """
+    source = read(trace)
+    model = find_acceptance(source, acceptance)
+    # "ngram" needs no training, so it is what a trace that names no drafter is most likely replayed for.
+    drafter = model.drafters[0] if model is not None and len(model.drafters) == 1 else "ngram"
+    result = run(
+        source,
+        choose_policy(policy, strategy, sd_threshold, drafter),
+        costs=costs,
+        acceptance=model,
+        workers=workers,
+        placement=placement,
+        mode=mode,
+        seed=seed,
+        rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
+        decision_block=decision_block,
+        record_iterations=record_iterations,
+    )
+    if out is not None:
+        result.trace.write(out)
+    emit(result.summary, as_json=as_json, text=table(result.summary))
+
+
+def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, drafter: str) -> str | Policy:
+    """The policy that --policy, --strategy and --sd-threshold together mean."""
+    if strategy is not None and name != "none":
+        raise ConfigError(f"--strategy {strategy} and --policy {name} exclude each other")
+    if strategy is None and sd_threshold is None:
+        return name
+    if strategy is None:
+        chosen = load_policy(name)
+        if chosen.activation is not None:
+            raise ConfigError(f"--sd-threshold: policy {name} has its own activation; change max_requests there")
+    else:
+        chosen = Policy(selector=FixedSpec(strategy=parse_strategy(strategy, drafter)))
+    if sd_threshold is None:
+        return chosen
+    if sd_threshold < 0:
+        raise ConfigError(f"--sd-threshold counts requests, got {sd_threshold}")
+    active = Activation(max_requests=sd_threshold, count="running", hold_iterations=0)
+    return chosen.model_copy(update={"activation": active})
+
+
+def parse_strategy(text: str, drafter: str) -> Strategy:
+    """`D,K,V` (draft depth, top-k, tokens to verify) as a strategy; `0,0,1` is no speculation."""
+    try:
+        depth, top_k, tokens_to_verify = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--strategy {text!r}: give D,K,V as three whole numbers, such as 4,1,5") from error
+    return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary for people, one figure a line."""
+
+    def shown(key: str, form: str) -> str:
+        return "unknown" if summary[key] is None else format(summary[key], form)
+
+    num_steps = len(summary["makespan_s_per_step"])
+    accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
+    return "\n".join(
+        [
+            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps)",
+            f"lower bound        {shown('lower_bound_s', '.4g')} s (regret {shown('regret', '.1%')})",
+            f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
+            f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
+            f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
+            f"tail               {shown('tail_fraction', '.1%')} of the rollout",
+            f"accept length      {accept}",
+            f"simulated in       {shown('wall_s', '.3g')} s",
+        ]
+    )

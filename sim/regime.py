@@ -1,0 +1,62 @@
+"""What one strategy costs and yields in a simulation: looked up once, before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tltlab.acceptance import Acceptance, FloatArray, TraceAcceptance, reach
+from tltlab.cost import IterationCost, LinearCosts
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """One strategy with its cost, expected `tokens` and drafts per request and iteration.
+
+    `most` is the largest number of accepted tokens, `cdf[j]` = P(accepted <= j) for j < most (None when replayed).
+    """
+
+    strategy: Strategy
+    cost: IterationCost
+    tokens: float
+    num_drafted: float
+    most: int
+    cdf: FloatArray | None
+    _fixed_s: dict[int, float] = field(default_factory=dict)
+
+    def fixed_s(self, batch: int) -> float:
+        """Seconds of an iteration at this batch, without the context's share."""
+        if batch not in self._fixed_s:
+            self._fixed_s[batch] = self.cost.without_context_s(batch)
+        return self._fixed_s[batch]
+
+
+def regimes(
+    strategies: Sequence[Strategy], costs: LinearCosts, acceptance: Acceptance | None
+) -> dict[Strategy, Regime]:
+    """The regime of each strategy. Raises ConfigError for a missing cost term or an unknown acceptance."""
+    loaded = any(s.speculates for s in strategies)
+    return {s: _regime(s, costs, acceptance, loaded) for s in strategies}
+
+
+def _regime(strategy: Strategy, costs: LinearCosts, acceptance: Acceptance | None, loaded: bool) -> Regime:
+    tokens, drafted, cdf = 1.0, 0.0, None
+    if strategy.speculates:
+        if acceptance is None:
+            raise ConfigError(
+                f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
+                "acceptance.parquet nor acceptance.json; give --acceptance constant:A, geometric:ALPHA or a fitted file"
+            )
+        if isinstance(acceptance, TraceAcceptance):
+            acceptance.check(strategy)
+            tokens, drafted = float("nan"), float(reach(strategy))
+        else:
+            tokens = acceptance.tokens_per_iteration(strategy)
+            drafted = acceptance.num_drafted(strategy)
+            cdf = np.cumsum(acceptance.distribution(strategy))[:-1]
+    cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded)
+    return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=reach(strategy), cdf=cdf)

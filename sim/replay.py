@@ -1,0 +1,218 @@
+"""`simulate`: replay a trace's responses under a policy, a cost model and a placement."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+
+from tltlab import metrics
+from tltlab.acceptance import Acceptance, TraceAcceptance, load_acceptance
+from tltlab.cost import LinearCosts, load_costs
+from tltlab.errors import ConfigError
+from tltlab.policy import Policy, load_policy
+from tltlab.selector import Selector
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+from tltlab.trace import Manifest, Trace
+
+from . import record
+from .batch import Batch, FluidBatch
+from .bounds import lower_bound_s
+from .engine import Engine, Rollout
+from .placement import place
+from .regime import regimes
+from .requests import Requests, requests_by_step
+from .walk import ReplayBatch, SampledBatch
+
+Mode = Literal["fluid", "sampled"]
+
+
+class PolicyLike(Protocol):
+    """What the simulator needs of a policy; `tltlab.policy.Policy` is one."""
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]: ...
+
+    def build(self, rng: np.random.Generator) -> Selector: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimResult:
+    """A simulation's result. `summary` and `trace` are made when they are first read, from the logs in `rollouts`.
+
+    `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    manifest: Manifest
+    policy: str
+    wall_s: float
+    bounds_s: Callable[[], list[float]]
+    record_iterations: bool
+
+    @property
+    def makespan_s(self) -> float:
+        """Mean over the RL steps, as in `summary`, without making a trace."""
+        return float(np.mean([rollout.makespan_s for rollout in self.rollouts]))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The simulation as a trace of kind "simulated", as a recorder would have written it."""
+        return Trace.from_tables(
+            self.manifest, record.tables(self.rollouts, self.policy, iterations=self.record_iterations)
+        )
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The keys of `tltlab simulate --json`: `tltlab.metrics.summary` of the trace, the bound and the wall time.
+
+        `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1.
+        """
+        bound_s = float(np.mean(self.bounds_s()))
+        return metrics.summary(self.trace) | {
+            "mean_accept_length": self._mean_accept_length(),
+            "lower_bound_s": bound_s,
+            "regret": self.makespan_s / bound_s - 1.0 if bound_s > 0 else None,
+            "wall_s": self.wall_s,
+        }
+
+    def _mean_accept_length(self) -> float | None:
+        macros = [entry.macro for rollout in self.rollouts for log in rollout.logs for entry in log]
+        speculative = [macro for macro in macros if macro.regime.strategy.speculates]
+        pairs = sum(macro.num_iterations * macro.batch for macro in speculative)
+        return math.fsum(macro.tokens for macro in speculative) / pairs if pairs else None
+
+
+def simulate(
+    trace: Trace,
+    policy: str | Path | PolicyLike = "none",
+    *,
+    costs: LinearCosts | dict[str, Any] | str | Path | None = None,
+    acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
+    workers: int | None = None,
+    placement: str = "contiguous",
+    mode: str = "fluid",
+    seed: int = 0,
+    rl_steps: Sequence[int] | None = None,
+    decision_block: int = 1,
+    record_iterations: bool = False,
+) -> SimResult:
+    """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
+
+    Response lengths are the trace's; what is simulated is when each token comes. Defaults: costs from the trace
+    folder's `costs.json`, else the preset `cpu-small`; acceptance from the trace's acceptance.parquet, else the
+    folder's `acceptance.json`; workers from the manifest. In `fluid` mode every request gains the expected tokens in
+    each iteration, in `sampled` mode they are drawn from the seed; `acceptance="trace"` is the same in both.
+
+    A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
+    asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
+    one is asked when batch or waiting change. `record_iterations` adds iterations and decisions to the result's trace.
+
+    Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
+
+    >>> simulate(tltlab.read("traces/tiny"), "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
+    """
+    if mode not in get_args(Mode):
+        raise ConfigError(f"no mode named {mode!r}; there are {', '.join(get_args(Mode))}")
+    if decision_block < 1:
+        raise ConfigError(f"decision_block must be at least 1, got {decision_block}")
+    chosen: PolicyLike = load_policy(policy) if isinstance(policy, str | Path | Policy) else policy
+    steps = requests_by_step(trace, rl_steps)
+    workers = _workers(trace, workers)
+    cost = _costs(trace, costs)
+    strategies = chosen.strategies
+    speculates = any(s.speculates for s in strategies)
+    model = find_acceptance(trace, acceptance) if speculates or acceptance is not None else None
+
+    started = time.perf_counter()
+    engine = Engine(
+        costs=cost,
+        regimes=regimes(strategies, cost, model),
+        selectors=[chosen.build(np.random.default_rng([seed, w])) for w in range(workers)],
+        new_batch=_batches(model if speculates else None, mode, seed),
+        decision_block=decision_block,
+        drafters={s.drafter: DrafterState() for s in strategies if s.speculates},
+    )
+    rollouts = tuple(engine.rollout(step, place(step, workers, placement)) for step in steps)
+    wall_s = time.perf_counter() - started
+
+    def bounds_s() -> list[float]:
+        known = list(engine.regimes.values())
+        return [lower_bound_s(step, known, cost, workers, model, mode, seed) for step in steps]
+
+    name = _name(policy)
+    return SimResult(
+        rollouts=rollouts,
+        manifest=_manifest(trace, workers, seed, name, placement, mode, len(steps)),
+        policy=name,
+        wall_s=wall_s,
+        bounds_s=bounds_s,
+        record_iterations=record_iterations,
+    )
+
+
+def _workers(trace: Trace, workers: int | None) -> int:
+    workers = trace.manifest.num_workers if workers is None else workers
+    if workers is None:
+        raise ConfigError("the trace's manifest has no num_workers: say how many workers to simulate")
+    if workers < 1:
+        raise ConfigError(f"workers must be at least 1, got {workers}")
+    return workers
+
+
+def _costs(trace: Trace, costs: LinearCosts | dict[str, Any] | str | Path | None) -> LinearCosts:
+    if costs is not None:
+        return load_costs(costs)
+    beside = trace.path / "costs.json" if trace.path else None
+    return load_costs(beside if beside and beside.exists() else "cpu-small")
+
+
+def find_acceptance(trace: Trace, source: Acceptance | dict[str, Any] | str | Path | None) -> Acceptance | None:
+    """What `simulate` takes `source` for: a model, "trace", or None for what the trace has (None: nothing)."""
+    if source == "trace" or source is None:
+        table = trace.acceptance
+        if table is not None and len(table):
+            return TraceAcceptance(table)
+        if source == "trace":
+            raise ConfigError("acceptance 'trace': the trace has no acceptance.parquet; annotate it or name a model")
+        beside = trace.path / "acceptance.json" if trace.path else None
+        return load_acceptance(beside) if beside and beside.exists() else None
+    return load_acceptance(source)
+
+
+def _batches(model: Acceptance | None, mode: str, seed: int) -> Callable[[Requests], Batch]:
+    if isinstance(model, TraceAcceptance):
+        return lambda requests: ReplayBatch(requests, model)
+    if model is not None and mode == "sampled":
+        return lambda requests: SampledBatch(requests, seed)
+    return FluidBatch
+
+
+def _name(policy: str | Path | PolicyLike) -> str:
+    if isinstance(policy, str | Path):
+        return str(policy)
+    return policy.selector.kind if isinstance(policy, Policy) else type(policy).__name__
+
+
+def _manifest(
+    trace: Trace, workers: int, seed: int, policy: str, placement: str, mode: str, num_rl_steps: int
+) -> Manifest:
+    source = trace.manifest
+    return source.model_copy(
+        update={
+            "kind": "simulated",
+            "engine": "tltlab.sim",
+            "num_workers": workers,
+            "num_rl_steps": num_rl_steps,
+            "seed": seed,
+            "source": source.name or source.source,
+            "notes": f"simulated: policy {policy}, placement {placement}, mode {mode}",
+        }
+    )

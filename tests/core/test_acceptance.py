@@ -1,0 +1,142 @@
+"""Acceptance models: means, distributions, files and their limits."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.acceptance import (
+    ConstantAcceptance,
+    FittedAcceptance,
+    FittedDepth,
+    GeometricAcceptance,
+    TraceAcceptance,
+    load_acceptance,
+    reach,
+)
+from tltlab.errors import ConfigError
+from tltlab.fit_acceptance import equal_chain
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+FITTED = FittedAcceptance(
+    drafters_by_depth={
+        "ngram": {
+            2: FittedDepth(accepted=(0.6, 0.1, 0.3), drafted=1.0),
+            4: FittedDepth(accepted=(0.5, 0.2, 0.1, 0.1, 0.1), drafted=2.0, num_samples=10),
+        }
+    }
+)
+
+
+def chain(depth: int) -> Strategy:
+    return Strategy.chain("ngram", depth)
+
+
+def test_reach_is_what_an_iteration_can_accept():
+    assert reach(chain(4)) == 4
+    assert reach(Strategy("ngram", 4, 1, 3)) == 2
+    assert reach(Strategy("learned", 4, 8, 48)) == 4
+    assert reach(NO_SPECULATION) == 0
+
+
+def test_constant_yields_the_same_every_time():
+    model = ConstantAcceptance(tokens=3.25)
+    assert model.tokens_per_iteration(chain(4)) == 3.25
+    assert model.distribution(chain(4)).tolist() == [0, 0, 0.75, 0.25, 0]
+
+
+def test_constant_cannot_accept_more_than_was_drafted():
+    assert ConstantAcceptance(tokens=9).tokens_per_iteration(chain(2)) == 3
+
+
+@given(st.floats(0, 0.99), st.integers(1, 16))
+def test_geometric_mean_is_leviathans(alpha: float, depth: int):
+    expected = (1 - alpha ** (depth + 1)) / (1 - alpha)
+    assert GeometricAcceptance(alpha=alpha).tokens_per_iteration(chain(depth)) == pytest.approx(expected)
+
+
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_a_distribution_sums_to_one(alpha: float, depth: int):
+    p = GeometricAcceptance(alpha=alpha).distribution(chain(depth))
+    assert len(p) == depth + 1
+    assert p.sum() == pytest.approx(1)
+
+
+def test_a_measured_depth_is_returned_as_measured():
+    assert FITTED.distribution(chain(2)).tolist() == [0.6, 0.1, 0.3]
+    assert FITTED.num_drafted(chain(4)) == 2.0
+
+
+def test_a_depth_between_is_the_next_larger_one_cut_short():
+    assert FITTED.distribution(chain(3)) == pytest.approx([0.5, 0.2, 0.1, 0.2])
+    assert FITTED.num_drafted(chain(3)) == 1.5
+    assert FITTED.distribution(Strategy("ngram", 4, 1, 2)) == pytest.approx([0.6, 0.4])
+
+
+def test_beyond_the_fit_nothing_is_known():
+    with pytest.raises(ConfigError, match="up to depth 4"):
+        FITTED.tokens_per_iteration(chain(5))
+    with pytest.raises(ConfigError, match="no drafter 'learned', only ngram"):
+        FITTED.tokens_per_iteration(Strategy.chain("learned", 2))
+    with pytest.raises(ConfigError, match="tree"):
+        FITTED.tokens_per_iteration(Strategy("ngram", 2, 4, 8))
+
+
+def test_a_fitted_file_reads_back(tmp_path: Path):
+    assert load_acceptance(FITTED.write(tmp_path / "acceptance.json")) == FITTED
+
+
+def test_models_by_name():
+    assert load_acceptance("constant:2.5") == ConstantAcceptance(tokens=2.5)
+    assert load_acceptance("geometric:0.7") == GeometricAcceptance(alpha=0.7)
+
+
+@pytest.mark.parametrize("source", ["constant:0.5", "geometric:1.5", "geometric:often", "constant:nan", "golden", {}])
+def test_nonsense_is_refused(source: str):
+    with pytest.raises(ConfigError):
+        load_acceptance(source)
+
+
+@pytest.mark.parametrize("accepted", [(0.5, 0.4), (0.5, 0.5, 0.0, 0.0)])
+def test_a_distribution_must_fit_its_depth(accepted: tuple[float, ...]):
+    value = {"kind": "fitted", "drafters": {"ngram": {"2": {"accepted": accepted, "drafted": 1}}}}
+    with pytest.raises(ConfigError, match=r"drafters"):
+        load_acceptance(value)
+
+
+def counterfactuals() -> pd.DataFrame:
+    rows = [
+        (0, "a", 0, 0, "ngram", 3, 4, [0, 0, 0]),
+        (0, "a", 0, 0, "ngram", 1, 4, [4, 2, 0]),
+        (0, "b", 0, 0, "ngram", 0, 4, [1]),
+    ]
+    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def test_a_trace_is_replayed_with_the_youngest_drafter():
+    model = TraceAcceptance(counterfactuals())
+    assert model.drafters == ("ngram",)
+    assert model.positions("ngram", (0, "a", 0, 0), 3).tolist() == [4, 2, 0]
+
+
+def test_a_trace_says_what_it_lacks():
+    model = TraceAcceptance(counterfactuals())
+    with pytest.raises(ConfigError, match="depth 4"):
+        model.check(chain(5))
+    with pytest.raises(ConfigError, match="only ngram"):
+        model.check(Strategy.chain("learned", 2))
+    with pytest.raises(ConfigError, match="no row"):
+        model.positions("ngram", (0, "c", 0, 0), 1)
+    with pytest.raises(ConfigError, match="1 positions"):
+        model.positions("ngram", (0, "b", 0, 0), 2)
+
+
+@given(st.floats(0, 1), st.integers(1, 12))
+def test_a_mean_alone_gives_the_chain_that_has_it(share: float, depth: int):
+    p = equal_chain(share * depth, depth)
+    assert p.sum() == pytest.approx(1)
+    assert p @ np.arange(depth + 1) == pytest.approx(share * depth, abs=1e-6)

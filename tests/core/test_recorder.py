@@ -1,0 +1,286 @@
+"""The recorder: a kill at any moment loses only what was not flushed, and repair makes a valid trace of the rest."""
+
+import itertools
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tltlab.errors import ConfigError, TraceError
+from tltlab.recorder import Recorder, repair
+from tltlab.schema import Manifest
+from tltlab.trace import read
+
+MANIFEST = Manifest(kind="recorded", name="live", num_workers=2)
+
+
+def workload(step, num=4):
+    return [
+        {"rl_step": step, "prompt_id": f"p{i}", "sample": 0, "epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9,
+         "policy_version": step}
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def outcomes(step, num=4):
+    return [
+        {"rl_step": step, "prompt_id": f"p{i}", "sample": 0, "response_tokens": i + 1, "finish_reason": "stop",
+         "worker": i % 2, "t_submit": 0.0, "t_finish": 1.0 + i}
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def interrupted(path, *appends):
+    """A recording whose process is gone: each append is flushed."""
+    recorder = Recorder(path, MANIFEST)
+    for table, rows in appends:
+        recorder.append(table, rows)
+        recorder.flush()
+    recorder._lock.close()
+
+
+def test_a_closed_recording_is_a_valid_trace(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        for step in range(3):
+            recorder.append("workload", workload(step))
+            recorder.append("outcomes", outcomes(step)[:2])
+            recorder.append("outcomes", outcomes(step)[2:])
+            recorder.flush()
+    trace = read(tmp_path / "t")
+    assert trace.rl_steps == [0, 1, 2]
+    assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 3
+    assert trace.manifest == MANIFEST.model_copy(update={"num_rl_steps": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_unknown_values_may_be_left_out_and_turn_is_zero(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    trace = read(tmp_path / "t")
+    assert trace.outcomes["reward"].isna().all()
+    assert (trace.outcomes["turn"] == 0).all()
+
+
+def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
+    for num in (2, 4):
+        recorder = Recorder(tmp_path / "t", MANIFEST)
+        recorder.append("workload", workload(0, num))
+        recorder.append("outcomes", outcomes(0, num))
+        recorder.flush()
+        if num == 4:
+            assert len(read(tmp_path / "t").outcomes) == 2
+        recorder.close()
+    assert len(read(tmp_path / "t").outcomes) == 4
+
+
+def test_a_recording_that_is_there_is_not_overwritten(tmp_path):
+    interrupted(tmp_path / "t")
+    with pytest.raises(ConfigError, match="tltlab trace repair"):
+        Recorder(tmp_path / "t", MANIFEST)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    with pytest.raises(ConfigError, match="another place"):
+        Recorder(tmp_path / "notes", MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "says"),
+    [
+        ("outcome", {}, "no table named 'outcome'"),
+        ("outcomes", {"tokens": 3}, "outcomes: no column named 'tokens'"),
+        ("outcomes", {**outcomes(0)[0], "response_tokens": "3"}, "column response_tokens"),
+        ("outcomes", {**outcomes(0)[0], "response_tokens": None}, "column response_tokens, row 0"),
+        ("outcomes", {**outcomes(0)[0], "t_finish": float("nan")}, "column t_finish, row 0"),
+        ("outcomes", {**outcomes(0)[0], "finish_reason": "eos"}, "column finish_reason, row 0"),
+    ],
+)
+def test_a_wrong_row_is_refused_when_it_is_recorded(tmp_path, table, row, says):
+    with pytest.raises(TraceError, match=says):
+        interrupted(tmp_path / "t", (table, [row]))
+
+
+def test_an_exception_in_the_run_leaves_a_recording_to_repair(tmp_path):
+    def run():
+        with Recorder(tmp_path / "t", MANIFEST) as recorder:
+            recorder.append("workload", workload(0))
+            recorder.append("outcomes", outcomes(0, 3))
+            raise RuntimeError("engine died")
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        run()
+    with pytest.raises(TraceError, match="tltlab trace repair"):
+        read(tmp_path / "t")
+    assert len(repair(tmp_path / "t").outcomes) == 3
+
+
+def test_a_fault_between_tables_keeps_the_recording(tmp_path):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    recorder.append("outcomes", outcomes(0))
+    with pytest.raises(TraceError, match="no row in workload"):
+        recorder.close()
+    assert repair(tmp_path / "t").rl_steps == []
+
+
+def test_repair_says_what_was_lost(tmp_path):
+    interrupted(
+        tmp_path / "t",
+        ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(0)[:1]),
+        ("workload", workload(1, 3)), ("outcomes", outcomes(1, 2)), ("outcomes", outcomes(2, 1)),
+    )  # fmt: skip
+    trace = repair(tmp_path / "t")
+    assert trace.outcomes["rl_step"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert trace.manifest.num_rl_steps == 2
+    assert trace.manifest.notes == (
+        "repaired: the recording was interrupted; 1 rows of outcomes recorded twice were dropped; "
+        "1 rows of outcomes without their workload were dropped; 1 requests (rl_step 1) have no outcome"
+    )
+    assert not (tmp_path / "t.recording").exists()
+
+
+def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path):
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(1)))
+    chunk = tmp_path / "t.recording" / "000002" / "outcomes.arrow"
+    chunk.write_bytes(chunk.read_bytes()[:50])
+    trace = repair(tmp_path / "t")
+    assert len(trace.outcomes) == 4
+    assert "chunk 000002 could not be read" in trace.manifest.notes
+
+
+def test_repair_leaves_a_valid_trace_as_it_is(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    assert repair(tmp_path / "t").manifest.notes is None
+    assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
+
+
+def test_repair_refuses_a_damaged_trace(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    path = tmp_path / "t" / "outcomes.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(TraceError, match=r"outcomes.parquet"):
+        repair(tmp_path / "t")
+
+
+def test_repair_does_not_replace_a_finished_trace(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0, 1)))
+    with pytest.raises(ConfigError, match="--out"):
+        repair(tmp_path / "t")
+    assert len(repair(tmp_path / "t", tmp_path / "other").outcomes) == 1
+    assert len(read(tmp_path / "t").outcomes) == 4
+    assert (tmp_path / "t.recording").exists()
+
+
+@pytest.mark.parametrize("name", ["run", "run/trace", "run/trace.recording"])
+def test_repair_takes_the_run_the_trace_or_the_recording(tmp_path, name):
+    (tmp_path / "run").mkdir()
+    interrupted(tmp_path / "run" / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    assert repair(tmp_path / name).path == tmp_path / "run" / "trace"
+
+
+def test_a_snapshot_is_the_trace_so_far(tmp_path):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    for step in range(2):
+        recorder.append("workload", workload(step))
+        recorder.append("outcomes", outcomes(step))
+        recorder.flush()
+        assert recorder.snapshot().rl_steps == list(range(step + 1))
+    recorder.close()
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+def test_the_time_spent_recording_is_measured(tmp_path):
+    ticks = itertools.count()
+    recorder = Recorder(tmp_path / "t", MANIFEST, clock=lambda: float(next(ticks)))
+    recorder.append("workload", workload(0))
+    recorder.append("outcomes", outcomes(0))
+    recorder.flush()
+    assert recorder.seconds == 3.0
+
+
+PROGRAM = textwrap.dedent(
+    """
+    import sys
+    sys.path.insert(0, sys.argv[2])
+    from test_recorder import MANIFEST, outcomes, workload
+    from tltlab.recorder import Recorder
+    recorder = Recorder(sys.argv[1], MANIFEST)
+    print("ready", flush=True)
+    for step in range(int(sys.argv[3])):
+        recorder.append("workload", workload(step))
+        recorder.append("outcomes", outcomes(step))
+        recorder.flush()
+        print(step, flush=True)
+    recorder.close()
+    print("closed", flush=True)
+    """
+)
+
+
+def killed_at(path, delay_s, steps):
+    """Record in another process, SIGKILL it `delay_s` after it began; returns the last RL step it said was flushed."""
+    here = os.path.dirname(__file__)
+    child = subprocess.Popen([sys.executable, "-c", PROGRAM, path, here, str(steps)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "ready\n"
+    time.sleep(delay_s)
+    child.send_signal(signal.SIGKILL)
+    said = child.stdout.read().split()
+    child.stdout.close()
+    child.wait()
+    return int([word for word in said if word.isdigit()][-1]) if said else -1
+
+
+def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
+    moments = random.Random(0)
+    for number in range(6):
+        path = tmp_path / f"t{number}"
+        # Few RL steps in every other round, so that some kills hit the closing.
+        last = killed_at(path, moments.uniform(0.0, 0.12), steps=5 if number % 2 else 10_000)
+        trace = repair(path)
+        expected = [(step, f"p{i}", i + 1) for step in range(last + 1) for i in range(4)]
+        columns = (trace.outcomes[name] for name in ("rl_step", "prompt_id", "response_tokens"))
+        got = list(zip(*columns, strict=True))
+        assert got[: len(expected)] == expected
+        assert len(got) in (len(expected), len(expected) + 4)  # a flush may be done and not yet be told
+        assert read(path).rl_steps == trace.rl_steps
+        assert not (tmp_path / f"t{number}.recording").exists()
+
+
+def test_repair_waits_for_no_one_while_the_recording_is_in_progress(tmp_path):
+    program = PROGRAM.replace("recorder.close()", "sys.stdin.read()")
+    here = os.path.dirname(__file__)
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, tmp_path / "t", here, "1"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert child.stdout.readline() == "ready\n"
+    assert child.stdout.readline() == "0\n"
+    with pytest.raises(ConfigError, match="in progress"):
+        repair(tmp_path / "t")
+    child.kill()
+    child.communicate()
+    assert len(repair(tmp_path / "t").outcomes) == 4
+
+
+def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    recorder.append("workload", workload(0))
+    recorder.append("outcomes", outcomes(0))
+    with monkeypatch.context() as patched:
+        patched.setattr("tltlab.repair._remove", lambda folder: None)
+        recorder.close()
+    assert (tmp_path / "t.recording").exists()
+    assert repair(tmp_path / "t").manifest.notes is None
+    assert not (tmp_path / "t.recording").exists()

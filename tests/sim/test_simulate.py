@@ -1,0 +1,432 @@
+"""`simulate`: worked examples, its inputs and their defaults, and what it writes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab import metrics
+from tltlab.calibrate import calibrate
+from tltlab.cost import LinearCosts
+from tltlab.errors import ConfigError
+from tltlab.lengths import generate
+from tltlab.policy import Activation, FixedSpec, Policy
+from tltlab.schema import Manifest
+from tltlab.selector import Selector
+from tltlab.sim import SimResult, simulate
+from tltlab.sim.commands import simulate as command
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.trace import Trace, read
+
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
+    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
+)  # fmt: skip
+ONE_SECOND = LinearCosts(
+    base_s=1.0, per_request_s=0, per_token_s=0, per_context_s=0, sd_base_s=0, sd_idle_s=0,
+    draft_level_s=0, draft_level_per_request_s=0, prefill_per_token_s=0,
+)  # fmt: skip
+CHAIN = Strategy.chain("ngram", 4)
+TRACE = generate(prompts=6, group_size=4, rl_steps=2, median=150, sigma=1.0, cap=1200, workers=2)
+
+
+def lengths(*response_tokens: int, workers: int = 1, prompt_tokens: int = 10, cap: int = 1000) -> Trace:
+    n = len(response_tokens)
+    key = pd.DataFrame({"rl_step": 0, "prompt_id": [f"p{i}" for i in range(n)], "sample": 0, "turn": 0})
+    work = key.assign(epoch=0, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=0)
+    out = key.assign(response_tokens=response_tokens, finish_reason=["stop" if x else "abort" for x in response_tokens])
+    return Trace.from_tables(Manifest(kind="imported", num_workers=workers), {"workload": work, "outcomes": out})
+
+
+def with_acceptance(trace: Trace, seed: int = 0) -> Trace:
+    rng = np.random.default_rng(seed)
+    out = trace.outcomes
+    positions = [rng.integers(0, 5, n).astype(np.uint8) for n in out["response_tokens"]]
+    key = out[["rl_step", "prompt_id", "sample", "turn"]]
+    table = key.assign(drafter="ngram", drafter_age=0, max_depth=8, accept_if_drafted=positions)
+    return trace.replace(acceptance=table)
+
+
+def fixed(strategy: Strategy = CHAIN, threshold: int | None = None) -> Policy:
+    active = None if threshold is None else Activation(max_requests=threshold, hold_iterations=0)
+    return Policy(selector=FixedSpec(strategy=strategy), activation=active)
+
+
+def test_a_response_takes_an_iteration_per_token():
+    result = simulate(lengths(3, 7), costs=ONE_SECOND)
+    assert result.trace.outcomes["t_first_token"].tolist() == [1.0, 1.0]
+    assert result.trace.outcomes["t_finish"].tolist() == [3.0, 7.0]
+    assert result.makespan_s == 7.0
+
+
+def test_the_context_grows_by_a_token_per_request_and_iteration():
+    costs = ONE_SECOND.model_copy(update={"base_s": 0.0, "per_context_s": 1.0})
+    # Contexts: 20, 22 with both; then 12 + 13 for the longer one alone.
+    assert simulate(lengths(2, 4), costs=costs).makespan_s == 20 + 22 + 12 + 13
+
+
+def test_prefill_comes_before_the_first_iteration():
+    costs = ONE_SECOND.model_copy(update={"prefill_per_token_s": 0.1})
+    outcomes = simulate(lengths(1, 2), costs=costs).trace.outcomes
+    assert outcomes["t_finish"].tolist() == [3.0, 4.0]
+
+
+def test_fluid_speculation_drops_the_surplus():
+    # 7 tokens at 2.5 an iteration: 2.5, 5, 7.5.
+    result = simulate(lengths(7), fixed(), costs=ONE_SECOND, acceptance="constant:2.5")
+    assert result.makespan_s == 3.0
+    assert result.summary["mean_accept_length"] == pytest.approx(2.5)
+
+
+def test_speculation_starts_below_the_threshold():
+    # 3 + 1 plain iterations, then 2 tokens at a time: the third request needs 6 more.
+    result = simulate(lengths(3, 4, 10), fixed(threshold=1), costs=ONE_SECOND, acceptance="constant:2")
+    assert result.makespan_s == 4 + 3
+    kinds = result.trace.spans.query("kind != 'idle'")["kind"].tolist()
+    assert kinds == ["decode", "decode", "speculative_decode"]
+
+
+def test_requests_wait_for_a_seat():
+    costs = ONE_SECOND.model_copy(update={"max_num_seqs": 2})
+    outcomes = simulate(lengths(2, 5, 1, 1), costs=costs).trace.outcomes
+    assert outcomes["t_finish"].tolist() == [2, 5, 3, 4]
+
+
+def test_an_overflowing_cache_puts_the_newest_back_and_prefills_it_again():
+    # Capacity 30: 10 + 10 prompt tokens and 5 generated each fit, the sixth does not. The second request goes back with
+    # 5 tokens, waits for the first to finish at 8, is prefilled (15 tokens) and generates 3 more.
+    costs = ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30, "prefill_per_token_s": 0.01})
+    outcomes = simulate(lengths(8, 8), costs=costs).trace.outcomes
+    assert outcomes["t_finish"].tolist() == pytest.approx([0.2 + 8, 0.2 + 8 + 0.15 + 3])
+    assert outcomes["t_first_token"].tolist() == pytest.approx([1.2, 1.2])
+
+
+def test_a_response_larger_than_the_cache_is_refused():
+    costs = ONE_SECOND.model_copy(update={"kv_capacity_tokens": 30})
+    with pytest.raises(ConfigError, match=r"kv_capacity_tokens = 30 .* alone needs 31"):
+        simulate(lengths(21), costs=costs)
+
+
+def test_a_response_aborted_before_its_first_token_takes_no_time():
+    result = simulate(lengths(0, 2), costs=ONE_SECOND)
+    assert result.trace.outcomes["t_finish"].tolist() == [0.0, 2.0]
+    assert result.trace.outcomes["t_first_token"].isna().tolist() == [True, False]
+
+
+def test_idle_workers_are_bubbles():
+    result = simulate(lengths(4, 2, workers=2), costs=ONE_SECOND)
+    assert result.summary["bubble_fraction"] == pytest.approx(0.25)
+    idle = result.trace.spans.query("kind == 'idle'")
+    assert idle[["lane", "t_start", "duration"]].values.tolist() == [["worker 1", 2.0, 2.0]]
+
+
+def test_the_summary_is_the_metrics_of_the_trace():
+    result = simulate(TRACE, costs=COSTS)
+    expected = metrics.summary(result.trace)
+    for key in ("makespan_s", "makespan_s_per_step", "tokens_per_s", "bubble_fraction", "tail_fraction"):
+        assert result.summary[key] == expected[key]
+    assert result.summary["makespan_s"] == pytest.approx(result.makespan_s)
+    assert result.summary["num_tokens"] == TRACE.outcomes["response_tokens"].sum()
+    assert result.summary["mean_accept_length"] is None
+
+
+def test_sampled_and_fluid_agree_in_the_large():
+    trace = generate(prompts=8, group_size=8, rl_steps=1, median=800, cap=4000, workers=2)
+    fluid, sampled = (
+        simulate(trace, fixed(), costs=COSTS, acceptance="geometric:0.7", mode=mode) for mode in ("fluid", "sampled")
+    )
+    assert sampled.makespan_s == pytest.approx(fluid.makespan_s, rel=0.03)
+    assert sampled.summary["mean_accept_length"] == pytest.approx(fluid.summary["mean_accept_length"], rel=0.02)
+
+
+def test_luck_follows_the_request_not_the_worker():
+    one, three = (
+        simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.7", mode="sampled", workers=w) for w in (1, 3)
+    )
+    iterations = [sum(e.macro.tokens for r in x.rollouts for log in r.logs for e in log) for x in (one, three)]
+    assert iterations[0] == iterations[1]
+
+
+@pytest.mark.parametrize("policy", ["fixed", "beg-mab"])
+@pytest.mark.parametrize("mode", ["fluid", "sampled"])
+def test_the_same_seed_writes_the_same_bytes(tmp_path: Path, mode: str, policy: str):
+    written = []
+    for name in ("a", "b"):
+        result = simulate(
+            TRACE, policy, costs=COSTS, acceptance="geometric:0.6", mode=mode, seed=3, record_iterations=True
+        )
+        folder = result.trace.write(tmp_path / name)
+        written.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert written[0] == written[1]
+    assert "iterations.parquet" in written[0]
+
+
+def test_a_recorded_trace_and_its_simulation_calibrate_alike():
+    result = simulate(TRACE, "beg-mab", costs=COSTS, acceptance="geometric:0.7", mode="sampled", record_iterations=True)
+    found = calibrate(result.trace)
+    assert found.costs.per_request_s == pytest.approx(COSTS.per_request_s, rel=0.02)
+    assert found.costs.per_token_s == pytest.approx(COSTS.per_token_s, rel=0.02)
+    assert found.costs.draft_level_s == pytest.approx(COSTS.draft_level_s, rel=0.02)
+    again = simulate(TRACE, "beg-mab", costs=found.costs, acceptance=found.acceptance)
+    assert again.makespan_s == pytest.approx(result.makespan_s, rel=0.05)
+
+
+def test_iterations_cover_the_rollout_and_its_tokens():
+    result = simulate(TRACE, fixed(threshold=4), costs=COSTS, acceptance="geometric:0.7", record_iterations=True)
+    table = result.trace.iterations
+    ends = (table["t_start"] + table["duration"]).groupby(table["rl_step"]).max()
+    assert ends.tolist() == pytest.approx([r.makespan_s for r in result.rollouts])
+    expected = sum(e.macro.tokens for r in result.rollouts for log in r.logs for e in log)
+    assert table["num_generated"].sum() == pytest.approx(expected, abs=2 * len(result.rollouts))
+
+
+class Counting(Selector):
+    """Remembers what it was asked and told."""
+
+    strategies = (NO_SPECULATION, CHAIN)
+
+    def __init__(self) -> None:
+        self.states: list[StepState] = []
+        self.outcomes: list[StepOutcome] = []
+
+    def choose(self, state: StepState) -> Strategy:
+        self.states.append(state)
+        return CHAIN
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        self.outcomes.append(outcome)
+
+
+class Handing:
+    """A policy that hands out selectors of its own."""
+
+    strategies = Counting.strategies
+
+    def __init__(self) -> None:
+        self.built: list[Counting] = []
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        self.built.append(Counting())
+        return self.built[-1]
+
+
+def test_a_policy_is_asked_before_and_told_after_every_iteration():
+    policy = Handing()
+    costs = ONE_SECOND.model_copy(update={"prefill_per_token_s": 0.1})
+    simulate(lengths(4, 6), policy, costs=costs, acceptance="constant:2")
+    (selector,) = policy.built
+    assert [s.batch for s in selector.states] == [2, 2, 1]
+    assert [s.context_tokens for s in selector.states] == [20, 24, 14]
+    assert [s.strategy for s in selector.states] == [NO_SPECULATION, CHAIN, CHAIN]
+    assert [o.elapsed_s for o in selector.outcomes] == [3.0, 1.0, 1.0]
+    assert [o.had_prefill for o in selector.outcomes] == [True, False, False]
+    assert selector.outcomes[0].drafted == (4.0, 4.0)
+    assert selector.outcomes[0].accepted == (1.0, 1.0)
+
+
+def test_a_decision_may_hold_for_a_block():
+    policy = Handing()
+    simulate(lengths(9), policy, costs=ONE_SECOND, acceptance="constant:1", decision_block=4)
+    assert [o.elapsed_s for o in policy.built[0].outcomes] == [1.0, 1.0, 1.0]
+
+
+def test_a_policy_sees_the_running_requests():
+    class Looking(Handing):
+        def build(self, rng: np.random.Generator) -> Selector:
+            return Peeking()
+
+    seen: list[list[tuple[str, int]]] = []
+
+    class Peeking(Counting):
+        def choose(self, state: StepState) -> Strategy:
+            seen.append([(r.prompt_id, r.generated_tokens) for r in state.requests])
+            return NO_SPECULATION
+
+    simulate(lengths(1, 2), Looking(), costs=ONE_SECOND, acceptance="constant:1")
+    assert seen == [[("p0", 0), ("p1", 0)], [("p1", 1)]]
+
+
+def test_selectors_live_through_all_rl_steps():
+    policy = Handing()
+    simulate(TRACE, policy, costs=COSTS, acceptance="constant:2")
+    assert len(policy.built) == 2
+    assert {s.rl_step for s in policy.built[0].states} == {0, 1}
+
+
+def test_decisions_are_recorded_with_their_rewards():
+    result = simulate(TRACE, "beg-mab", costs=COSTS, acceptance="geometric:0.7", record_iterations=True)
+    decisions = result.trace.decisions
+    assert decisions["propensity"].between(0, 1, inclusive="right").all()
+    assert decisions["reward"].notna().any()
+    assert len(decisions) == len(result.trace.iterations)
+
+
+def test_a_choice_outside_the_strategies_is_refused():
+    class Rogue(Handing):
+        strategies = (NO_SPECULATION,)
+
+    with pytest.raises(ConfigError, match="not among its strategies"):
+        simulate(lengths(2), Rogue(), costs=COSTS)
+
+
+def test_speculation_needs_an_acceptance():
+    with pytest.raises(ConfigError, match="no acceptance is known"):
+        simulate(TRACE, "fixed", costs=COSTS)
+
+
+def test_a_trace_brings_its_own_costs_and_acceptance(tmp_path: Path):
+    folder = TRACE.write(tmp_path / "trace")
+    ONE_SECOND.write(folder / "costs.json")
+    (folder / "acceptance.json").write_text('{"kind": "constant", "tokens": 2}')
+    assert simulate(read(folder)).makespan_s > 100
+    assert simulate(read(folder), "fixed").summary["mean_accept_length"] == 2
+
+
+def test_a_replayed_trace_is_exact():
+    trace = with_acceptance(lengths(9))
+    positions = trace.acceptance["accept_if_drafted"][0]
+    at, iterations = 0, 0
+    while at < 9:
+        at, iterations = at + 1 + min(4, int(positions[at])), iterations + 1
+    for mode in ("fluid", "sampled"):
+        assert simulate(trace, fixed(), costs=ONE_SECOND, mode=mode).makespan_s == iterations
+
+
+def test_plain_decoding_ignores_acceptance():
+    plain = simulate(TRACE, costs=COSTS).makespan_s
+    for options in ({"acceptance": "geometric:0.9"}, {"mode": "sampled"}):
+        assert simulate(TRACE, costs=COSTS, **options).makespan_s == plain
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"workers": 0}, "workers"),
+        ({"mode": "exact"}, "mode"),
+        ({"placement": "nearest"}, "placement"),
+        ({"placement": "recorded"}, "no worker"),
+        ({"rl_steps": [7]}, "rl_step"),
+        ({"acceptance": "trace"}, r"acceptance\.parquet"),
+        ({"decision_block": 0}, "decision_block"),
+        ({"costs": {"kind": "linear", "base_s": 1e-3}}, "per_request_s"),
+    ],
+)
+def test_bad_input_is_a_sentence(options: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=message):
+        simulate(TRACE, **options)
+
+
+def test_workers_must_be_known():
+    with pytest.raises(ConfigError, match="num_workers"):
+        simulate(generate(prompts=1, rl_steps=1))
+
+
+BOUND_COSTS = st.fixed_dictionaries(
+    {
+        "base_s": st.floats(1e-4, 1e-2),
+        "per_request_s": st.floats(0, 1e-3),
+        "per_token_s": st.floats(0, 1e-3),
+        "per_context_s": st.sampled_from([0.0, 1e-6, 1e-5]),
+        "sd_base_s": st.floats(0, 1e-2),
+        "sd_idle_s": st.floats(0, 1e-3),
+        "draft_level_s": st.floats(0, 1e-3),
+        "draft_level_per_request_s": st.floats(0, 1e-4),
+        "prefill_per_token_s": st.floats(0, 1e-4),
+        "max_num_seqs": st.none() | st.integers(1, 4),
+        "kv_capacity_tokens": st.none() | st.integers(130, 300),
+        "graph_sizes": st.none() | st.just((1, 4, 16)),
+    }
+)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.integers(1, 120), min_size=1, max_size=10),
+    BOUND_COSTS,
+    st.sampled_from(["constant:2.7", "geometric:0.3", "geometric:0.8", "trace"]),
+    st.sampled_from(["none", "fixed", "table", "beg-mab"]),
+    st.sampled_from(["fluid", "sampled"]),
+    st.sampled_from(PLACEMENTS[:4]),
+    st.integers(1, 3),
+    st.integers(0, 5),
+)
+def test_nothing_beats_the_lower_bound(
+    response_tokens: list[int],
+    costs: dict[str, Any],
+    acceptance: str,
+    policy: str,
+    mode: str,
+    placement: str,
+    workers: int,
+    seed: int,
+):
+    trace = with_acceptance(lengths(*response_tokens), seed)
+    result = simulate(
+        trace, policy, costs=costs, acceptance=acceptance, mode=mode, placement=placement, workers=workers, seed=seed
+    )
+    assert result.summary["lower_bound_s"] <= result.makespan_s * (1 + 1e-9)
+    assert result.summary["regret"] >= -1e-9
+
+
+def test_a_single_response_meets_its_bound():
+    for options in ({}, {"policy": fixed(), "acceptance": "geometric:0.7"}):
+        result = simulate(lengths(500), costs=COSTS, **options)
+        assert result.summary["regret"] == pytest.approx(0, abs=0.01)
+    replayed = simulate(with_acceptance(lengths(500)), fixed(), costs=COSTS)
+    assert replayed.summary["regret"] == pytest.approx(0, abs=1e-9)
+
+
+def run_command(capsys: pytest.CaptureFixture[str], **options: Any) -> dict[str, Any]:
+    command(as_json=True, **options)
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    return json.loads(shown.out)
+
+
+def test_the_command_prints_the_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder = TRACE.write(tmp_path / "trace")
+    shown = run_command(
+        capsys,
+        trace=folder,
+        strategy="4,1,5",
+        sd_threshold=4,
+        acceptance="geometric:0.7",
+        rl_steps="1:2",
+        out=tmp_path / "out",
+    )
+    expected: SimResult = simulate(TRACE, fixed(threshold=4), acceptance="geometric:0.7", rl_steps=[1])
+    assert shown["makespan_s"] == expected.summary["makespan_s"]
+    assert set(shown) == set(expected.summary)
+    written = read(tmp_path / "out")
+    assert written.manifest.kind == "simulated"
+    assert written.rl_steps == [1]
+
+
+def test_the_command_speaks_to_people_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    command(trace=TRACE.write(tmp_path / "trace"))
+    assert "makespan" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategy": "4,1"},
+        {"strategy": "4,1,9", "acceptance": "constant:2"},
+        {"strategy": "4,1,5", "policy": "fixed"},
+        {"sd_threshold": 4, "policy": "beg-mab"},
+        {"sd_threshold": -1},
+        {"policy": "no-such-policy"},
+        {"rl_steps": "5:9"},
+    ],
+)
+def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any]):
+    folder = TRACE.write(tmp_path / "trace")
+    with pytest.raises(ConfigError):
+        command(trace=folder, **options)

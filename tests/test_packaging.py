@@ -1,0 +1,86 @@
+"""The one distribution: what a wheel holds, what imports what, and which names are refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command: str | Path, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(c) for c in command], cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def test_the_dependency_rule_holds():
+    done = run(Path(sys.executable).parent / "lint-imports")
+    assert done.returncode == 0, done.stdout
+
+
+def test_sdist_wheel_and_a_clean_environment_hold_all_three_packages(tmp_path: Path):
+    built = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", tmp_path, ROOT)
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    wheel = next(tmp_path.glob("*.whl"))
+    tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"tltlab"}
+    venv.create(tmp_path / "venv", with_pip=False)
+    site = next((tmp_path / "venv" / "lib").glob("python*/site-packages"))
+    zipfile.ZipFile(wheel).extractall(site)
+    # Dependencies come from this environment; the editable install in it stays invisible (no .pth on PYTHONPATH).
+    env = os.environ | {"PYTHONPATH": sysconfig.get_paths()["purelib"]}
+    code = "import tltlab, tltlab.sim, tltlab.runtime.recipe; print(tltlab.__file__, tltlab.sim.__file__)"
+    done = run(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(str(site)) == 2
+
+
+@pytest.mark.parametrize("name", ["sim", "runtime"])
+def test_a_bare_import_names_the_right_one(name: str):
+    done = run(sys.executable, "-c", f"import {name}")
+    assert done.returncode != 0
+    assert f"import this package as tltlab.{name}" in done.stderr
+
+
+def test_the_core_starts_without_the_extras():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['torch', 'ray', 'vllm', 'simpy', 'zmq'])); "
+    done = run(sys.executable, "-c", blocked + "import tltlab, tltlab.testing, tltlab.recorder, tltlab.calibrate")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_missing_extra_is_one_line_with_its_cure(tmp_path: Path):
+    code = "import sys; sys.modules['simpy'] = None; from tltlab.cli import main; main(['simulate', 'no-such-trace'])"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].endswith("pip install 'tltlab[sim]'")
+
+
+def test_every_command_explains_itself():
+    overview = run(sys.executable, "-m", "tltlab", "--help")
+    assert overview.returncode == 0
+    for command in ("simulate", "calibrate", "train", "make-model", "timeline"):
+        assert f"  {command} " in overview.stdout
+        assert "Example" in run(sys.executable, "-m", "tltlab", command, "--help").stdout, command
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["nope"], "no command named 'nope'"),
+        (["simulate"], "simulate --help"),
+        (["simulate", "/no/such/trace"], "/no/such/trace"),
+        (["train", "/no/such/recipe.toml"], "/no/such/recipe.toml"),
+    ],
+)
+def test_wrong_input_is_one_line_and_exit_code_2(argv: list[str], complaint: str):
+    done = run(sys.executable, "-m", "tltlab", *argv)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert complaint in done.stderr

@@ -1,0 +1,217 @@
+"""From a recording to a trace: what `Recorder.close` does, and the repair of a recording that was interrupted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .errors import ConfigError, TraceError
+from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
+from .trace import Trace, is_trace, locate, read, refuse_foreign_target
+
+SUFFIX = ".recording"
+_TOGETHER = "together.tmp"
+
+
+def recording_of(path: Path) -> Path:
+    """The folder in which the trace `path` is recorded."""
+    return path.with_name(path.name + SUFFIX)
+
+
+def repair(path: str | Path, out: str | Path | None = None) -> Trace:
+    """Turn the interrupted recording of the trace `path` into a valid trace at `path`, or at `out`.
+
+    Every flushed row is kept but those without which the trace is valid: outcomes without their workload row, tokens
+    and acceptance without their outcome, rows recorded twice, chunks that cannot be read. The manifest's notes say
+    "repaired: ..." with what was lost. A valid trace without a recording beside it is returned unchanged; `path` may
+    be a RUN folder or the recording itself. With `out` nothing at `path` changes. Raises TraceError for a damaged
+    trace, and ConfigError where the recording is in progress or a finished trace would be overwritten.
+    """
+    path = Path(path)
+    if path.name.endswith(SUFFIX):
+        path = path.with_name(path.name.removesuffix(SUFFIX))
+    elif not recording_of(path).exists():
+        path = path / "trace" if recording_of(path / "trace").exists() else locate(path)
+    folder = recording_of(path)
+    if not folder.exists():
+        trace = read(path)
+        return read(trace.write(out)) if out is not None else trace
+    with lock(folder):
+        if _closed_already(folder, path):
+            _remove(folder)
+            return repair(path, out)
+        if out is None and is_trace(path):
+            raise ConfigError(
+                f"{path} is a finished trace and {folder} an interrupted recording that would replace it; "
+                "name another place with --out, or remove one of them"
+            )
+        finish(folder, path if out is None else Path(out), salvage=True, keep=out is not None)
+    return read(path if out is None else out)
+
+
+def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False) -> None:
+    """Write the trace of a recording to `target`, then remove the recording unless `keep`.
+
+    Tables are first strung together chunk by chunk, then written as every trace is, RL step by RL step, so that a
+    recording larger than memory passes.
+    """
+    refuse_foreign_target(target)
+    manifest = Manifest.read(folder / MANIFEST_FILE)
+    chunks = _chunks(folder)
+    notes: list[str] = []
+    if salvage:
+        chunks = _readable(chunks, notes)
+    keep_rows = _salvage(chunks, notes) if salvage else {}
+    together = folder / _TOGETHER
+    shutil.rmtree(together, ignore_errors=True)
+    together.mkdir()
+    steps = _string_together(chunks, together, keep_rows)
+    notes = [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"] if salvage else []
+    update = {
+        "notes": "; ".join(([manifest.notes] if manifest.notes else []) + notes) or None,
+        "num_rl_steps": len(steps) if salvage or manifest.num_rl_steps is None else manifest.num_rl_steps,
+    }
+    (together / MANIFEST_FILE).write_text(manifest.model_copy(update=update).to_json(), encoding="utf-8")
+    read(together).write(target)
+    if keep:
+        shutil.rmtree(together)
+    else:
+        _remove(folder)
+
+
+def flushed(folder: Path) -> Trace:
+    """The trace that a recording's whole chunks make so far, in memory."""
+    parts = {name: list(_tables(_chunks(folder), name)) for name in TABLES}
+    tables = {name: pa.concat_tables(found) for name, found in parts.items() if found}
+    return Trace.from_tables(Manifest.read(folder / MANIFEST_FILE), tables)
+
+
+def _chunks(folder: Path) -> list[Path]:
+    return sorted(chunk for chunk in folder.iterdir() if chunk.is_dir() and chunk.name.isdigit())
+
+
+def _remove(folder: Path) -> None:
+    """Remove a recording in one move, so that no half of one is left."""
+    gone = folder.with_name(f".{folder.name}.done")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone)
+
+
+def _closed_already(folder: Path, path: Path) -> bool:
+    """Whether the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
+    try:
+        ours, theirs = read(folder / _TOGETHER), read(path)
+    except TraceError:
+        return False
+    same = (ours.manifest, ours.names) == (theirs.manifest, theirs.names)
+    return same and all(ours.arrow(name) == theirs.arrow(name) for name in ours.names)
+
+
+def _load(chunk: Path, name: str, columns: Sequence[str] | None = None) -> pa.Table | None:
+    file = chunk / f"{name}.arrow"
+    if not file.exists():
+        return None
+    try:
+        with pa.OSFile(str(file), "rb") as source:
+            table = pa.ipc.open_file(source).read_all()
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(f"{file}: cannot be read (damaged?): {error}") from error
+    return table if columns is None else table.select(columns)
+
+
+def _readable(chunks: list[Path], notes: list[str]) -> list[Path]:
+    good = []
+    for chunk in chunks:
+        try:
+            for name in TABLES:
+                _load(chunk, name)
+            good.append(chunk)
+        except TraceError:
+            notes.append(f"chunk {chunk.name} could not be read and was dropped")
+    return good
+
+
+def _salvage(chunks: list[Path], notes: list[str]) -> dict[str, Any]:
+    """Which rows of each table to keep, as masks over all chunks; what goes and what is lost is noted."""
+    keep: dict[str, Any] = {}
+    keys: dict[str, pd.DataFrame] = {}
+    for name, unique in UNIQUE.items():
+        loaded = [t for chunk in chunks if (t := _load(chunk, name, unique)) is not None]
+        if not loaded:
+            continue
+        keys[name] = pa.concat_tables(loaded).to_pandas()
+        keep[name] = ~keys[name].duplicated().to_numpy()
+        _note(notes, int((~keep[name]).sum()), f"rows of {name} recorded twice were dropped")
+    for name, parent in (("outcomes", "workload"), ("tokens", "outcomes"), ("acceptance", "outcomes")):
+        if name in keys:
+            has_parent = _rows_in(keys[name], keys[parent][keep[parent]] if parent in keys else None)
+            _note(notes, int((keep[name] & ~has_parent).sum()), f"rows of {name} without their {parent} were dropped")
+            keep[name] &= has_parent
+    if "workload" in keys:
+        finished = _rows_in(keys["workload"], keys["outcomes"][keep["outcomes"]] if "outcomes" in keys else None)
+        lost = keep["workload"] & ~finished
+        steps = sorted(set(keys["workload"]["rl_step"][lost]))
+        _note(notes, int(lost.sum()), f"requests (rl_step {', '.join(map(str, steps))}) have no outcome")
+    return keep
+
+
+def _rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Any:
+    if among is None:
+        return np.zeros(len(keys), bool)
+    columns = list(KEY)
+    return pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns]))
+
+
+def _note(notes: list[str], count: int, what: str) -> None:
+    if count:
+        notes.append(f"{count} {what}")
+
+
+def _string_together(chunks: list[Path], folder: Path, keep: Mapping[str, Any]) -> set[int]:
+    """Write each table as one Parquet file, a row group per chunk; returns the RL steps of the workload."""
+    steps: set[int] = set()
+    for name, schema in TABLES.items():
+        done = 0
+        writer = None
+        for table in _tables(chunks, name):
+            rows = table
+            if name in keep:
+                rows = table.filter(pa.array(keep[name][done : done + len(table)]))
+                done += len(table)
+            if name == "workload":
+                steps |= set(rows["rl_step"].unique().to_pylist())
+            writer = writer or pq.ParquetWriter(folder / f"{name}.parquet", schema)
+            writer.write_table(rows)
+        if writer is None and name in REQUIRED_TABLES:
+            writer = pq.ParquetWriter(folder / f"{name}.parquet", schema)
+        if writer is not None:
+            writer.close()
+    return steps
+
+
+def _tables(chunks: list[Path], name: str) -> Iterator[pa.Table]:
+    for chunk in chunks:
+        table = _load(chunk, name)
+        if table is not None:
+            yield table
+
+
+def lock(folder: Path) -> IO[bytes]:
+    """Hold the recording while this process lives: the kernel lets go of it even after kill -9."""
+    file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        file.close()
+        raise ConfigError(f"{folder}: this recording is in progress in another process") from error
+    return file

@@ -1,0 +1,165 @@
+"""`tltlab trace ...`: look at, check, repair, import and generate traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from . import metrics
+from .cli import Json, emit
+from .lengths import from_csv
+from .lengths import generate as draw
+from .recorder import repair as repair_recording
+from .trace import Trace, read
+
+app = typer.Typer(
+    help="Describe, validate, repair, import and generate traces.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, a run, or a CSV of lengths.")]
+OutOption = Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")]
+WorkersOption = Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")]
+
+
+@app.command()
+def describe(trace: TraceArgument, as_json: Json = False) -> None:
+    """Say what is in a trace: manifest, tables, and lengths and times of each RL step.
+
+    Example: tltlab trace describe traces/tiny
+    """
+    found = read(trace)
+    rows = metrics.per_step(found)
+    tables = {name: len(table) for name in found.names if (table := found.arrow(name)) is not None}
+    result = {"manifest": found.manifest.model_dump(), "tables": tables, "rl_steps": rows}
+    emit(result | {"prompt_share": metrics.prompt_share(found)}, as_json=as_json, text=_describe_text(result))
+
+
+@app.command()
+def validate(trace: TraceArgument, as_json: Json = False) -> None:
+    """Check a trace against the format; exit code 2 and the first fault if it breaks it.
+
+    Example: tltlab trace validate traces/tiny
+    """
+    found = read(trace)
+    emit(_counts(found) | {"valid": True}, as_json=as_json, text=f"valid: {_counts_text(found)}")
+
+
+@app.command()
+def repair(
+    path: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="The trace whose recording was interrupted.")],
+    out: Annotated[Path | None, typer.Option(help="Write the trace there and leave PATH as it is.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Turn an interrupted recording into a valid trace; a valid trace stays as it is.
+
+    Example: tltlab trace repair runs/demo/trace
+    """
+    found = repair_recording(path, out)
+    text = f"{found.path}: valid: {_counts_text(found)}"
+    notes = found.manifest.notes
+    emit(
+        _counts(found) | {"path": str(found.path), "notes": notes},
+        as_json=as_json,
+        text=f"{text}\n{notes}" if notes else text,
+    )
+
+
+@app.command("import")
+def import_csv(
+    csv: Annotated[Path, typer.Argument(help="One response length per row; header and further columns are optional.")],
+    out: OutOption,
+    column: Annotated[str | None, typer.Option(help="The column of lengths, where it cannot be told.")] = None,
+    workers: WorkersOption = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="Samples per prompt: so many rows in a row; without a prompt_id column.")
+    ] = None,
+    max_response_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The run's cap: responses of this length count as cut.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make a trace of a CSV of response lengths; columns rl_step, prompt_id, sample, prompt_tokens are used.
+
+    Example: tltlab trace import lengths.csv --out my-trace --workers 8 --group-size 16
+    """
+    trace = from_csv(
+        csv, column=column, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens
+    )
+    _write(trace, out, as_json)
+
+
+@app.command()
+def generate(
+    out: OutOption,
+    prompts: Annotated[int, typer.Option(help="Prompts per RL step.")] = 64,
+    group_size: Annotated[int, typer.Option(help="Samples per prompt.")] = 8,
+    rl_steps: Annotated[int, typer.Option(help="RL steps.")] = 4,
+    median: Annotated[float, typer.Option(help="Median response length in tokens.")] = 800.0,
+    sigma: Annotated[float, typer.Option(help="Standard deviation of log length.")] = 1.0,
+    prompt_share: Annotated[
+        float, typer.Option(help="Share of its variance that the prompt explains: .05 base, .9 reasoning models.")
+    ] = 0.05,
+    cap: Annotated[int, typer.Option(help="Longest response in tokens.")] = 16384,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 128,
+    workers: WorkersOption = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Draw a synthetic trace with log-normal response lengths.
+
+    Example: tltlab trace generate --out synthetic --prompts 64 --sigma 1.2 --prompt-share 0.9
+    """
+    trace = draw(
+        prompts=prompts, group_size=group_size, rl_steps=rl_steps, median=median, sigma=sigma,
+        prompt_share=prompt_share, cap=cap, prompt_tokens=prompt_tokens, workers=workers, seed=seed,
+    )  # fmt: skip
+    _write(trace, out, as_json)
+
+
+def _write(trace: Trace, out: Path, as_json: bool) -> None:
+    path = trace.write(out)
+    emit(_counts(trace) | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {_counts_text(trace)}")
+
+
+def _counts(trace: Trace) -> dict[str, Any]:
+    return {
+        "num_rl_steps": len(trace.rl_steps),
+        "num_responses": len(trace.outcomes),
+        "num_tokens": metrics.num_tokens(trace),
+        "tables": list(trace.names),
+    }
+
+
+def _counts_text(trace: Trace) -> str:
+    counts = _counts(trace)
+    return (
+        f"{counts['num_responses']} responses, {counts['num_tokens']} tokens, {counts['num_rl_steps']} RL steps; "
+        f"tables: {', '.join(counts['tables'])}"
+    )
+
+
+def _describe_text(result: dict[str, Any]) -> str:
+    lines = [f"{name:20s} {value}" for name, value in result["manifest"].items() if value is not None]
+    lines.append(f"{'tables':20s} " + ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items()))
+    columns = {
+        "RL step": ("rl_step", "d"), "responses": ("num_responses", "d"), "tokens": ("num_tokens", "d"),
+        "cut": ("num_cut", "d"), "aborted": ("num_aborted", "d"), "p50": ("p50_tokens", ".0f"),
+        "p95": ("p95_tokens", ".0f"), "max": ("max_tokens", ".0f"), "prompt share": ("prompt_share", ".2f"),
+        "rollout s": ("rollout_s", ".2f"), "bubble": ("bubble_fraction", ".1%"), "tail": ("tail_fraction", ".1%"),
+        "accept len": ("mean_accept_length", ".2f"),
+    }  # fmt: skip
+    lines += ["", "  ".join(f"{title:>7s}" for title in columns)]
+    for row in result["rl_steps"]:
+        cells = []
+        for title, (name, form) in columns.items():
+            text = "-" if row[name] is None else format(row[name], form)
+            cells.append(f"{text:>{max(7, len(title))}s}")
+        lines.append("  ".join(cells))
+    return "\n".join(lines)
