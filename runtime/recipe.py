@@ -55,7 +55,7 @@ class TrainConfig(_Section):
     scale_by_std: bool = True
     max_grad_norm: float = Field(1.0, gt=0)
     tokens_per_microbatch: int = Field(8192, ge=1)
-    threads: int = Field(2, ge=1)
+    threads: int = Field(1, ge=1)
     gpus: float = Field(0.0, ge=0)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,47 +21,24 @@ from tltlab.recorder import Recorder
 from tltlab.trace import Manifest, Trace
 
 from .data import load_prompts, load_reward, prompt_batch
-from .engine import GenerationRequest, Rollout
+from .engine import GenerationRequest
+from .environment import hardware, run_json, versions
 from .recipe import Recipe
+from .step_rows import StepReport, step_rows
 from .trainer import Sample
 from .workers import start_ray, start_workers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What one RL step did; seconds per stage and means over its responses."""
-
-    rl_step: int
-    policy: str
-    reward_mean: float
-    num_tokens: int
-    rollout_s: float
-    reward_s: float
-    inference_s: float
-    train_s: float
-    sync_s: float
-    recorder_s: float
-    metrics: dict[str, float]
-
-    def __str__(self) -> str:
-        rate = self.num_tokens / self.rollout_s
-        return (
-            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
-            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}"
-        )
-
-
 class GrpoRun:
-    """A run folder, its actors, and one method per thing to do: `step`, `evaluate`, `finish`.
+    """A run folder, its actors, and one method per thing to do: `step`, `evaluate`, `trace`, `save`.
 
     Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by
     one durable chunk per RL step, so a killed run keeps every finished step.
     """
 
-    def __init__(self, recipe: Recipe, out: Path, *, say: Callable[[str], None], notes: str | None = None) -> None:
+    def __init__(self, recipe: Recipe, out: Path, *, notes: str | None = None) -> None:
         self.recipe = recipe
         self.out = Path(out)
-        self.say = say
         self.reward = load_reward(recipe.reward)
         self.tokenizer = _tokenizer(recipe.model)
         self.train_prompts = load_prompts(recipe.data.train, recipe.data, self.tokenizer)
@@ -81,7 +55,6 @@ class GrpoRun:
         self._actors: list[Any] = []
 
     def __enter__(self) -> GrpoRun:
-        self.out.mkdir(parents=True, exist_ok=True)
         self._owns_ray = start_ray()
         try:
             self._workers, self._trainer = start_workers(self.recipe)
@@ -169,7 +142,18 @@ class GrpoRun:
             recorder_s=max(part.recorder_s for part in parts),
             metrics=metrics,
         )
-        self._record(report, [e for e, _ in picked], requests, parts, rewards, t_step - self._started)
+        rows = step_rows(
+            report,
+            requests,
+            parts,
+            rewards,
+            epochs=[epoch for epoch, _ in picked for _ in range(rollout.group_size)],
+            policy_version=self.policy_version,
+            t_start=t_step - self._started,
+        )
+        for table, new in rows.items():
+            self._recorder.append(table, new)
+        self._recorder.flush()
         self.policy_version += 1
         self.rl_step += 1
         self.reports.append(report)
@@ -214,74 +198,6 @@ class GrpoRun:
         num, total = len(self._workers), len(requests)
         cuts = [-(-w * total // num) for w in range(num + 1)]
         return self._get([ask(w, list(requests[cuts[n] : cuts[n + 1]])) for n, w in enumerate(self._workers)])
-
-    def _record(
-        self,
-        report: StepReport,
-        epochs: list[int],
-        requests: Sequence[GenerationRequest],
-        parts: Sequence[Rollout],
-        rewards: list[float],
-        t_start: float,
-    ) -> None:
-        size = self.recipe.rollout.group_size
-        placed = [(w, r) for w, part in enumerate(parts) for r in part.responses]
-        workload, outcomes, tokens = [], [], []
-        for n, (request, (worker, response), reward) in enumerate(zip(requests, placed, rewards, strict=True)):
-            key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
-            num_tokens = len(response.token_ids)
-            workload.append(
-                key
-                | {
-                    "epoch": epochs[n // size],
-                    "prompt_tokens": len(request.prompt_token_ids),
-                    "max_response_tokens": request.max_response_tokens,
-                    "policy_version": self.policy_version,
-                }
-            )
-            outcomes.append(
-                key
-                | {
-                    "response_tokens": num_tokens,
-                    "finish_reason": response.finish_reason,
-                    "reward": reward,
-                    "worker": worker,
-                    "t_submit": 0.0,
-                    "t_first_token": response.t_first_token,
-                    "t_finish": response.t_finish,
-                }
-            )
-            tokens.append(
-                key
-                | {
-                    "prompt_token_ids": request.prompt_token_ids,
-                    "token_ids": response.token_ids,
-                    "logprobs": response.logprobs,
-                    "token_versions": [self.policy_version] * num_tokens,
-                }
-            )
-        recorder = self._recorder
-        recorder.append("workload", workload)
-        recorder.append("outcomes", outcomes)
-        recorder.append("tokens", tokens)
-        for part in parts:
-            recorder.append("iterations", part.iterations)
-            recorder.append("decisions", part.decisions)
-        step = {
-            "rl_step": report.rl_step,
-            "t_start": t_start,
-            "rollout_s": report.rollout_s,
-            "inference_s": report.inference_s,
-            "reward_s": report.reward_s,
-            "train_s": report.train_s,
-            "sync_s": report.sync_s,
-            "policy": report.policy,
-            "policy_version": self.policy_version,
-            "reward_mean": report.reward_mean,
-        }
-        recorder.append("steps", [step])
-        recorder.append("spans", list(_spans(report, parts)))
-        recorder.flush()
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -328,7 +244,7 @@ def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str,
     out = Path(out)
     if (out / "run.json").exists():
         raise ConfigError(f"{out} already holds a run; choose another --out")
-    with GrpoRun(recipe, out, say=say) as run:
+    with GrpoRun(recipe, out) as run:
         write_json(out / "run.json", run_json(recipe))
         run.policy.write(out / "policy.json")
         evaluates = bool(run.heldout_prompts) and recipe.eval.num_prompts > 0
@@ -358,76 +274,8 @@ def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str,
     return summary
 
 
-def run_json(recipe: Recipe) -> dict[str, Any]:
-    """What `run.json` says: the command, the versions and the resolved recipe."""
-    return {"argv": sys.argv, "versions": versions(), "recipe": recipe.model_dump(mode="json")}
-
-
-def versions() -> dict[str, str]:
-    """Versions of what the numbers depend on."""
-    import vllm
-
-    found = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": vllm.__version__}
-    for name in ("tltlab", "torch", "ray", "transformers", "simpy", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def hardware() -> str:
-    """The machine in words: GPUs where there are, else the number of CPU cores."""
-    import os
-
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-    return f"{len(os.sched_getaffinity(0))} CPU cores"
-
-
 def _tokenizer(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model {model} has no tokenizer that loads: {' '.join(str(error).split())[:200]}") from error
-
-
-def _spans(report: StepReport, parts: Sequence[Rollout]) -> Any:
-    """The step's lanes: what each worker ran, its idle end, and the trainer's stages after the rollout."""
-    for worker, part in enumerate(parts):
-        lane = f"worker {worker}"
-        end = 0.0
-        kind, start, batch = None, 0.0, None
-        for row in part.iterations:
-            now = _kind(row)
-            if (now, row["batch"]) != (kind, batch):
-                if kind is not None:
-                    yield _span(report.rl_step, lane, kind, start, row["t_start"] - start, batch)
-                kind, start, batch = now, row["t_start"], row["batch"]
-            end = row["t_start"] + row["duration"]
-        if kind is not None:
-            yield _span(report.rl_step, lane, kind, start, end - start, batch)
-        yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
-    start = report.rollout_s
-    for kind, seconds in (
-        ("reward", report.reward_s),
-        ("inference", report.inference_s),
-        ("train", report.train_s),
-        ("weight_sync", report.sync_s),
-    ):
-        yield _span(report.rl_step, "trainer", kind, start, seconds, None)
-        start += seconds
-
-
-def _kind(row: dict[str, Any]) -> str:
-    if row["prefill_tokens"]:
-        return "prefill"
-    return "speculative_decode" if row["num_drafted"] else "decode"
-
-
-def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> dict[str, Any]:
-    return {
-        "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
-    }  # fmt: skip

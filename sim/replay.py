@@ -170,8 +170,15 @@ def _workers(trace: Trace, workers: int | None) -> int:
 def _costs(trace: Trace, costs: LinearCosts | dict[str, Any] | str | Path | None) -> LinearCosts:
     if costs is not None:
         return load_costs(costs)
-    beside = trace.path / "costs.json" if trace.path else None
-    return load_costs(beside if beside and beside.exists() else "cpu-small")
+    return load_costs(_beside(trace, "costs.json") or "cpu-small")
+
+
+def _beside(trace: Trace, name: str) -> Path | None:
+    """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
+    if trace.path is None:
+        return None
+    folders = [trace.path, trace.path.parent] if trace.path.name == "trace" else [trace.path]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 
 def find_acceptance(trace: Trace, source: Acceptance | dict[str, Any] | str | Path | None) -> Acceptance | None:
@@ -182,8 +189,8 @@ def find_acceptance(trace: Trace, source: Acceptance | dict[str, Any] | str | Pa
             return TraceAcceptance(table)
         if source == "trace":
             raise ConfigError("acceptance 'trace': the trace has no acceptance.parquet; annotate it or name a model")
-        beside = trace.path / "acceptance.json" if trace.path else None
-        return load_acceptance(beside) if beside and beside.exists() else None
+        beside = _beside(trace, "acceptance.json")
+        return load_acceptance(beside) if beside else None
     return load_acceptance(source)
 
 

@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 import typer
 
+from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.make_model import make_model
 from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.train import GrpoRun, run_json, versions
+from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.pick import Candidate, pick
 
@@ -79,7 +80,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
     recipe = demo_recipe(out / "model", setting, model, seed)
     say("2/7 starting Ray, two vLLM engines and the trainer")
-    with GrpoRun(recipe, out, say=say) as run:
+    with GrpoRun(recipe, out) as run:
         write_json(out / "run.json", run_json(recipe))
         reward_first = run.evaluate()
         say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")

@@ -16,7 +16,8 @@ from tltlab.errors import ConfigError
 from tltlab.policy import load_policy
 from tltlab.recorder import repair
 from tltlab.runtime.recipe import load_recipe
-from tltlab.runtime.train import GrpoRun, StepReport, train
+from tltlab.runtime.step_rows import StepReport
+from tltlab.runtime.train import GrpoRun, train
 
 pytestmark = pytest.mark.engine
 POLICIES = ["none", "explore", "beg-mab"]
@@ -27,7 +28,7 @@ def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     """Three GRPO steps under three policies; the run's folder, its reports and held-out rewards."""
     sys.path.insert(0, str(recipe_file.parent))
     out = tmp_path_factory.mktemp("run")
-    with GrpoRun(load_recipe(recipe_file), out, say=print) as run:
+    with GrpoRun(load_recipe(recipe_file), out) as run:
         rewards = {"first": run.evaluate()}
         for name in POLICIES:
             run.set_policy(load_policy(name), name)

@@ -430,3 +430,10 @@ def test_the_command_refuses_bad_input(tmp_path: Path, options: dict[str, Any]):
     folder = TRACE.write(tmp_path / "trace")
     with pytest.raises(ConfigError):
         command(trace=folder, **options)
+
+
+def test_a_run_folder_brings_its_own_costs_and_acceptance(tmp_path: Path):
+    lengths(8).write(tmp_path / "run" / "trace")
+    ONE_SECOND.write(tmp_path / "run" / "costs.json")
+    (tmp_path / "run" / "acceptance.json").write_text('{"kind": "constant", "tokens": 4.0}')
+    assert simulate(read(tmp_path / "run"), fixed()).makespan_s == 2.0

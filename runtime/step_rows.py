@@ -1,0 +1,141 @@
+"""One RL step as rows of the trace's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .engine import GenerationRequest, Rollout
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one RL step did; seconds per stage and means over its responses."""
+
+    rl_step: int
+    policy: str
+    reward_mean: float
+    num_tokens: int
+    rollout_s: float
+    reward_s: float
+    inference_s: float
+    train_s: float
+    sync_s: float
+    recorder_s: float
+    metrics: dict[str, float]
+
+    def __str__(self) -> str:
+        rate = self.num_tokens / self.rollout_s
+        return (
+            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
+            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}"
+        )
+
+
+def step_rows(
+    report: StepReport,
+    requests: Sequence[GenerationRequest],
+    parts: Sequence[Rollout],
+    rewards: Sequence[float],
+    *,
+    epochs: Sequence[int],
+    policy_version: int,
+    t_start: float,
+) -> dict[str, list[Row]]:
+    """Return the step's rows by table. `requests`, `rewards` and `epochs` are by response, in the order of `parts`,
+    one per worker; `policy_version` sampled them; `t_start` is in seconds since the start of the run."""
+    placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
+    rows: dict[str, list[Row]] = {"workload": [], "outcomes": [], "tokens": []}
+    for request, (worker, response), reward, epoch in zip(requests, placed, rewards, epochs, strict=True):
+        key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
+        num_tokens = len(response.token_ids)
+        rows["workload"].append(
+            key
+            | {
+                "epoch": epoch,
+                "prompt_tokens": len(request.prompt_token_ids),
+                "max_response_tokens": request.max_response_tokens,
+                "policy_version": policy_version,
+            }
+        )
+        rows["outcomes"].append(
+            key
+            | {
+                "response_tokens": num_tokens,
+                "finish_reason": response.finish_reason,
+                "reward": reward,
+                "worker": worker,
+                "t_submit": 0.0,
+                "t_first_token": response.t_first_token,
+                "t_finish": response.t_finish,
+            }
+        )
+        rows["tokens"].append(
+            key
+            | {
+                "prompt_token_ids": request.prompt_token_ids,
+                "token_ids": response.token_ids,
+                "logprobs": response.logprobs,
+                "token_versions": [policy_version] * num_tokens,
+            }
+        )
+    rows["iterations"] = [row for part in parts for row in part.iterations]
+    rows["decisions"] = [row for part in parts for row in part.decisions]
+    rows["steps"] = [
+        {
+            "rl_step": report.rl_step,
+            "t_start": t_start,
+            "rollout_s": report.rollout_s,
+            "inference_s": report.inference_s,
+            "reward_s": report.reward_s,
+            "train_s": report.train_s,
+            "sync_s": report.sync_s,
+            "policy": report.policy,
+            "policy_version": policy_version,
+            "reward_mean": report.reward_mean,
+        }
+    ]
+    rows["spans"] = list(_spans(report, parts))
+    return rows
+
+
+def _spans(report: StepReport, parts: Sequence[Rollout]) -> Iterator[Row]:
+    """The step's lanes: what each worker ran, its idle end, and the trainer's stages after the rollout."""
+    for worker, part in enumerate(parts):
+        lane = f"worker {worker}"
+        end = 0.0
+        kind, start, batch = None, 0.0, None
+        for row in part.iterations:
+            now = _kind(row)
+            if (now, row["batch"]) != (kind, batch):
+                if kind is not None:
+                    yield _span(report.rl_step, lane, kind, start, row["t_start"] - start, batch)
+                kind, start, batch = now, row["t_start"], row["batch"]
+            end = row["t_start"] + row["duration"]
+        if kind is not None:
+            yield _span(report.rl_step, lane, kind, start, end - start, batch)
+        yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
+    start = report.rollout_s
+    for kind, seconds in (
+        ("reward", report.reward_s),
+        ("inference", report.inference_s),
+        ("train", report.train_s),
+        ("weight_sync", report.sync_s),
+    ):
+        yield _span(report.rl_step, "trainer", kind, start, seconds, None)
+        start += seconds
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row["prefill_tokens"]:
+        return "prefill"
+    return "speculative_decode" if row["num_drafted"] else "decode"
+
+
+def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> dict[str, Any]:
+    return {
+        "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
+    }  # fmt: skip
