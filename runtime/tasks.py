@@ -37,7 +37,7 @@ class Task:
 SUBSET_SUM_MAX_GOAL = 30
 _SUBSET_SUM_END = re.compile(r"(?:^| )try (\d+)((?: \+ \d+ = \d+)*) yes$")
 _PICK = re.compile(r"\+ (\d+) =")
-_MIN_TRY_SUCCESS = 0.01
+_MIN_TRY_SUCCESS = 0.02
 # Chance to keep a problem by the whole part of -log2 of a try's chance; 1 beyond.
 _KEEP_BY_HALVINGS = (0.05, 0.1, 0.3)
 
@@ -65,7 +65,7 @@ def try_success(numbers: list[int], goal: int) -> float:
 
 
 def subset_sum_problem(rng: np.random.Generator) -> Problem:
-    """Draw different numbers and a goal that some of them sum to; one random try succeeds with chance .4 down to .01.
+    """Draw different numbers and a goal that some of them sum to; one random try succeeds with chance .4 down to .02.
 
     Half are dense, of small numbers; half are multiples of 3 among which one or two numbers that the goal needs.
     Problems that most tries solve are thinned out, so that the chance is spread over its logarithm.

@@ -191,7 +191,8 @@ def _fit_idle(rows: _Rows, idle_seen: bool, terms: dict[str, float | None], note
 
 def _idle(rows: _Rows) -> npt.NDArray[np.bool_]:
     """Rows that recorded what a loaded drafter took to draft nothing."""
-    return rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
+    idle: npt.NDArray[np.bool_] = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
+    return idle
 
 
 def _predict(costs: LinearCosts, rows: _Rows) -> FloatArray:

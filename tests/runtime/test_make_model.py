@@ -1,6 +1,7 @@
 """A model of our own: the folder others load, that a seed fixes it, and what is said about it."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,21 +10,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.make_model import NUM_HELDOUT_PROMPTS, NUM_TRAIN_PROMPTS, SIZES, Size, make_model, make_tokenizer
+from tltlab.runtime.make_model_command import make_model as command
 from tltlab.runtime.measure import prompt_share, repeated_ngrams, sample
 from tltlab.runtime.muon import orthogonalise
 from tltlab.runtime.tasks import TASKS
 
-SMALLEST = Size(hidden=64, layers=2, mlp=64, steps=25, tokens_per_batch=512, measured_prompts=4, samples_per_prompt=2)
+SMALLEST = Size(hidden=64, layers=1, mlp=64, steps=25, tokens_per_batch=512, measured_prompts=2, samples_per_prompt=2)
 
 
-def make(out, *, seed=0, task="gcd", size=SMALLEST, progress=lambda message: None):
+def make(out, *, seed=0, task="subset-sum", size=SMALLEST, progress=lambda message: None):
     return make_model(out, size=size, task=task, seed=seed, progress=progress)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     torch.set_num_threads(1)
-    out = tmp_path_factory.mktemp("models") / "gcd"
+    out = tmp_path_factory.mktemp("models") / "small"
     said = []
     return out, make(out, progress=said.append), said
 
@@ -37,10 +39,10 @@ def test_the_folder_loads_as_an_ordinary_model_in_float32(made):
 
 def test_a_prompt_is_one_bos_and_one_token_a_word_and_decodes_back(made):
     tokenizer = AutoTokenizer.from_pretrained(made[0])
-    ids = tokenizer("gcd 12 18 6 go")["input_ids"]
+    ids = tokenizer("nums 9 7 goal 16 go")["input_ids"]
     assert ids[0] == tokenizer.bos_token_id
-    assert len(ids) == 6
-    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "gcd 12 18 6 go"
+    assert len(ids) == 7
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "nums 9 7 goal 16 go"
 
 
 def test_prompts_are_many_and_held_out_ones_are_not_trained_on(made):
@@ -62,7 +64,7 @@ def test_the_report_says_what_the_file_says_and_progress_was_told(made):
 def test_training_lowers_the_loss_and_leaves_torch_as_it_was(made, tmp_path):
     torch.manual_seed(3)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    untrained = make(tmp_path / "m", size=Size(hidden=64, layers=2, mlp=64, steps=1, measured_prompts=2))
+    untrained = make(tmp_path / "m", size=replace(SMALLEST, steps=1))
     assert made[1]["final_loss"] < untrained["final_loss"]
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
@@ -79,11 +81,11 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(made, tmp_
 
 
 def test_an_earlier_model_is_replaced_and_nothing_else_is(tmp_path):
-    quick = Size(hidden=64, layers=1, mlp=64, steps=1, measured_prompts=2)
+    quick = replace(SMALLEST, steps=1)
     out = tmp_path / "deep" / "model"
     make(out, size=quick)
-    make(out, size=quick, task="subset-sum")
-    assert json.loads((out / "report.json").read_text())["task"] == "subset-sum"
+    make(out, size=quick, task="gcd")
+    assert json.loads((out / "report.json").read_text())["task"] == "gcd"
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").touch()
@@ -98,6 +100,16 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
     with pytest.raises(RuntimeError):
         make(tmp_path / "out", progress=full_disk)
     assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_the_report_as_one_json_object(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SIZES, "tiny", replace(SMALLEST, steps=1))
+    command(size="tiny", out=tmp_path / "m", json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["out"] == str(tmp_path / "m")
+    assert printed["sampled"]["num_prompts"] == 2
+    command(size="tiny", out=tmp_path / "m")
+    assert "nats per token" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [{"size": "huge"}, {"task": "chess"}, {"seed": -1}])
