@@ -21,6 +21,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from tltlab.errors import ConfigError, InputError
 
@@ -117,6 +118,7 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
             "max_response_tokens": MAX_RESPONSE_TOKENS,
             "sampled": sampled,
         }
+        disable_progress_bar()
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         _write_problems(folder / "train.jsonl", "train", train)

@@ -20,10 +20,10 @@ from tltlab.cost import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import NO_SPECULATION
 
 from .batch import TOLERANCE_TOKENS, Batch, MacroStep
-from .regime import Regime
+from .regime import Regimes
 from .requests import Requests
 from .view import RequestsView
 
@@ -62,7 +62,7 @@ class Engine:
     """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker."""
 
     costs: LinearCosts
-    regimes: dict[Strategy, Regime]
+    regimes: Regimes
     selectors: list[Selector]
     new_batch: Callable[[Requests], Batch]
     decision_block: int = 1
@@ -125,7 +125,7 @@ class Worker:
             prefill_s = prefill_tokens * self.prefill_per_token_s
             waiting = len(self.waiting)
             asked = self._ask(waiting)
-            macro = batch.advance(self.engine.regimes[self.strategy], self.limit, self._room())
+            macro = batch.advance(self.engine.regimes.at(self.strategy, len(batch)), self.limit, self._room())
             yield env.timeout(prefill_s + macro.seconds)
             self._note_times(admitted, start_s + prefill_s + macro.first_s, macro, env.now)
             bucket, propensity = self.selector.bucket_, self.selector.propensity_
@@ -194,8 +194,8 @@ class Worker:
             requests=() if self.selector.memoryless else self._view(),
         )
         self.strategy = self.selector.choose(state)
-        if self.strategy not in self.engine.regimes:
-            known = ", ".join(map(str, self.engine.regimes))
+        if self.strategy not in self.engine.regimes.strategies:
+            known = ", ".join(map(str, self.engine.regimes.strategies))
             raise ConfigError(f"the policy chose {self.strategy}, which is not among its strategies: {known}")
         return True
 

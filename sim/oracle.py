@@ -13,7 +13,7 @@ from tltlab.selector import Selector
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION
 
-from .regime import Regime
+from .regime import Regime, Regimes
 from .requests import Requests
 
 Gain = Callable[[int, float, int, Regime], float]
@@ -42,13 +42,12 @@ def finish_times(
     requests: Requests,
     queue: Sequence[int],
     selector: Selector,
-    regimes: Sequence[Regime],
+    regimes: Regimes,
     costs: LinearCosts,
     *,
     gain: Gain = expected,
 ) -> dict[int, float]:
     """Finish time of each request of one worker, whose selector is asked before every iteration."""
-    by_strategy = {regime.strategy: regime for regime in regimes}
     waiting = [_Running(r, requests.prompt_tokens[r], requests.response_tokens[r]) for r in queue]
     running: list[_Running] = []
     finished: dict[int, float] = {}
@@ -72,7 +71,7 @@ def finish_times(
                 strategy=strategy,
             )
         )
-        regime = by_strategy[strategy]
+        regime = regimes.at(strategy, len(running))
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
         for r in running:
             r.generated += gain(r.request, r.generated, r.num_speculative, regime)

@@ -11,6 +11,7 @@ from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, Tab
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace
 
+from .regime import Regimes
 from .replay import simulate
 
 DEPTHS = (0, 1, 2, 4, 8)
@@ -70,15 +71,15 @@ def best_table(
     workload, outcomes = trace.workload, trace.outcomes
     context = float(workload["prompt_tokens"].mean() + outcomes["response_tokens"].mean() / 2)
     largest = int(outcomes.groupby(["rl_step", "worker"], dropna=False).size().max())
-    rates = []
-    for strategy in strategies:
-        drafted = 1.0 + acceptance.num_drafted(strategy) if strategy.speculates else 1.0
-        cost = costs.iteration(strategy, drafter_loaded=True, tokens_to_verify=drafted)
-        tokens = acceptance.tokens_per_iteration(strategy) if strategy.speculates else 1.0
-        rates.append((strategy, cost, tokens))
+    regimes = Regimes(strategies, costs, acceptance)
+
+    def per_token_s(strategy: Strategy, batch: int) -> float:
+        regime = regimes.at(strategy, batch)
+        return regime.cost.seconds(batch, batch * context) / regime.tokens
+
     rows: list[TableRow] = []
     for batch in range(1, largest + 1):
-        best = min(rates, key=lambda r: r[1].seconds(batch, batch * context) / r[2])[0]
+        best = min(strategies, key=lambda strategy: per_token_s(strategy, batch))
         if not rows or rows[-1].strategy != best:
             rows.append(TableRow(min_batch=batch, strategy=best))
     return TableSpec(rows=tuple(rows))

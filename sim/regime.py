@@ -1,4 +1,4 @@
-"""What one strategy costs and yields in a simulation: looked up once, before anything runs."""
+"""What one strategy costs and yields in a simulation: worked out once per strategy and acceptance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tltlab.acceptance import Acceptance, FloatArray, TraceAcceptance, reach
+from tltlab.acceptance import Acceptance, AcceptanceModel, FloatArray, TraceAcceptance, reach
 from tltlab.cost import IterationCost, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -35,12 +35,38 @@ class Regime:
         return self._fixed_s[batch]
 
 
-def regimes(
-    strategies: Sequence[Strategy], costs: LinearCosts, acceptance: Acceptance | None
-) -> dict[Strategy, Regime]:
-    """The regime of each strategy. Raises ConfigError for a missing cost term or an unknown acceptance."""
-    loaded = any(s.speculates for s in strategies)
-    return {s: _regime(s, costs, acceptance, loaded) for s in strategies}
+class Regimes:
+    """The regimes of a policy's strategies, by strategy and batch size.
+
+    Raises ConfigError for a missing cost term or an unknown acceptance.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], costs: LinearCosts, acceptance: Acceptance | None) -> None:
+        self.strategies = tuple(strategies)
+        self._loaded = any(s.speculates for s in strategies)
+        self._costs = costs
+        self._acceptance = acceptance
+        self._by_model: dict[tuple[Strategy, int], Regime] = {}
+        self._by_batch: dict[tuple[Strategy, int], Regime] = {}
+        for strategy in strategies:
+            self.at(strategy, 1)
+
+    def at(self, strategy: Strategy, batch: int) -> Regime:
+        """The regime of a strategy at a batch size."""
+        found = self._by_batch.get((strategy, batch))
+        if found is None:
+            model = self._acceptance
+            if isinstance(model, AcceptanceModel) and strategy.speculates:
+                model = model.at(batch)
+            key = (strategy, id(model))
+            if key not in self._by_model:
+                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded)
+            found = self._by_batch[strategy, batch] = self._by_model[key]
+        return found
+
+    def up_to(self, batch: int) -> list[Regime]:
+        """All regimes that batches 1 to `batch` can meet."""
+        return list({id(r): r for s in self.strategies for n in range(1, batch + 1) for r in [self.at(s, n)]}.values())
 
 
 def _regime(strategy: Strategy, costs: LinearCosts, acceptance: Acceptance | None, loaded: bool) -> Regime:

@@ -27,7 +27,7 @@ from .batch import Batch, FluidBatch
 from .bounds import lower_bound_s
 from .engine import Engine, Rollout
 from .placement import place
-from .regime import regimes
+from .regime import Regimes
 from .requests import Requests, requests_by_step
 from .walk import ReplayBatch, SampledBatch
 
@@ -134,7 +134,7 @@ def simulate(
     started = time.perf_counter()
     engine = Engine(
         costs=cost,
-        regimes=regimes(strategies, cost, model),
+        regimes=Regimes(strategies, cost, model),
         selectors=[chosen.build(np.random.default_rng([seed, w])) for w in range(workers)],
         new_batch=_batches(model if speculates else None, mode, seed),
         decision_block=decision_block,
@@ -144,8 +144,8 @@ def simulate(
     wall_s = time.perf_counter() - started
 
     def bounds_s() -> list[float]:
-        known = list(engine.regimes.values())
-        return [lower_bound_s(step, known, cost, workers, model, mode, seed) for step in steps]
+        met = engine.regimes.up_to(max(map(len, steps), default=1))
+        return [lower_bound_s(step, met, cost, workers, model, mode, seed) for step in steps]
 
     name = _name(policy)
     return SimResult(

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -49,6 +52,10 @@ class AcceptanceModel(BaseModel, ABC):
     @abstractmethod
     def distribution(self, strategy: Strategy) -> FloatArray:
         """P(accepted = j) for j = 0..reach. Raises ConfigError for a strategy that the model does not cover."""
+
+    def at(self, batch: int) -> AcceptanceModel:
+        """The model that holds at a batch size: itself, unless it tells batch sizes apart."""
+        return self
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
         """Expected tokens of one request in one iteration, the bonus token included."""
@@ -120,7 +127,7 @@ class FittedDepth(BaseModel):
 
 
 class FittedAcceptance(AcceptanceModel):
-    """Distributions measured per drafter and depth, as `tltlab calibrate` writes them.
+    """Distributions measured per drafter and depth.
 
     A depth that was not measured is the next larger measured one cut short: the first d tokens of a longer chain are
     the chain of depth d, so min(accepted, d) has the right distribution; tokens drafted scale with the depth. Beyond
@@ -179,6 +186,49 @@ class FittedAcceptance(AcceptanceModel):
         return enough[0], depths[enough[0]]
 
 
+class Band(BaseModel):
+    """What holds for batches up to `max_batch`, None for all larger ones."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True)
+
+    max_batch: Annotated[int, Field(gt=0)] | None
+    drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
+
+
+class BatchAcceptance(AcceptanceModel):
+    """Distributions measured per batch size too, as `tltlab calibrate` writes them: one `FittedAcceptance` per band.
+
+    A drafter that retrieves from the group accepts little while the batch is large and responses are young, and more
+    in the tail: one distribution for both would be wrong at both ends.
+    """
+
+    kind: Literal["by-batch"] = "by-batch"
+    bands: tuple[Band, ...]
+
+    @field_validator("bands")
+    @classmethod
+    def _ascend(cls, bands: tuple[Band, ...]) -> tuple[Band, ...]:
+        ends = [math.inf if band.max_batch is None else band.max_batch for band in bands]
+        if not ends or ends[-1] != math.inf or any(a >= b for a, b in pairwise(ends)):
+            raise ValueError("max_batch must ascend, and be null in the last band only")
+        return bands
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
+
+    @cached_property
+    def models(self) -> tuple[FittedAcceptance, ...]:
+        return tuple(FittedAcceptance(drafters_by_depth=band.drafters_by_depth) for band in self.bands)
+
+    def at(self, batch: int) -> FittedAcceptance:
+        ends = [band.max_batch for band in self.bands if band.max_batch is not None]
+        return self.models[bisect_left(ends, batch)]
+
+    def distribution(self, strategy: Strategy) -> FloatArray:
+        raise TypeError("acceptance differs by batch size: ask at(batch)")
+
+
 class TraceAcceptance:
     """Counterfactual acceptance per position, from acceptance.parquet: a draft at position p keeps min(reach, row[p]).
 
@@ -223,8 +273,10 @@ class TraceAcceptance:
 Acceptance = AcceptanceModel | TraceAcceptance
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
-_FILE: TypeAdapter[ConstantAcceptance | GeometricAcceptance | FittedAcceptance] = TypeAdapter(
-    Annotated[ConstantAcceptance | GeometricAcceptance | FittedAcceptance, Field(discriminator="kind")]
+_FILE: TypeAdapter[ConstantAcceptance | GeometricAcceptance | FittedAcceptance | BatchAcceptance] = TypeAdapter(
+    Annotated[
+        ConstantAcceptance | GeometricAcceptance | FittedAcceptance | BatchAcceptance, Field(discriminator="kind")
+    ]
 )
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pandas as pd
 import typer
 
-from .acceptance import FittedAcceptance
+from .acceptance import BatchAcceptance
 from .cli import Json, emit
 from .cost import LinearCosts
 from .errors import ConfigError
@@ -33,7 +33,7 @@ class Calibration:
     """
 
     costs: LinearCosts
-    acceptance: FittedAcceptance | None
+    acceptance: BatchAcceptance | None
     residuals: pd.DataFrame
     sums: pd.DataFrame
     notes: tuple[str, ...]

@@ -345,5 +345,5 @@ SHIPPED: dict[str, Policy] = {
         ),
         activation=Activation(),
     ),
-    "explore": Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8))),
+    "explore": Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8), hold_iterations=10)),
 }

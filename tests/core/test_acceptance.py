@@ -140,3 +140,25 @@ def test_a_mean_alone_gives_the_chain_that_has_it(share: float, depth: int):
     p = equal_chain(share * depth, depth)
     assert p.sum() == pytest.approx(1)
     assert p @ np.arange(depth + 1) == pytest.approx(share * depth, abs=1e-6)
+
+
+def test_batch_sizes_have_bands_of_their_own():
+    few, many = FittedDepth(accepted=(0.2, 0.8), drafted=1.0), FittedDepth(accepted=(0.7, 0.3), drafted=0.5)
+    value = {
+        "kind": "by-batch",
+        "bands": [
+            {"max_batch": 4, "drafters": {"ngram": {1: few.model_dump()}}},
+            {"max_batch": None, "drafters": {"ngram": {1: many.model_dump()}}},
+        ],
+    }
+    model = load_acceptance(value)
+    assert [model.at(batch).tokens_per_iteration(chain(1)) for batch in (1, 4, 5, 500)] == [1.8, 1.8, 1.3, 1.3]
+    assert model.drafters == ("ngram",)
+    assert load_acceptance(model.model_dump(mode="json")) == model
+
+
+@pytest.mark.parametrize("ends", [(), (4,), (8, 4, None), (None, 4)])
+def test_bands_that_do_not_cover_every_batch_are_refused(ends: tuple[int | None, ...]):
+    bands = [{"max_batch": end, "drafters": {}} for end in ends]
+    with pytest.raises(ConfigError, match="max_batch must ascend"):
+        load_acceptance({"kind": "by-batch", "bands": bands})

@@ -12,6 +12,7 @@ from tltlab.cost import LinearCosts, load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths import generate
 from tltlab.schema import Manifest
+from tltlab.strategy import Strategy
 from tltlab.trace import Trace
 
 TRUTH = LinearCosts(
@@ -156,16 +157,31 @@ def test_an_idle_drafter_is_found_by_comparison_with_rl_steps_without_one():
 
 def test_acceptance_is_counted_per_drafter_and_depth():
     model = calibrate(rollout()).acceptance
-    assert sorted(model.drafters_by_depth["ngram"]) == [1, 2, 4]
-    fitted = model.drafters_by_depth["ngram"][4]
+    assert sorted(model.at(1).drafters_by_depth["ngram"]) == [1, 2, 4]
+    fitted = model.at(8).drafters_by_depth["ngram"][4]
     assert fitted.accepted[0] == pytest.approx(0.4, abs=0.03)
     assert fitted.drafted == pytest.approx(3.2, abs=0.1)
+
+
+def test_acceptance_of_a_large_batch_is_not_that_of_a_small_one():
+    trace = rollout((0, 4))
+    table = trace.iterations
+    small = table["batch"] <= 4
+    per_request = zip(table["accepted_per_request"], small, strict=True)
+    lists = [a if a is None or keep else [0] * len(a) for a, keep in per_request]
+    totals = [0 if a is None else int(np.sum(a)) for a in lists]
+    model = calibrate(
+        trace.replace(iterations=table.assign(accepted_per_request=lists, num_accepted=totals))
+    ).acceptance
+    four = Strategy.chain("ngram", 4)
+    assert model.at(2).tokens_per_iteration(four) > 2
+    assert model.at(20).tokens_per_iteration(four) == 1
 
 
 def test_acceptance_from_totals_keeps_the_mean():
     trace = rollout((2,))
     full, totals = (calibrate(t).acceptance for t in (trace, without(trace, accepted_per_request=None)))
-    means = [m.drafters_by_depth["ngram"][2].accepted @ np.arange(3) for m in (full, totals)]
+    means = [m.at(1).drafters_by_depth["ngram"][2].accepted @ np.arange(3) for m in (full, totals)]
     assert means[0] == pytest.approx(means[1], abs=1e-6)
 
 
@@ -189,7 +205,7 @@ def test_the_command_writes_both_models(tmp_path: Path, capsys: pytest.CaptureFi
     shown = json.loads(capsys.readouterr().out)
     assert shown["costs"]["base_s"] == pytest.approx(TRUTH.base_s)
     assert load_costs(tmp_path / "costs.json").base_s == pytest.approx(TRUTH.base_s)
-    assert json.loads((tmp_path / "acceptance.json").read_text())["kind"] == "fitted"
+    assert json.loads((tmp_path / "acceptance.json").read_text())["kind"] == "by-batch"
 
 
 @pytest.mark.parametrize(("text", "steps"), [("1:3", [1, 2]), (":2", [0, 1]), ("2:", [2, 3]), ("1", [1]), (None, None)])

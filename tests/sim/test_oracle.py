@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import GeometricAcceptance, TraceAcceptance
+from tltlab.acceptance import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
 from tltlab.cost import LinearCosts
 from tltlab.lengths import generate
 from tltlab.selector import Selector
@@ -18,7 +18,7 @@ from tltlab.sim.engine import Engine
 from tltlab.sim.luck import request_seeds, uniforms
 from tltlab.sim.oracle import expected, finish_times
 from tltlab.sim.placement import PLACEMENTS, place
-from tltlab.sim.regime import Regime, regimes
+from tltlab.sim.regime import Regime, Regimes
 from tltlab.sim.requests import Requests
 from tltlab.sim.walk import ReplayBatch, SampledBatch
 from tltlab.state import StepState
@@ -78,21 +78,19 @@ def costs(draw: st.DrawFn) -> LinearCosts:
 def assert_agree(
     req: Requests,
     cost: LinearCosts,
-    by_strategy: dict[Strategy, Regime],
+    regimes: Regimes,
     new_batch: Callable[[Requests], Any],
     selector: Callable[[], Selector],
     workers: int,
     placement: str,
     gain: Callable[..., float] = expected,
 ) -> None:
-    engine = Engine(
-        costs=cost, regimes=by_strategy, selectors=[selector() for _ in range(workers)], new_batch=new_batch
-    )
+    engine = Engine(costs=cost, regimes=regimes, selectors=[selector() for _ in range(workers)], new_batch=new_batch)
     queues = place(req, workers, placement)
     result = engine.rollout(req, queues)
     makespan = 0.0
     for queue in queues:
-        slow = finish_times(req, queue, selector(), list(by_strategy.values()), cost, gain=gain)
+        slow = finish_times(req, queue, selector(), regimes, cost, gain=gain)
         assert set(slow) == set(queue)
         for request, finish in slow.items():
             assert result.finish_s[request] == pytest.approx(finish, rel=1e-9, abs=1e-12)
@@ -105,8 +103,8 @@ def assert_agree(
 def test_plain_decoding_takes_the_time_of_its_iterations(
     req: Requests, cost: LinearCosts, workers: int, placement: str
 ) -> None:
-    by_strategy = regimes([NO_SPECULATION], cost, None)
-    assert_agree(req, cost, by_strategy, FluidBatch, lambda: Plain(), workers, placement)
+    found = Regimes([NO_SPECULATION], cost, None)
+    assert_agree(req, cost, found, FluidBatch, lambda: Plain(), workers, placement)
 
 
 class Plain(Selector):
@@ -122,10 +120,8 @@ class Plain(Selector):
 def test_fluid_speculation_takes_the_time_of_its_iterations(
     req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, workers: int
 ) -> None:
-    by_strategy = regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
-    assert_agree(
-        req, cost, by_strategy, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin"
-    )
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
+    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin")
 
 
 @settings(max_examples=100, deadline=None)
@@ -133,7 +129,7 @@ def test_fluid_speculation_takes_the_time_of_its_iterations(
 def test_sampled_speculation_takes_the_time_of_its_iterations(
     req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, seed: int
 ) -> None:
-    by_strategy = regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
     seeds = request_seeds(seed, req.keys)
 
     def luck(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
@@ -143,13 +139,31 @@ def test_sampled_speculation_takes_the_time_of_its_iterations(
     assert_agree(
         req,
         cost,
-        by_strategy,
+        found,
         lambda r: SampledBatch(r, seed),
         lambda: Threshold(deep, shallow, memoryless),
         2,
         "contiguous",
         luck,
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 4))
+def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
+    req: Requests, cost: LinearCosts, deep: int, shallow: int, memoryless: bool, border: int
+) -> None:
+    deepest = max(chain.draft_depth for chain in CHAINS)
+
+    def band(end: int | None, kept: float) -> Band:
+        accepted = (1 - kept, *[0.0] * (deepest - 1), kept)
+        return Band(
+            max_batch=end, drafters_by_depth={"ngram": {deepest: FittedDepth(accepted=accepted, drafted=deepest)}}
+        )
+
+    acceptance = BatchAcceptance(bands=(band(border, 0.8), band(None, 0.2)))
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
+    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous")
 
 
 @settings(max_examples=100, deadline=None)
@@ -159,7 +173,7 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(
 ) -> None:
     table = counterfactuals(req, seed)
     acceptance = TraceAcceptance(table)
-    by_strategy = regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
 
     def recorded(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
         positions = table["accept_if_drafted"][request]
@@ -168,7 +182,7 @@ def test_replayed_acceptance_takes_the_time_of_its_iterations(
     assert_agree(
         req,
         cost,
-        by_strategy,
+        found,
         lambda r: ReplayBatch(r, acceptance),
         lambda: Threshold(deep, shallow, memoryless),
         2,
@@ -201,5 +215,5 @@ def test_a_long_rollout_agrees_too() -> None:
         base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
         draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
     )  # fmt: skip
-    by_strategy = regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=0.7))
-    assert_agree(req, cost, by_strategy, FluidBatch, lambda: Threshold(2, 5, True), 2, "longest_first")
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=0.7))
+    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(2, 5, True), 2, "longest_first")
