@@ -55,6 +55,7 @@ class _Rows:
     draft_known: npt.NDArray[np.bool_]
     duration: FloatArray
     regime: npt.NDArray[np.int64]
+    block: npt.NDArray[np.int64]
 
 
 def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bool = False) -> Calibration:
@@ -111,6 +112,7 @@ def _rows(table: pd.DataFrame, steps: pd.DataFrame | None) -> _Rows:
         draft_known=(draft.notna() & next_depth.notna()).to_numpy(),
         duration=table["duration"].to_numpy(np.float64),
         regime=np.where(prefill > 0, 2, spec.astype(np.int64)),
+        block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
     )
 
 
@@ -129,11 +131,11 @@ def _fit_costs(rows: _Rows) -> tuple[LinearCosts, list[str]]:
     # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
     if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
         columns["sd_idle_s"] = (rows.loaded & plain).astype(np.float64)
-    verify = fit(columns, rows.duration - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch))
+    verify = fit(columns, rows.duration - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
     terms = dict(verify.coefficients)
     if abs(verify.level - 1.0) > 0.02:
         notes.append(
-            f"outliers: typical iterations times {verify.level:.3f} give the sum of all, and so do these costs"
+            f"outliers: typical iterations times {verify.level:.3f} give a typical rollout's time, as these costs do"
         )
     if not rows.spec.any():
         terms |= {"per_token_s": None, "sd_base_s": None}
@@ -163,7 +165,7 @@ def _fit_drafting(rows: _Rows, terms: dict[str, float | None], notes: list[str])
         return
     depth, batch = rows.next_depth[drafting], rows.batch[drafting]
     columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "once": np.ones_like(depth)}
-    found = fit(columns, rows.draft_s[drafting], band(batch))
+    found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
     once = found.coefficients.pop("once")
     terms |= found.coefficients
     if once:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,7 +34,7 @@ PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How much of everything: RL steps without speculation, exploring, and under the tuned policy."""
+    """How much of fitted: RL steps without speculation, exploring, and under the tuned policy."""
 
     size: str
     plain_steps: int
@@ -53,7 +54,7 @@ FAST = Setting(size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, heldo
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything; it becomes a RUN.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for fitted; it becomes a RUN.")] = Path("demo"),
     fast: Annotated[bool, typer.Option("--fast", help="A tiny model and few steps: 3 minutes instead of 10.")] = False,
     task: Annotated[str, typer.Option(help="The task of the model: subset-sum or gcd.")] = "subset-sum",
     seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the policies.")] = 0,
@@ -63,10 +64,20 @@ def demo(
 
     Example: tltlab demo --out demo --fast
     """
-    if (out / "run.json").exists() or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"{out} already holds a run; remove it or choose another --out")
+    make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
     emit(result, as_json=as_json, text=table(result))
+
+
+def make_room(out: Path) -> None:
+    """Move an earlier demo at `out` aside, to `out.1`, `out.2`, ...; ConfigError where something else is there."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / "model" / "report.json").exists():
+        raise ConfigError(f"{out} is there already and is no earlier demo; choose another --out")
+    aside = next(path for n in count(1) if not (path := out.with_name(f"{out.name}.{n}")).exists())
+    out.rename(aside)
+    progress(f"the earlier {out} is now {aside}")
 
 
 def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
@@ -97,14 +108,16 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
             measured = run.reports[s].rollout_s
             say(f"step {s} ({names[s]}): predicted {seconds:.2f} s, measured {measured:.2f} s")
         say("5/7 picking a policy in the simulator")
-        everything = calibrate(recorded)
-        if everything.acceptance is None:
+        # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
+        recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
+        fitted = calibrate(recorded.select(recent))
+        if fitted.acceptance is None:
             raise RunError("nothing was drafted while exploring, so there is no policy to pick")
-        everything.costs.write(out / "costs.json")
-        everything.acceptance.write(out / "acceptance.json")
-        candidates = pick(recorded, everything.costs, everything.acceptance, seed=seed)
+        fitted.costs.write(out / "costs.json")
+        fitted.acceptance.write(out / "acceptance.json")
+        candidates = pick(recorded.select(recent), fitted.costs, fitted.acceptance, seed=seed)
         best = candidates[0]
-        tuned = best.policy.model_copy(update={"provenance": provenance(out, best, candidates, recorded, seed)})
+        tuned = best.policy.model_copy(update={"provenance": provenance(best, candidates, recent, seed)})
         tuned.write(out / "policy.json")
         for candidate in candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
@@ -120,11 +133,11 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     trace = read(out / "trace")
     policies = [tuned if name == TUNED else load_policy(name) for name in names]
     forecast |= {
-        s: predict(trace, s, policies[s], everything if names[s] == TUNED else calibration, seed)
+        s: predict(trace, s, policies[s], fitted if names[s] == TUNED else calibration, seed)
         for s in range(len(names))
         if s not in forecast
     }
-    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, everything, out, seed)
+    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, fitted, out, seed)
     result = {
         "grpo_steps": len(reports),
         "reward_first": reward_first,
@@ -152,6 +165,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         "median_prediction_error": float(
             np.median([abs(forecast[s] / reports[s].rollout_s - 1) for s in range(len(names)) if s not in fit_steps])
         ),
+        "fit_spread": spread(calibration),
         "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in candidates],
         "model": model,
         "trace": "trace",
@@ -215,14 +229,19 @@ def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, see
     )
 
 
-def provenance(out: Path, best: Candidate, candidates: Sequence[Candidate], trace: Trace, seed: int) -> dict[str, Any]:
+def spread(fitted: Calibration) -> float:
+    """Median absolute relative error of a worker's rollout time on the very steps of the fit."""
+    return float(fitted.sums["bias"].abs().median())
+
+
+def provenance(best: Candidate, candidates: Sequence[Candidate], rl_steps: list[int], seed: int) -> dict[str, Any]:
     """Where the picked policy came from."""
     return {
         "name": best.name,
-        "trace": str(out / "trace"),
-        "costs": str(out / "costs.json"),
-        "rl_steps": trace.rl_steps,
-        "objective": "mean simulated makespan of the recorded RL steps",
+        "trace": "trace",
+        "costs": "costs.json",
+        "rl_steps": rl_steps,
+        "objective": "mean simulated makespan of these RL steps",
         "makespan_s": best.makespan_s,
         "candidates": len(candidates),
         "seed": seed,
@@ -264,7 +283,8 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
         f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",
-        f"rollout time predicted with a median error of {result['median_prediction_error']:.1%} on steps not fitted on",
+        f"rollout time predicted with a median error of {result['median_prediction_error']:.1%} on steps not fitted on "
+        f"({result['fit_spread']:.1%} on those fitted on: the machine's own variation is in both)",
         f"{result['wall_s']:.0f} s in all",
     ]
     return "\n".join(lines)

@@ -13,6 +13,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 WORDS = 20
 
+PARITY = """
+from tltlab import NO_SPECULATION, Selector, Strategy
+
+def reward(prompt, response, answer):
+    return float(len(response.split()) % 2 == 0)
+
+class Halving(Selector):
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 2), Strategy.chain("ngram", 8))
+
+    def choose(self, state):
+        return self.strategies[2 if state.batch <= 2 else 1 if state.batch <= 8 else 0]
+"""
+
 
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -54,9 +67,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for n in numbers
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "parity.py").write_text(
-        "def reward(prompt, response, answer):\n    return float(len(response.split()) % 2 == 0)\n"
-    )
+    (folder / "parity.py").write_text(PARITY)
     return folder
 
 

@@ -20,12 +20,12 @@ from tltlab.runtime.step_rows import StepReport
 from tltlab.runtime.train import GrpoRun, train
 
 pytestmark = pytest.mark.engine
-POLICIES = ["none", "explore", "beg-mab"]
+POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]
 
 
 @pytest.fixture(scope="module")
 def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport], dict[str, float]]:
-    """Three GRPO steps under three policies; the run's folder, its reports and held-out rewards."""
+    """Four GRPO steps, the last under a user's own policy; the run's folder, its reports and held-out rewards."""
     sys.path.insert(0, str(recipe_file.parent))
     out = tmp_path_factory.mktemp("run")
     with GrpoRun(load_recipe(recipe_file), out) as run:
@@ -34,7 +34,7 @@ def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
             run.set_policy(load_policy(name), name)
             run.step()
         rewards["last"] = run.evaluate()
-        assert run.trace().rl_steps == [0, 1, 2]
+        assert run.trace().rl_steps == [0, 1, 2, 3]
         run.save()
     sys.path.remove(str(recipe_file.parent))
     return out, run.reports, rewards
@@ -42,14 +42,14 @@ def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 
 def test_every_table_that_applies_is_recorded_and_valid(run):
     trace = tltlab.read(run[0] / "trace")
-    assert trace.rl_steps == [0, 1, 2]
-    assert len(trace.outcomes) == 3 * 4 * 4
+    assert trace.rl_steps == [0, 1, 2, 3]
+    assert len(trace.outcomes) == 4 * 4 * 4
     assert trace.manifest.kind == "recorded"
     assert trace.manifest.num_workers == 2
     for name in ("tokens", "iterations", "decisions", "steps", "spans"):
         assert trace.table(name) is not None, name
     assert list(trace.steps["policy"]) == POLICIES
-    assert list(trace.steps["policy_version"]) == [0, 1, 2]
+    assert list(trace.steps["policy_version"]) == [0, 1, 2, 3]
     assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
 
 
