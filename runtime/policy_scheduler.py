@@ -118,14 +118,17 @@ class Control:
         self._chosen_before: Strategy | None = None
         self._draft_s = 0.0
         self._draft_s_before = 0.0
-        self._propensity = 1.0
-        self._bucket: int | None = None
         self._decision: dict[str, Any] | None = None
+        self._decision_before: dict[str, Any] | None = None
+        self._drafted: list[int] = []
+        self._accepted: list[int] = []
 
     def iteration_starts(self) -> None:
+        """Close the iteration before and start the clock of the next."""
         now = time.perf_counter()
         self._close_iteration(now)
         self._start = now
+        self.seconds_inside += time.perf_counter() - now
 
     def scheduled(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Log what the iteration runs and choose what it drafts at its end."""

@@ -75,9 +75,9 @@ class GrpoRun:
             self._stop()
 
     def set_policy(self, policy: Policy, name: str | None = None) -> None:
-        """Let every engine choose with a fresh selector of `policy`, seeded by the run's seed and the worker."""
+        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
         self._policy_name = name or policy.selector.kind
-        self._get([w.set_policy.remote(policy, self.recipe.seed) for w in self._workers])
+        self._get([w.set_policy.remote(policy, self.rl_step) for w in self._workers])
 
     def step(self) -> StepReport:
         """One RL step under the policy in force."""

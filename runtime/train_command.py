@@ -26,5 +26,7 @@ def train(
     from .train import train as run
 
     summary = run(loaded, out, say=progress)
-    rewards = f"held-out reward {summary['reward_first']} -> {summary['reward_last']}"
-    emit(summary, as_json=as_json, text=f"{summary['grpo_steps']} steps into {out}; {rewards}")
+    text = f"{summary['grpo_steps']} steps into {out}"
+    if summary["reward_first"] is not None:
+        text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
+    emit(summary, as_json=as_json, text=text)

@@ -79,12 +79,9 @@ class RolloutWorker:
         self.engine.warm_up(self.temperature)
         return os.getpid()
 
-    def set_policy(self, policy: Policy, seed: int) -> None:
-        self.engine.set_policy(policy.build(np.random.default_rng([seed, self.number])))
-
-    def selector_state(self) -> dict[str, Any]:
-        selector = self.engine.control.selector
-        return selector.state_dict() if selector is not None else {}
+    def set_policy(self, policy: Policy, rl_step: int) -> None:
+        rng = np.random.default_rng([self.recipe.seed, self.number, rl_step])
+        self.engine.set_policy(policy.build(rng))
 
     def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self.engine.update_weights(weights.items(), version)

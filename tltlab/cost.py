@@ -142,7 +142,7 @@ def load_costs(source: LinearCosts | dict[str, Any] | str | Path) -> LinearCosts
     """Return a cost model from itself, a dict, the name of a preset or a JSON file.
 
     >>> load_costs("cpu-small").base_s
-    0.00347
+    0.00324
     """
     if isinstance(source, LinearCosts):
         return source
