@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -43,17 +44,24 @@ def start_ray() -> bool:
 def start_workers(recipe: Recipe) -> tuple[list[Any], Any]:
     """Start the rollout workers and the trainer; returns their handles. They start in parallel."""
     rollout, train = recipe.rollout, recipe.train
+    env = _WORKER_ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
     workers = [
         RolloutWorker.options(  # type: ignore[attr-defined]
-            num_cpus=0, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": _WORKER_ENV}
+            num_cpus=0, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": env}
         ).remote(recipe, number)
         for number in range(rollout.num_workers)
     ]
-    env = _WORKER_ENV | {"OMP_NUM_THREADS": str(train.threads)}
+    env |= {"OMP_NUM_THREADS": str(train.threads)}
     trainer = TrainerActor.options(  # type: ignore[attr-defined]
         num_cpus=0, num_gpus=train.gpus, runtime_env={"env_vars": env}
     ).remote(recipe)
     return workers, trainer
+
+
+def _user_paths() -> list[str]:
+    """Where this process finds modules outside its installation: a user's policy must import in the actors too."""
+    installed = (sys.prefix, sys.base_prefix)
+    return [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
 
 
 @ray.remote

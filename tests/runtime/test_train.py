@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -122,15 +121,11 @@ def test_a_killed_run_leaves_a_recording_that_repair_makes_valid(recipe_file: Pa
     assert len(trace.rl_steps) >= 3
     assert "repaired" in (trace.manifest.notes or "")
     assert tltlab.read(tmp_path / "r").rl_steps == trace.rl_steps
-    wait_for_ray_to_go()
+    stop_ray()
 
 
-def wait_for_ray_to_go() -> None:
-    """Ray's processes notice that their driver is gone by themselves; leave none behind for the next test."""
-    for _ in range(30):
-        if subprocess.run(["pgrep", "-f", "ray::"], capture_output=True).returncode:
-            return
-        time.sleep(1)
+def stop_ray() -> None:
+    """What a killed driver leaves of the Ray it started."""
     subprocess.run([Path(sys.executable).parent / "ray", "stop", "--force"], capture_output=True, check=False)
 
 
