@@ -72,5 +72,5 @@ def grpo_loss(
     return LossTerms(
         loss=(loss * mask).sum() / num_tokens,
         clip_fraction=float((outside * mask).sum() / num_tokens),
-        kl=float((kl * mask).sum() / num_tokens),
+        kl=float((kl.detach() * mask).sum() / num_tokens),
     )

@@ -18,6 +18,7 @@ from typer.main import get_command
 from .errors import ConfigError, InputError, TltlabError
 
 GROUP = "tltlab.commands"
+_INTERRUPTED = 130
 _EXTRA_OF_MODULE = {
     "simpy": "sim", "torch": "runtime", "ray": "runtime", "vllm": "runtime",
     "transformers": "runtime", "safetensors": "runtime", "tokenizers": "runtime",
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except TyperException as error:
         _fail(f"{error.format_message()} (see 'tltlab {args[0]} --help')", 2)
     except (typer.Abort, KeyboardInterrupt):
-        _fail("interrupted", 130)
+        _fail("interrupted", _INTERRUPTED)
 
 
 def _run(args: list[str]) -> int:
@@ -86,6 +87,8 @@ def _run(args: list[str]) -> int:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(context_settings={"help_option_names": ["-h", "--help"]})(target)
     code = get_command(app).main(args[1:], prog_name=f"tltlab {args[0]}", standalone_mode=False)
+    if code == _INTERRUPTED:
+        progress("tltlab: interrupted")
     return code if isinstance(code, int) else 0
 
 

@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -50,11 +51,12 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Spec(_Model):
+class _Spec(_Model, ABC):
     """Settings of one selector. Whatever its constructor refuses is refused when the settings are read."""
 
+    @abstractmethod
     def build(self, rng: np.random.Generator) -> Selector:
-        raise NotImplementedError
+        """A fresh selector that draws from `rng`."""
 
     @validator(mode="after")
     def _can_be_built(self) -> _Spec:
