@@ -73,7 +73,7 @@ class RolloutWorker:
         self.number = number
         self.temperature = recipe.rollout.temperature
 
-    def start(self) -> int:
+    def start(self) -> None:
         """Build the engine and run it warm. Not in the constructor: Ray does not hand on its errors as they are."""
         rollout = self.recipe.rollout
         torch.set_num_threads(1)
@@ -85,7 +85,6 @@ class RolloutWorker:
             vllm_args=rollout.vllm,
         )
         self.engine.warm_up(self.temperature)
-        return os.getpid()
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         rng = np.random.default_rng([self.recipe.seed, self.number, rl_step])
@@ -100,9 +99,6 @@ class RolloutWorker:
     def evaluate(self, requests: list[GenerationRequest]) -> Rollout:
         return self.engine.evaluate(requests, temperature=self.temperature)
 
-    def close(self) -> None:
-        self.engine.close()
-
 
 @ray.remote
 class TrainerActor:
@@ -111,11 +107,10 @@ class TrainerActor:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
 
-    def start(self) -> int:
+    def start(self) -> None:
         """Load the model."""
         recipe = self.recipe
         self.trainer = Trainer(recipe.model, recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed)
-        return os.getpid()
 
     def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:
         return self.trainer.old_logprobs(samples)

@@ -1,60 +1,19 @@
-"""The whole loop on this machine: make a model, train, record, calibrate, predict, pick a policy, train on with it."""
+"""`tltlab demo`."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import numpy as np
-import pandas as pd
 import typer
 
-from tltlab.runtime.environment import run_json, versions
-from tltlab.runtime.make_model import make_model
-from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.train import GrpoRun
-from tltlab.sim import simulate
-from tltlab.sim.pick import Candidate, pick
-
-from .calibrate import Calibration, calibrate
-from .cli import Json, emit, progress, write_json
-from .errors import ConfigError, RunError
-from .metrics import mean_accept_length, summary
-from .perfetto import write_perfetto
-from .plot import timeline
-from .policy import Policy, load_policy
-from .trace import Trace, read
-
-PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """How much of fitted: RL steps without speculation, exploring, and under the tuned policy."""
-
-    size: str
-    plain_steps: int
-    explore_steps: int
-    tuned_steps: int
-    heldout: int
-
-    def policies(self) -> list[str]:
-        """The policy of each RL step. Plain and exploring steps alternate, so neither owns a stage of training."""
-        plain, explore = [PLAIN] * self.plain_steps, [EXPLORE] * self.explore_steps
-        mixed = [p for pair in zip(explore, plain, strict=False) for p in pair]
-        return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps]
-
-
-FULL = Setting(size="small", plain_steps=4, explore_steps=6, tuned_steps=6, heldout=512)
-FAST = Setting(size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, heldout=256)
+from .cli import Json, emit, progress
+from .errors import ConfigError
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for fitted; it becomes a RUN.")] = Path("demo"),
+    out: Annotated[Path, typer.Option(help="Folder for everything; it becomes a RUN.")] = Path("demo"),
     fast: Annotated[bool, typer.Option("--fast", help="A tiny model and few steps: 3 minutes instead of 10.")] = False,
     task: Annotated[str, typer.Option(help="The task of the model: subset-sum or gcd.")] = "subset-sum",
     seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the policies.")] = 0,
@@ -64,6 +23,9 @@ def demo(
 
     Example: tltlab demo --out demo --fast
     """
+    # torch, Ray and vLLM take seconds to import: --help should not wait for them.
+    from .demo_run import FAST, FULL, run_demo, table
+
     make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
     emit(result, as_json=as_json, text=table(result))
@@ -78,219 +40,3 @@ def make_room(out: Path) -> None:
     aside = next(path for n in count(1) if not (path := out.with_name(f"{out.name}.{n}")).exists())
     out.rename(aside)
     progress(f"the earlier {out} is now {aside}")
-
-
-def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
-    """Run every stage into `out`; returns what `summary.json` says."""
-    began = time.perf_counter()
-
-    def say(message: str) -> None:
-        progress(f"[{time.perf_counter() - began:4.0f} s] {message}")
-
-    say(f"1/7 training a {setting.size} model from scratch on {task}")
-    model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
-    recipe = demo_recipe(out / "model", setting, model, seed)
-    say("2/7 starting Ray, two vLLM engines and the trainer")
-    with GrpoRun(recipe, out) as run:
-        write_json(out / "run.json", run_json(recipe))
-        reward_first = run.evaluate()
-        say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
-        names = setting.policies()
-        for name in names[: -setting.tuned_steps]:
-            run.set_policy(load_policy(name), name)
-            say(str(run.step()))
-        say("4/7 calibrating on some of these steps, predicting the others")
-        recorded = run.trace()
-        fit_steps, held_steps = split(names[: -setting.tuned_steps])
-        calibration = calibrate(recorded.select(fit_steps))
-        forecast = {s: predict(recorded, s, load_policy(names[s]), calibration, seed) for s in held_steps}
-        for s, seconds in forecast.items():
-            measured = run.reports[s].rollout_s
-            say(f"step {s} ({names[s]}): predicted {seconds:.2f} s, measured {measured:.2f} s")
-        say("5/7 picking a policy in the simulator")
-        # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
-        recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
-        fitted = calibrate(recorded.select(recent))
-        if fitted.acceptance is None:
-            raise RunError("nothing was drafted while exploring, so there is no policy to pick")
-        fitted.costs.write(out / "costs.json")
-        fitted.acceptance.write(out / "acceptance.json")
-        candidates = pick(recorded.select(recent), fitted.costs, fitted.acceptance, seed=seed)
-        best = candidates[0]
-        tuned = best.policy.model_copy(update={"provenance": provenance(best, candidates, recent, seed)})
-        tuned.write(out / "policy.json")
-        for candidate in candidates[:3]:
-            say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-        say(f"6/7 GRPO goes on under {best.name}, from {out / 'policy.json'}")
-        tuned = load_policy(out / "policy.json")
-        run.set_policy(tuned, TUNED)
-        for _ in range(setting.tuned_steps):
-            say(str(run.step()))
-        reward_last = run.evaluate()
-        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 7/7 writing the report")
-        reports = run.reports
-        run.save()
-    trace = read(out / "trace")
-    policies = [tuned if name == TUNED else load_policy(name) for name in names]
-    forecast |= {
-        s: predict(trace, s, policies[s], fitted if names[s] == TUNED else calibration, seed)
-        for s in range(len(names))
-        if s not in forecast
-    }
-    tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
-    without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
-    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, fitted, out, seed)
-    result = {
-        "grpo_steps": len(reports),
-        "reward_first": reward_first,
-        "reward_last": reward_last,
-        "heldout_prompts": setting.heldout,
-        "steps": [
-            {
-                "rl_step": r.rl_step,
-                "policy": r.policy,
-                "reward": r.reward_mean,
-                "num_tokens": r.num_tokens,
-                "rollout_s": r.rollout_s,
-                "predicted_rollout_s": forecast[r.rl_step],
-                "used_for_fit": r.rl_step in fit_steps,
-                "tokens_per_s": r.num_tokens / r.rollout_s,
-                "mean_accept_length": mean_accept_length(trace.select([r.rl_step])),
-                "bubble_fraction": summary(trace.select([r.rl_step]))["bubble_fraction"],
-                "train_s": r.train_s,
-                "mismatch_kl": r.metrics["mismatch_kl"],
-                "recorder_s": r.recorder_s,
-            }
-            for r in reports
-        ],
-        "mean_accept_length": mean_accept_length(trace),
-        "median_prediction_error": float(
-            np.median([abs(forecast[s] / reports[s].rollout_s - 1) for s in range(len(names)) if s not in fit_steps])
-        ),
-        "fit_spread": spread(calibration),
-        "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
-        "predicted_rollout_s_without_speculation": float(np.mean(list(without.values()))),
-        "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in candidates],
-        "model": model,
-        "trace": "trace",
-        "policy": "policy.json",
-        "costs": "costs.json",
-        "timeline": "timeline.png",
-        "wall_s": time.perf_counter() - began,
-        "versions": versions(),
-    }
-    write_json(out / "summary.json", result)
-    say(f"done: {out / 'summary.json'}, {out / 'timeline.png'}")
-    return result
-
-
-def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int) -> Recipe:
-    """The recipe of the demo's training run on the model that it just made."""
-    return Recipe(
-        model=str(model),
-        reward=report["reward"],
-        data=DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
-        rollout=RolloutConfig(max_draft_depth=8, vllm={"max_num_seqs": 256}),
-        train=TrainConfig(steps=setting.plain_steps + setting.explore_steps + setting.tuned_steps),
-        eval=EvalConfig(num_prompts=setting.heldout),
-        seed=seed,
-    )
-
-
-def split(names: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Steps to fit on and steps to predict: of each policy's steps every second one, the first is fitted on.
-
-    >>> split(["explore", "none", "explore", "none"])
-    ([0, 1], [2, 3])
-    """
-    seen: dict[str, int] = {}
-    fit: list[int] = []
-    held: list[int] = []
-    for step, name in enumerate(names):
-        (held if seen.get(name, 0) % 2 else fit).append(step)
-        seen[name] = seen.get(name, 0) + 1
-    return fit, held
-
-
-def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, seed: int) -> float:
-    """Rollout seconds of a step from its recorded lengths: the mean of five sampled simulations."""
-    step = trace.select([rl_step])
-    return float(
-        np.mean(
-            [
-                simulate(
-                    step,
-                    policy,
-                    costs=fitted.costs,
-                    acceptance=fitted.acceptance,
-                    placement="recorded",
-                    mode="sampled",
-                    seed=seed + repeat,
-                ).summary["makespan_s"]
-                for repeat in range(5)
-            ]
-        )
-    )
-
-
-def spread(fitted: Calibration) -> float:
-    """Median absolute relative error of a worker's rollout time on the very steps of the fit."""
-    return float(fitted.sums["bias"].abs().median())
-
-
-def provenance(best: Candidate, candidates: Sequence[Candidate], rl_steps: list[int], seed: int) -> dict[str, Any]:
-    """Where the picked policy came from."""
-    return {
-        "name": best.name,
-        "trace": "trace",
-        "costs": "costs.json",
-        "rl_steps": rl_steps,
-        "objective": "mean simulated makespan of these RL steps",
-        "makespan_s": best.makespan_s,
-        "candidates": len(candidates),
-        "seed": seed,
-    }
-
-
-def pictures(trace: Trace, rl_step: int, tuned: Policy, fitted: Calibration, out: Path, seed: int) -> None:
-    """Write the recorded step above its simulation, as a picture and for Perfetto."""
-    simulated = simulate(
-        trace.select([rl_step]),
-        tuned,
-        costs=fitted.costs,
-        acceptance=fitted.acceptance,
-        placement="recorded",
-        mode="sampled",
-        seed=seed,
-    )
-    timeline(trace.select([rl_step]), compare=simulated, out=out / "timeline.png")
-    write_perfetto(out / "timeline.json", trace)
-
-
-def table(result: dict[str, Any]) -> str:
-    """The demo's result for a terminal: a row per policy, then what it comes to."""
-    steps = pd.DataFrame(result["steps"])
-    steps["error"] = (steps["predicted_rollout_s"] / steps["rollout_s"] - 1).abs()
-    lines = [
-        f"{'policy':9s}{'steps':>6s}{'reward':>8s}{'tokens/s':>10s}{'rollout s':>11s}{'predicted s':>13s}"
-        f"{'accept len':>12s}{'bubbles':>9s}"
-    ]
-    for name, rows in steps.groupby("policy", sort=False):
-        accept = rows["mean_accept_length"].dropna()
-        lines.append(
-            f"{name:9s}{len(rows):6d}{rows['reward'].mean():8.3f}"
-            f"{rows['num_tokens'].sum() / rows['rollout_s'].sum():10.0f}{rows['rollout_s'].mean():11.2f}"
-            f"{rows['predicted_rollout_s'].mean():13.2f}"
-            f"{accept.mean() if len(accept) else 1.0:12.2f}{rows['bubble_fraction'].mean():9.1%}"
-        )
-    lines += [
-        "",
-        f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
-        f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",
-        f"rollout time predicted with a median error of {result['median_prediction_error']:.1%} on steps not fitted on "
-        f"({result['fit_spread']:.1%} on those fitted on: the machine's own variation is in both)",
-        f"the tuned steps took {result['tuned_rollout_s']:.2f} s each; the same responses without speculation would "
-        f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
-        f"{result['wall_s']:.0f} s in all",
-    ]
-    return "\n".join(lines)
