@@ -150,7 +150,8 @@ class FluidBatch(Batch):
         return heap[0][0]
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
-        batch, gain, per_context_s = len(self._offsets), regime.tokens, regime.cost.per_context_s
+        batch, gain = len(self._offsets), regime.tokens
+        per_context_s = regime.slope_s(batch)
         context = batch * self._clock + self._base
         growth = batch * gain
         n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))

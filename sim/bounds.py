@@ -4,9 +4,9 @@
     area = sum_i share_i / W        the work of all responses, shared by workers that are never idle
     bound = max(path, area)
 
-`alone_i` is the least time in which response i can be prefilled and decoded at batch 1. `share_i` is the same with an
-iteration's fixed cost divided by the largest batch b that a worker can hold: T(b, S) >= b * (fixed/b + per_request +
-per_token*v + drafting per request) + per_context*S. Graph padding is left out of the area, it only adds.
+An iteration takes T(b, S) = f(b) + c(b)*S. `alone_i` is the least time in which response i can be prefilled and decoded
+in iterations of min_b f(b), where b ranges over the batches that a worker can hold: batch 1, unless a cost model has
+larger batches run faster. `share_i` is the same with min_b f(b)/b, a request's least share. c is the least c(b).
 
 The least decoding time of one response of L tokens, prompt p, under strategies s with cost fix_s + c*context:
 
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tltlab.acceptance import Acceptance, FloatArray, TraceAcceptance
-from tltlab.cost import LinearCosts
+from tltlab.cost import CostModel
 
 from .batch import TOLERANCE_TOKENS
 from .luck import request_seeds, uniforms
@@ -40,7 +40,7 @@ from .requests import Requests
 def lower_bound_s(
     requests: Requests,
     regimes: Sequence[Regime],
-    costs: LinearCosts,
+    costs: CostModel,
     workers: int,
     acceptance: Acceptance | None,
     mode: str,
@@ -50,14 +50,20 @@ def lower_bound_s(
     ran = [i for i, length in enumerate(requests.response_tokens) if length > 0]
     if not ran:
         return 0.0
-    prefill = costs.need("prefill_per_token_s") * np.array([requests.prompt_tokens[i] for i in ran], np.float64)
+    prefill = costs.prefill_s(1.0) * np.array([requests.prompt_tokens[i] for i in ran], np.float64)
     most = _largest_batch(requests, ran, costs)
-    fixed = [[r.fixed_s(1) for r in regimes], [_share_s(r, most) for r in regimes]]
-    alone, share = (prefill + s for s in _decoding_s(requests, ran, regimes, fixed, acceptance, mode, seed))
+    batches = range(1, most + 1)
+    fixed = [
+        [min(r.fixed_s(b) for b in batches) for r in regimes],
+        [min(r.fixed_s(b) / b for b in batches) for r in regimes],
+    ]
+    slope_s = min(r.slope_s(b) for r in regimes for b in batches)
+    decoding = _decoding_s(requests, ran, regimes, fixed, slope_s, acceptance, mode, seed)
+    alone, share = (prefill + seconds for seconds in decoding)
     return float(max(alone.max(), share.sum() / workers))
 
 
-def _largest_batch(requests: Requests, ran: list[int], costs: LinearCosts) -> int:
+def _largest_batch(requests: Requests, ran: list[int], costs: CostModel) -> int:
     most = min(len(ran), costs.max_num_seqs or len(ran))
     if costs.kv_capacity_tokens is not None:
         smallest = min(requests.prompt_tokens[i] for i in ran)
@@ -65,17 +71,12 @@ def _largest_batch(requests: Requests, ran: list[int], costs: LinearCosts) -> in
     return max(1, most)
 
 
-def _share_s(regime: Regime, batch: int) -> float:
-    cost = regime.cost
-    own = cost.per_request_s + cost.per_token_s * cost.tokens_to_verify + cost.draft_per_request_s
-    return (cost.fixed_s + cost.draft_fixed_s) / batch + own
-
-
 def _decoding_s(
     requests: Requests,
     ran: list[int],
     regimes: Sequence[Regime],
     fixed: list[list[float]],
+    slope_s: float,
     acceptance: Acceptance | None,
     mode: str,
     seed: int,
@@ -83,26 +84,30 @@ def _decoding_s(
     """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
     if any(regime.strategy.speculates for regime in regimes):
         if isinstance(acceptance, TraceAcceptance):
-            return [_replayed(requests, ran, list(zip(regimes, row, strict=True)), acceptance) for row in fixed]
+            return [
+                _replayed(requests, ran, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
+            ]
         if mode == "sampled":
-            return _sampled(requests, ran, regimes, fixed, seed)
+            return _sampled(requests, ran, regimes, fixed, slope_s, seed)
     prompts = np.array([requests.prompt_tokens[i] for i in ran], np.float64)
     lengths = np.array([requests.response_tokens[i] for i in ran], np.float64) - TOLERANCE_TOKENS
-    per_context_s = regimes[0].cost.per_context_s
 
     def cheapest(x: FloatArray | float, row: list[float]) -> FloatArray:
-        per_token = [(fix + per_context_s * (prompts + x)) / r.tokens for r, fix in zip(regimes, row, strict=True)]
-        least: FloatArray = np.min(per_token, axis=0) - per_context_s / 2
+        per_token = [(fix + slope_s * (prompts + x)) / r.tokens for r, fix in zip(regimes, row, strict=True)]
+        least: FloatArray = np.min(per_token, axis=0) - slope_s / 2
         return least
 
     return [lengths * (cheapest(0.0, row) + cheapest(lengths, row)) / 2 for row in fixed]
 
 
 def _replayed(
-    requests: Requests, ran: list[int], strategies: list[tuple[Regime, float]], acceptance: TraceAcceptance
+    requests: Requests,
+    ran: list[int],
+    strategies: list[tuple[Regime, float]],
+    slope_s: float,
+    acceptance: TraceAcceptance,
 ) -> FloatArray:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
-    per_context_s = strategies[0][0].cost.per_context_s
     order = sorted(range(len(ran)), key=lambda j: -requests.response_tokens[ran[j]])
     lengths = np.array([requests.response_tokens[ran[j]] for j in order], np.int64)
     prompts = np.array([requests.prompt_tokens[ran[j]] for j in order], np.int64)
@@ -128,14 +133,19 @@ def _replayed(
             after = np.maximum(left - gain, 0)
             options.append(fix + np.where(after > 0, best[rows, after % window], 0.0))
         context = prompts[:active] + lengths[:active] - left
-        best[:active, left % window] = np.min(options, axis=0) + per_context_s * context
+        best[:active, left % window] = np.min(options, axis=0) + slope_s * context
     result = np.empty(len(ran))
     result[order] = best[np.arange(len(order)), lengths % window]
     return result
 
 
 def _sampled(
-    requests: Requests, ran: list[int], regimes: Sequence[Regime], fixed: list[list[float]], seed: int
+    requests: Requests,
+    ran: list[int],
+    regimes: Sequence[Regime],
+    fixed: list[list[float]],
+    slope_s: float,
+    seed: int,
 ) -> list[FloatArray]:
     seeds = request_seeds(seed, [requests.keys[i] for i in ran])
     cdfs = [r.cdf for r in regimes if r.cdf is not None]
@@ -146,7 +156,6 @@ def _sampled(
         drawn = np.array([fix for r, fix in zip(regimes, row, strict=True) if r.cdf is not None])[:, None]
         plain = [fix for r, fix in zip(regimes, row, strict=True) if r.cdf is None]
         priced.append((min([_fair_price(grid, drawn), *plain]), drawn))
-    per_context_s = regimes[0].cost.per_context_s
     least = np.empty((len(fixed), len(ran)))
     for j, i in enumerate(ran):
         length, prompt = requests.response_tokens[i], requests.prompt_tokens[i]
@@ -163,7 +172,7 @@ def _sampled(
             surplus = max(0.0, float(np.cumsum((price * gains - drawn).max(axis=0)).max()))
             # The factor forgives the rounding of a sum of as many terms as the response has tokens.
             paid = (price * length - surplus) * (1 - 1e-10)
-            least[k, j] = max(paid, n * min(fixed[k])) + per_context_s * contexts
+            least[k, j] = max(paid, n * min(fixed[k])) + slope_s * contexts
     return list(least)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import simpy
 
-from tltlab.cost import LinearCosts
+from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
 from tltlab.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
@@ -61,7 +61,7 @@ class Rollout:
 class Engine:
     """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker."""
 
-    costs: LinearCosts
+    costs: CostModel
     regimes: Regimes
     selectors: list[Selector]
     new_batch: Callable[[Requests], Batch]
@@ -110,7 +110,6 @@ class Worker:
         self.waiting = deque((r, 0.0) for r in queue if self.requests.response_tokens[r] > 0)
         self.capacity: float = engine.costs.kv_capacity_tokens or math.inf
         self.max_num_seqs: float = engine.costs.max_num_seqs or math.inf
-        self.prefill_per_token_s = engine.costs.need("prefill_per_token_s")
         self.limit = math.inf if self.selector.memoryless else engine.decision_block
         self.iteration = 0
         self.strategy = NO_SPECULATION
@@ -122,7 +121,7 @@ class Worker:
         while self.waiting or len(batch):
             start_s = env.now
             admitted, prefill_tokens = ([], 0.0) if self._preempt() or not self.waiting else self._admit()
-            prefill_s = prefill_tokens * self.prefill_per_token_s
+            prefill_s = self.engine.costs.prefill_s(prefill_tokens)
             waiting = len(self.waiting)
             asked = self._ask(waiting)
             macro = batch.advance(self.engine.regimes.at(self.strategy, len(batch)), self.limit, self._room())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tltlab.cost import LinearCosts
+from tltlab.cost import CostModel
 from tltlab.selector import Selector
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION
@@ -43,7 +43,7 @@ def finish_times(
     queue: Sequence[int],
     selector: Selector,
     regimes: Regimes,
-    costs: LinearCosts,
+    costs: CostModel,
     *,
     gain: Gain = expected,
 ) -> dict[int, float]:
@@ -61,7 +61,7 @@ def finish_times(
         while waiting and not preempted and _admissible([*running, waiting[0]], costs):
             new = waiting.pop(0)
             running.append(new)
-            now += costs.need("prefill_per_token_s") * new.context_tokens
+            now += costs.prefill_s(new.context_tokens)
         strategy = selector.choose(
             StepState(
                 rl_step=requests.rl_step,
@@ -82,13 +82,13 @@ def finish_times(
     return finished
 
 
-def _fits(running: list[_Running], costs: LinearCosts) -> bool:
+def _fits(running: list[_Running], costs: CostModel) -> bool:
     """Whether the contexts and one more token each fit; the rounding of expected tokens is forgiven."""
     needed = sum(r.context_tokens + 1 for r in running)
     return costs.kv_capacity_tokens is None or needed <= costs.kv_capacity_tokens + 1e-6
 
 
-def _admissible(running: list[_Running], costs: LinearCosts) -> bool:
+def _admissible(running: list[_Running], costs: CostModel) -> bool:
     if costs.max_num_seqs is not None and len(running) > costs.max_num_seqs:
         return False
     return len(running) == 1 or _fits(running, costs)

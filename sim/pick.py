@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tltlab.acceptance import AcceptanceModel
-from tltlab.cost import LinearCosts
+from tltlab.cost import CostModel
 from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace
@@ -28,7 +28,7 @@ class Candidate:
 
 def pick(
     trace: Trace,
-    costs: LinearCosts,
+    costs: CostModel,
     acceptance: AcceptanceModel,
     *,
     depths: Sequence[int] = DEPTHS,
@@ -62,7 +62,7 @@ def pick(
 
 
 def best_table(
-    trace: Trace, costs: LinearCosts, acceptance: AcceptanceModel, strategies: Sequence[Strategy]
+    trace: Trace, costs: CostModel, acceptance: AcceptanceModel, strategies: Sequence[Strategy]
 ) -> TableSpec:
     """For each batch size the strategy with the least expected seconds per token, equal neighbours merged.
 

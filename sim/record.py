@@ -100,7 +100,7 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
     context = np.concatenate([m.context_tokens + np.cumsum(t) - t for m, t in zip(macros, gained, strict=True)])
     draft_s = each([m.regime.cost.draft_s(m.batch) for m in macros])
     verify_s = each([m.regime.fixed_s(m.batch) - m.regime.cost.draft_s(m.batch) for m in macros])
-    verify_s += each([m.regime.cost.per_context_s for m in macros]) * context
+    verify_s += each([m.regime.slope_s(m.batch) for m in macros]) * context
     next_draft_s = np.append(draft_s[1:], 0.0)
     prefill_s = np.where(first, each([e.prefill_s for e in log]), 0.0)
     duration = prefill_s + verify_s + next_draft_s

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tltlab.acceptance import Acceptance, AcceptanceModel, FloatArray, TraceAcceptance, reach
-from tltlab.cost import IterationCost, LinearCosts
+from tltlab.cost import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -34,6 +34,10 @@ class Regime:
             self._fixed_s[batch] = self.cost.without_context_s(batch)
         return self._fixed_s[batch]
 
+    def slope_s(self, batch: int) -> float:
+        """Seconds per token of context at this batch."""
+        return self.cost.context_slope_s(batch)
+
 
 class Regimes:
     """The regimes of a policy's strategies, by strategy and batch size.
@@ -41,7 +45,7 @@ class Regimes:
     Raises ConfigError for a missing cost term or an unknown acceptance.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], costs: LinearCosts, acceptance: Acceptance | None) -> None:
+    def __init__(self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Acceptance | None) -> None:
         self.strategies = tuple(strategies)
         self._loaded = any(s.speculates for s in strategies)
         self._costs = costs
@@ -69,7 +73,7 @@ class Regimes:
         return list({id(r): r for s in self.strategies for n in range(1, batch + 1) for r in [self.at(s, n)]}.values())
 
 
-def _regime(strategy: Strategy, costs: LinearCosts, acceptance: Acceptance | None, loaded: bool) -> Regime:
+def _regime(strategy: Strategy, costs: CostModel, acceptance: Acceptance | None, loaded: bool) -> Regime:
     tokens, drafted, cdf = 1.0, 0.0, None
     if strategy.speculates:
         if acceptance is None:

@@ -14,7 +14,8 @@ import numpy as np
 
 from tltlab import metrics
 from tltlab.acceptance import Acceptance, TraceAcceptance, load_acceptance
-from tltlab.cost import LinearCosts, load_costs
+from tltlab.cost import CostModel
+from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
 from tltlab.selector import Selector
@@ -94,7 +95,7 @@ def simulate(
     trace: Trace,
     policy: str | Path | PolicyLike = "none",
     *,
-    costs: LinearCosts | dict[str, Any] | str | Path | None = None,
+    costs: CostModel | dict[str, Any] | str | Path | None = None,
     acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
     workers: int | None = None,
     placement: str = "contiguous",
@@ -167,7 +168,7 @@ def _workers(trace: Trace, workers: int | None) -> int:
     return workers
 
 
-def _costs(trace: Trace, costs: LinearCosts | dict[str, Any] | str | Path | None) -> LinearCosts:
+def _costs(trace: Trace, costs: CostModel | dict[str, Any] | str | Path | None) -> CostModel:
     if costs is not None:
         return load_costs(costs)
     return load_costs(_beside(trace, "costs.json") or "cpu-small")

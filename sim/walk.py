@@ -71,7 +71,7 @@ class WalkBatch(Batch):
         else:
             n = int(min(left.min(), limit, iterations_that_fit(batch, batch, room_tokens)))
             total, grown = np.full(batch, n), batch * n * (n - 1) / 2
-        first_s = regime.fixed_s(batch) + regime.cost.per_context_s * context
+        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
         self._walked(running, regime, n)
         self._generated[running] += total
         over = self._generated[running] >= self._lengths[running]
@@ -80,7 +80,7 @@ class WalkBatch(Batch):
             regime=regime,
             num_iterations=n,
             batch=batch,
-            seconds=n * first_s + regime.cost.per_context_s * grown,
+            seconds=n * first_s + regime.slope_s(batch) * grown,
             first_s=first_s,
             context_tokens=context,
             finished=[int(r) for r in running[over]],

@@ -1,26 +1,120 @@
-"""How long one decode iteration takes: a linear model in batch, tokens to verify, context and draft depth."""
+"""How long one decode iteration takes: the interface of all cost models, and the linear one."""
 
 from __future__ import annotations
 
-import json
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from .cli import read_json, write_json
+from .cli import write_json
 from .errors import ConfigError
 from .strategy import Strategy
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 
-class LinearCosts(BaseModel):
-    """The cost model as it stands in a file; None is a term that the data did not identify.
+class CalibratedRange(BaseModel):
+    """What the data of a fit covered, each as (least, most): None where that was not looked at.
+
+    `batch` requests, `verified_tokens` batch times tokens to verify, `context_tokens` the sum over the batch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: Span | None = None
+    verified_tokens: Span | None = None
+    context_tokens: Span | None = None
+
+    def outside(self, *, batch: float, verified_tokens: float, context_tokens: float) -> list[str]:
+        """Names of the quantities that lie outside what was measured.
+
+        >>> CalibratedRange(batch=(1, 64)).outside(batch=100, verified_tokens=100, context_tokens=0)
+        ['batch']
+        """
+        asked = {"batch": batch, "verified_tokens": verified_tokens, "context_tokens": context_tokens}
+        spans = {name: getattr(self, name) for name in asked}
+        return [name for name, span in spans.items() if span and not span[0] <= asked[name] <= span[1]]
+
+
+class CostModel(BaseModel, ABC):
+    """Seconds of iterations and prefill on one worker, and that worker's limits.
+
+    `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` (tokens an iteration may compute; with it prompts
+    are prefilled in chunks beside decoding) are per worker, None unlimited. `graph_sizes` pads an iteration's tokens
+    up to the next size, beyond the largest nothing is padded. `switch_s` is what it takes to bring speculation in
+    after plain decoding. `calibrated` is what the fit's data covered.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    switch_s: Seconds = 0.0
+    kv_capacity_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_num_seqs: Annotated[int, Field(gt=0)] | None = None
+    max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
+    graph_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = None
+    calibrated: CalibratedRange | None = None
+    notes: tuple[str, ...] = ()
+
+    @field_validator("graph_sizes")
+    @classmethod
+    def _ascending(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if sizes is None else tuple(sorted(set(sizes)))
+
+    @abstractmethod
+    def iteration(
+        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+    ) -> IterationCost:
+        """The cost of an iteration under `strategy`, as a function of batch and context alone.
+
+        `tokens_to_verify` per request replaces the strategy's own where a drafter returns fewer drafts than asked
+        (1 + mean drafted). Raises ConfigError for what the model does not know.
+        """
+
+    @abstractmethod
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds to prefill this many tokens: proportional to them, so that chunks add up to the whole."""
+
+    def write(self, path: str | Path) -> Path:
+        """Write the file that `load_costs` reads, in one move."""
+        write_json(Path(path), self.model_dump(mode="json"))
+        return Path(path)
+
+
+class IterationCost(ABC):
+    """Seconds of one iteration under one strategy: at each batch size linear in the context.
+
+    Layers run one after another, so what depends on the context (reading the KV cache) adds to what does not; hence
+    many iterations in a row have a closed form. `tokens_to_verify` is per request.
+    """
+
+    __slots__ = ()
+
+    tokens_to_verify: float
+
+    @abstractmethod
+    def without_context_s(self, batch: int) -> float:
+        """Everything but the context's share; drafting is in it."""
+
+    @abstractmethod
+    def context_slope_s(self, batch: int) -> float:
+        """Seconds per token of context, summed over the batch."""
+
+    @abstractmethod
+    def draft_s(self, batch: int) -> float:
+        """The drafting part of `without_context_s`."""
+
+    def seconds(self, batch: int, context_tokens: float) -> float:
+        return self.without_context_s(batch) + self.context_slope_s(batch) * context_tokens
+
+
+class LinearCosts(CostModel):
+    """The linear cost model as it stands in a file; None is a term that the data did not identify.
 
     One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
 
@@ -28,12 +122,9 @@ class LinearCosts(BaseModel):
           + [if drafting]              sd_base_s + d*(draft_level_s + draft_level_per_request_s*b)
           + [a drafter loaded, d = 0]  sd_idle_s
 
-    `prefill_per_token_s` is per prompt token. `kv_capacity_tokens` and `max_num_seqs` are per worker, None unlimited;
-    `graph_sizes` pads b*v up to the next size, beyond the largest nothing is padded. Where nothing was ever verified
-    `per_token_s` is None and its share stands in `per_request_s`: at v = 1 the two cannot be told apart.
+    `prefill_per_token_s` is per prompt token. Where nothing was ever verified `per_token_s` is None and its share
+    stands in `per_request_s`: at v = 1 the two cannot be told apart.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["linear"] = "linear"
     base_s: Seconds | None = None
@@ -45,24 +136,10 @@ class LinearCosts(BaseModel):
     draft_level_s: Seconds | None = None
     draft_level_per_request_s: Seconds | None = None
     prefill_per_token_s: Seconds | None = None
-    kv_capacity_tokens: Annotated[int, Field(gt=0)] | None = None
-    max_num_seqs: Annotated[int, Field(gt=0)] | None = None
-    graph_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = None
-    notes: tuple[str, ...] = ()
-
-    @field_validator("graph_sizes")
-    @classmethod
-    def _ascending(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        return None if sizes is None else tuple(sorted(set(sizes)))
 
     def iteration(
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
-    ) -> IterationCost:
-        """The cost of an iteration under `strategy`, as a function of batch and context alone.
-
-        `tokens_to_verify` per request replaces the strategy's own where a drafter returns fewer drafts than asked
-        (1 + mean drafted). Raises ConfigError for a term that is needed and None.
-        """
+    ) -> LinearIteration:
         verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
         fixed, per_request, depth = self.need("base_s"), self.need("per_request_s"), strategy.draft_depth
         draft_fixed = draft_per_request = 0.0
@@ -72,7 +149,7 @@ class LinearCosts(BaseModel):
             draft_per_request = depth * self.need("draft_level_per_request_s")
         elif drafter_loaded:
             fixed += self.need("sd_idle_s")
-        return IterationCost(
+        return LinearIteration(
             fixed_s=fixed,
             per_request_s=per_request,
             per_token_s=self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0,
@@ -82,6 +159,9 @@ class LinearCosts(BaseModel):
             tokens_to_verify=verified,
             graph_sizes=self.graph_sizes or (),
         )
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.need("prefill_per_token_s") * tokens
 
     def need(self, term: str) -> float:
         """The value of `term`; a ConfigError that names it where the data did not identify it."""
@@ -93,15 +173,10 @@ class LinearCosts(BaseModel):
             )
         return float(value)
 
-    def write(self, path: str | Path) -> Path:
-        """Write the file that `load_costs` reads, in one move."""
-        write_json(Path(path), self.model_dump(mode="json"))
-        return Path(path)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationCost:
-    """Seconds of one iteration under one strategy.
+class LinearIteration(IterationCost):
+    """Seconds of one iteration under one strategy, linear in batch, tokens and context.
 
     >>> LinearCosts(base_s=4e-3, per_request_s=1e-3, per_context_s=0.0).iteration(NO_SPECULATION).seconds(2, 100)
     0.006
@@ -116,53 +191,22 @@ class IterationCost:
     tokens_to_verify: float
     graph_sizes: tuple[int, ...] = ()
 
-    def seconds(self, batch: int, context_tokens: float) -> float:
-        return self.without_context_s(batch) + self.per_context_s * context_tokens
-
     def without_context_s(self, batch: int) -> float:
-        """Everything but the context's share; drafting is in it."""
-        verified = self.per_token_s * self.padded(batch * self.tokens_to_verify)
+        verified = self.per_token_s * padded(batch * self.tokens_to_verify, self.graph_sizes)
         return self.fixed_s + self.per_request_s * batch + verified + self.draft_s(batch)
+
+    def context_slope_s(self, batch: int) -> float:
+        return self.per_context_s
 
     def draft_s(self, batch: int) -> float:
         return self.draft_fixed_s + self.draft_per_request_s * batch
 
-    def padded(self, tokens: float) -> float:
-        """Tokens that the captured graph for `tokens` runs; a float's rounding error does not push it a size up."""
-        at = bisect_left(self.graph_sizes, math.ceil(tokens - 1e-9))
-        return float(self.graph_sizes[at]) if at < len(self.graph_sizes) else tokens
 
+def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:
+    """Tokens that the captured graph for `tokens` runs; a float's rounding error does not push it a size up.
 
-def presets() -> list[str]:
-    """Names of the cost models that ship with the package."""
-    return sorted(f.name.removesuffix(".json") for f in (files("tltlab") / "presets").iterdir())
-
-
-def load_costs(source: LinearCosts | dict[str, Any] | str | Path) -> LinearCosts:
-    """Return a cost model from itself, a dict, the name of a preset or a JSON file.
-
-    >>> load_costs("cpu-small").base_s
-    0.00324
+    >>> padded(5, (1, 8, 16)), padded(17, (1, 8, 16))
+    (8.0, 17)
     """
-    if isinstance(source, LinearCosts):
-        return source
-    where = "costs"
-    value: Any = source
-    if isinstance(source, str | Path):
-        where = str(source)
-        value = _read(source)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
-    try:
-        return LinearCosts.model_validate(value)
-    except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
-        raise ConfigError(f"{where}: {found}") from error
-
-
-def _read(source: str | Path) -> Any:
-    if isinstance(source, str) and source in presets():
-        return json.loads((files("tltlab") / "presets" / f"{source}.json").read_text())
-    if not Path(source).exists():
-        raise ConfigError(f"no cost model at {source}: give a JSON file or one of the presets {', '.join(presets())}")
-    return read_json(Path(source))
+    at = bisect_left(graph_sizes, math.ceil(tokens - 1e-9))
+    return float(graph_sizes[at]) if at < len(graph_sizes) else tokens

@@ -8,7 +8,8 @@ import pandas as pd
 import pytest
 
 from tltlab.calibrate import calibrate, command, parse_rl_steps
-from tltlab.cost import LinearCosts, load_costs
+from tltlab.cost import LinearCosts
+from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths import generate
 from tltlab.schema import Manifest

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cost import LinearCosts, load_costs, presets
+from tltlab.cost import LinearCosts, padded
+from tltlab.cost_files import load_costs, presets
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -39,8 +40,7 @@ def test_a_loaded_drafter_costs_in_plain_decoding_too():
 
 
 def test_graphs_pad_tokens_up_to_the_next_size_and_not_beyond_the_largest():
-    cost = COSTS.model_copy(update={"graph_sizes": (1, 8, 16)}).iteration(CHAIN)
-    assert [cost.padded(tokens) for tokens in (1, 5, 8, 8 + 1e-12, 15, 17)] == [1, 8, 8, 8, 16, 17]
+    assert [padded(tokens, (1, 8, 16)) for tokens in (1, 5, 8, 8 + 1e-12, 15, 17)] == [1, 8, 8, 8, 16, 17]
 
 
 def test_a_term_that_is_needed_and_missing_is_named():

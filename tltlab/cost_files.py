@@ -1,0 +1,51 @@
+"""Cost models by name or file: the presets that ship with the package, and JSON files of any kind."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from .cli import read_json
+from .cost import CostModel, LinearCosts
+from .errors import ConfigError
+
+_FILE: TypeAdapter[LinearCosts] = TypeAdapter(LinearCosts)
+
+
+def presets() -> list[str]:
+    """Names of the cost models that ship with the package."""
+    return sorted(f.name.removesuffix(".json") for f in (files("tltlab") / "presets").iterdir())
+
+
+def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
+    """Return a cost model from itself, a dict, the name of a preset or a JSON file.
+
+    >>> load_costs("cpu-small").base_s
+    0.00324
+    """
+    if isinstance(source, CostModel):
+        return source
+    where = "costs"
+    value: Any = source
+    if isinstance(source, str | Path):
+        where = str(source)
+        value = _read(source)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
+    try:
+        return _FILE.validate_python({"kind": "linear"} | value)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise ConfigError(f"{where}: {found}") from error
+
+
+def _read(source: str | Path) -> Any:
+    if isinstance(source, str) and source in presets():
+        return json.loads((files("tltlab") / "presets" / f"{source}.json").read_text())
+    if not Path(source).exists():
+        raise ConfigError(f"no cost model at {source}: give a JSON file or one of the presets {', '.join(presets())}")
+    return read_json(Path(source))
