@@ -7,6 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,14 @@ import numpy.typing as npt
 from .regime import Regime
 from .requests import Requests
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
 TOLERANCE_TOKENS = 1e-6
 """A request this close to its length has reached it: sums of expected tokens carry rounding errors."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class MacroStep:
     """`num_iterations` iterations of `batch` requests under one regime, `seconds` in all, `first_s` the first of them.
 
@@ -34,7 +38,7 @@ class MacroStep:
     first_s: float
     context_tokens: float
     finished: list[int]
-    gains: npt.NDArray[np.int64] | None = None
+    gains: npt.NDArray[Any] | None = None
 
     @property
     def tokens(self) -> float:
@@ -151,25 +155,23 @@ class FluidBatch(Batch):
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         batch, gain = len(self._offsets), regime.tokens
-        per_context_s = regime.slope_s(batch)
+        slope_s = regime.slope_s(batch)
         context = batch * self._clock + self._base
         growth = batch * gain
         n = max(1, math.ceil((self._next_finish() - self._clock - TOLERANCE_TOKENS) / gain))
         n = int(min(n, limit, iterations_that_fit(batch, growth, room_tokens)))
-        first_s = regime.fixed_s(batch) + per_context_s * context
-        seconds = n * first_s + per_context_s * growth * (n * (n - 1) / 2)
+        first_s = regime.fixed_s(batch) + slope_s * context
+        seconds = n * first_s + slope_s * growth * (n * (n - 1) / 2)
         self._clock += n * gain
+        reached = self._clock + TOLERANCE_TOKENS
         finished = []
-        while self._offsets and self._next_finish() <= self._clock + TOLERANCE_TOKENS:
+        while self._offsets and self._next_finish() <= reached:
             request = heapq.heappop(self._finish)[2]
             self._remove(request)
             finished.append(request)
-        return MacroStep(
-            regime=regime,
-            num_iterations=n,
-            batch=batch,
-            seconds=seconds,
-            first_s=first_s,
-            context_tokens=context,
-            finished=finished,
-        )
+        return MacroStep(regime, n, batch, seconds, first_s, context, finished)
+
+    def generated_so_far(self) -> tuple[Ints, Floats]:
+        """The residents and the tokens that each has generated."""
+        residents = np.fromiter(self._offsets, np.int64, len(self._offsets))
+        return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))

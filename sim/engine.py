@@ -4,6 +4,12 @@ A worker's scheduling round, as vLLM's: preempt the newest while the next iterat
 waiting requests in order while they fit; prefill what was admitted; ask the policy; run. An iteration fits while the
 contexts plus one token per resident fit into the KV cache (drafted tokens are not counted). A preempted request goes to
 the head of the queue and has its prompt and generated tokens prefilled again.
+
+Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks: the
+running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
+iteration after its prompt is done. Its KV space is taken at admission.
+
+Once nothing waits, a memoryless policy over requests that all gain alike has a closed form (drain.py): one timeout.
 """
 
 from __future__ import annotations
@@ -12,8 +18,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import simpy
 
 from tltlab.cost import CostModel
@@ -22,37 +29,45 @@ from tltlab.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
-from .batch import TOLERANCE_TOKENS, Batch, MacroStep
+from .batch import TOLERANCE_TOKENS, Batch, Floats, FluidBatch, Ints, MacroStep
+from .drain import Drained, drain
+from .log import Entry, WorkerLog
+from .plan import Plan, check_known
 from .regime import Regimes
 from .requests import Requests
 from .view import RequestsView
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logged:
-    """A macro-step as it took place: prefill from `start_s`, then decoding. `asked` marks a decision of the policy."""
+class IdleUse(Protocol):
+    """What idle workers do while others still run; called at the virtual time at which it happens."""
 
-    start_s: float
-    prefill_s: float
-    prefill_tokens: float
-    waiting: int
-    first_iteration: int
-    macro: MacroStep
-    asked: bool
-    bucket: int | None
-    propensity: float
-    reward: float | None
+    def attach(self, env: simpy.Environment, num_workers: int) -> None:
+        """A rollout begins."""
+
+    def worker_idle(self, worker: int, now: float) -> None:
+        """A worker has nothing left to do in this rollout."""
+
+    def rollout_ended(self, now: float) -> None:
+        """All workers are done."""
+
+
+class LeaveIdle:
+    """Idle workers stay idle."""
+
+    def attach(self, env: simpy.Environment, num_workers: int) -> None: ...
+    def worker_idle(self, worker: int, now: float) -> None: ...
+    def rollout_ended(self, now: float) -> None: ...
 
 
 @dataclass(slots=True)
 class Rollout:
-    """What one RL step's simulation leaves: times per request (None: never ran), the workers' logs and the end."""
+    """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end."""
 
     requests: Requests
-    worker_of: list[int]
-    first_token_s: list[float | None]
-    finish_s: list[float]
-    logs: list[list[Logged]]
+    worker_of: Ints
+    first_token_s: Floats
+    finish_s: Floats
+    logs: list[WorkerLog]
     worker_end_s: list[float]
     makespan_s: float = 0.0
 
@@ -67,20 +82,33 @@ class Engine:
     new_batch: Callable[[Requests], Batch]
     decision_block: int = 1
     drafters: dict[str, DrafterState] = field(default_factory=dict)
+    idle_use: IdleUse = field(default_factory=LeaveIdle)
+    plan: Plan = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plan = Plan(self.selectors[0], self.regimes)
 
     def rollout(self, requests: Requests, queues: list[list[int]]) -> Rollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission."""
         check_fits(requests, self.costs.kv_capacity_tokens)
         n = len(requests)
-        result = Rollout(requests, [0] * n, [None] * n, [0.0] * n, [[] for _ in queues], [0.0] * len(queues))
+        result = Rollout(
+            requests=requests,
+            worker_of=np.zeros(n, np.int64),
+            first_token_s=np.full(n, np.nan),
+            finish_s=np.zeros(n),
+            logs=[WorkerLog() for _ in queues],
+            worker_end_s=[0.0] * len(queues),
+        )
         env = simpy.Environment()
+        self.idle_use.attach(env, len(queues))
         workers = []
         for w, queue in enumerate(queues):
-            for request in queue:
-                result.worker_of[request] = w
+            result.worker_of[queue] = w
             workers.append(env.process(Worker(self, w, queue, result).run(env)))
         env.run(until=env.all_of(workers))
         result.makespan_s = max(result.worker_end_s)
+        self.idle_use.rollout_ended(result.makespan_s)
         return result
 
 
@@ -88,118 +116,260 @@ def check_fits(requests: Requests, capacity: int | None) -> None:
     """ConfigError when a single response is larger than the KV cache: it could never finish."""
     if capacity is None:
         return
-    for key, prompt, length in zip(requests.keys, requests.prompt_tokens, requests.response_tokens, strict=True):
-        if prompt + length > capacity:
-            raise ConfigError(
-                f"kv_capacity_tokens = {capacity} is too small: response {key} alone needs {prompt + length}, "
-                f"{prompt} of them for its prompt"
-            )
+    needed = requests.prompts + requests.lengths
+    if len(over := np.flatnonzero(needed > capacity)):
+        i = int(over[0])
+        raise ConfigError(
+            f"kv_capacity_tokens = {capacity} is too small: response {requests.keys[i]} alone needs {int(needed[i])}, "
+            f"{requests.prompt_tokens[i]} of them for its prompt"
+        )
 
 
 class Worker:
     """One engine: its queue, its batch and its selector."""
 
     def __init__(self, engine: Engine, index: int, queue: list[int], result: Rollout) -> None:
+        costs = engine.costs
         self.engine = engine
         self.index = index
         self.result = result
+        self.log = result.logs[index]
         self.requests = result.requests
         self.selector = engine.selectors[index]
         self.batch = engine.new_batch(result.requests)
         # A response without tokens (an abort before its first) takes no time.
-        self.waiting = deque((r, 0.0) for r in queue if self.requests.response_tokens[r] > 0)
-        self.capacity: float = engine.costs.kv_capacity_tokens or math.inf
-        self.max_num_seqs: float = engine.costs.max_num_seqs or math.inf
+        self.queue = np.array(queue, np.int64)
+        self.queue = self.queue[self.requests.lengths[self.queue] > 0]
+        self.waiting: deque[tuple[int, float]] = deque()
+        self.prefilling: deque[list[float]] = deque()
+        self.capacity: float = costs.kv_capacity_tokens or math.inf
+        self.max_num_seqs: float = costs.max_num_seqs or math.inf
+        self.token_budget: float = costs.max_num_batched_tokens or math.inf
         self.limit = math.inf if self.selector.memoryless else engine.decision_block
         self.iteration = 0
         self.strategy = NO_SPECULATION
         self.asked_at: tuple[int, int] | None = None
+        self.bucket: int | None = None
+        self.propensity = 1.0
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: macro-step after macro-step until nothing runs or waits."""
-        batch, log = self.batch, self.result.logs[self.index]
-        while self.waiting or len(batch):
+        if len(self.queue):
+            if self._all_at_once():
+                yield from self._drain(env, self.queue, np.zeros(len(self.queue)), 0.0, 0.0)
+            else:
+                self.waiting.extend((request, 0.0) for request in self.queue.tolist())
+                yield from self._rounds(env)
+        self.result.worker_end_s[self.index] = env.now
+        self.engine.idle_use.worker_idle(self.index, env.now)
+
+    def _rounds(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
+        batch = self.batch
+        admitted: list[int] = []
+        while self.waiting or self.prefilling or len(batch):
             start_s = env.now
-            admitted, prefill_tokens = ([], 0.0) if self._preempt() or not self.waiting else self._admit()
-            prefill_s = self.engine.costs.prefill_s(prefill_tokens)
-            waiting = len(self.waiting)
-            asked = self._ask(waiting)
-            macro = batch.advance(self.engine.regimes.at(self.strategy, len(batch)), self.limit, self._room())
-            yield env.timeout(prefill_s + macro.seconds)
-            self._note_times(admitted, start_s + prefill_s + macro.first_s, macro, env.now)
-            bucket, propensity = self.selector.bucket_, self.selector.propensity_
-            reward = self._tell(macro, prefill_s, bool(admitted)) if asked and not self.selector.memoryless else None
-            log.append(
-                Logged(
-                    start_s=start_s,
-                    prefill_s=prefill_s,
-                    prefill_tokens=prefill_tokens,
-                    waiting=waiting,
-                    first_iteration=self.iteration,
-                    macro=macro,
-                    asked=asked,
-                    bucket=bucket,
-                    propensity=propensity,
-                    reward=reward,
+            tokens = 0.0
+            if not self._preempt():
+                self._admit()
+                if not len(batch):
+                    tokens += self._prefill_until_one_is_done(admitted)
+                elif self.prefilling and self.token_budget == math.inf:
+                    tokens += self._prefill(math.inf, admitted)
+            prefill_s = self.engine.costs.prefill_s(tokens)
+            waiting = len(self.waiting) + len(self.prefilling)
+            if waiting == 0 and isinstance(batch, FluidBatch) and self._drains():
+                yield from self._finish(env, batch, prefill_s, tokens, admitted)
+                return
+            asked, switch_s = self._ask(waiting)
+            limit, chunk = self.limit, 0.0
+            if self.prefilling:
+                limit, chunk = self._chunk(limit)
+            macro = batch.advance(self.engine.regimes.at(self.strategy, len(batch)), limit, self._room())
+            in_chunks = min(chunk * macro.num_iterations, self._prefill_left())
+            chunks_s = self.engine.costs.prefill_s(in_chunks)
+            ready_s = start_s + switch_s + prefill_s
+            yield env.timeout(switch_s + prefill_s + chunks_s + macro.seconds)
+            self._note_times(admitted, ready_s + macro.first_s, macro, env.now)
+            admitted = []
+            had_prefill = tokens + in_chunks > 0
+            if self.prefilling:
+                self._prefill(in_chunks, admitted)
+            reward = None
+            if asked and not self.selector.memoryless:
+                reward = self._tell(macro, prefill_s + chunks_s, had_prefill)
+            self.log.append(
+                Entry(
+                    start_s,
+                    switch_s,
+                    prefill_s + chunks_s,
+                    tokens + in_chunks,
+                    waiting,
+                    macro.num_iterations,
+                    macro.batch,
+                    macro.seconds,
+                    macro.context_tokens,
+                    macro.tokens,
+                    asked,
+                    self.bucket,
+                    self.propensity,
+                    reward,
+                    macro.regime,
+                    macro.gains,
                 )
             )
             self.iteration += macro.num_iterations
-        self.result.worker_end_s[self.index] = env.now
+
+    def _all_at_once(self) -> bool:
+        """Whether everything can be admitted at the start, and all that follows is a drain."""
+        return (
+            isinstance(self.batch, FluidBatch)
+            and self.token_budget == math.inf
+            and len(self.queue) <= self.max_num_seqs
+            and self.selector.memoryless
+            and self._grows_to(self.queue) <= self.capacity
+        )
+
+    def _drains(self) -> bool:
+        return self.selector.memoryless and (
+            self.capacity == math.inf or self._grows_to(np.array(self.batch.running)) <= self.capacity
+        )
+
+    def _grows_to(self, residents: Ints) -> float:
+        """Tokens that the KV cache never has to exceed for these."""
+        return float((self.requests.prompts[residents] + self.requests.lengths[residents] + 1).sum())
+
+    def _finish(
+        self, env: simpy.Environment, batch: FluidBatch, prefill_s: float, tokens: float, admitted: list[int]
+    ) -> Generator[simpy.Event, Any, None]:
+        residents, generated = batch.generated_so_far()
+        first_s = yield from self._drain(env, residents, generated, prefill_s, tokens)
+        self._note_first(admitted, first_s)
+
+    def _drain(
+        self, env: simpy.Environment, residents: Ints, generated: Floats, prefill_s: float, tokens: float
+    ) -> Generator[simpy.Event, Any, float]:
+        """Decode `residents` to their ends. At the start of a rollout they are prefilled first."""
+        at_start = not self.iteration and not tokens
+        prompts = self.requests.prompts[residents].astype(np.float64)
+        if at_start:
+            tokens = float(prompts.sum())
+            prefill_s = self.engine.costs.prefill_s(tokens)
+        done: Drained = drain(
+            self.engine.plan.up_to(len(residents), self.requests.rl_step),
+            residents,
+            prompts,
+            self.requests.lengths[residents] - generated,
+            generated,
+            start_s=env.now,
+            prefill_s=prefill_s,
+            prefill_tokens=tokens,
+            switch_s=self.engine.costs.switch_s,
+            speculated=self.strategy.speculates if self.iteration else None,
+        )
+        yield env.timeout(done.end_s - env.now)
+        self.result.finish_s[done.order] = done.finish_s
+        if at_start:
+            self.result.first_token_s[residents] = done.first_s
+        self.log.extend(done.columns)
+        return done.first_s
 
     def _room(self) -> float:
         """Tokens that the contexts may still grow by before the next iteration no longer fits."""
         if self.capacity == math.inf:
             return math.inf
-        return self.capacity - len(self.batch) - self.batch.context_tokens
+        taken = sum(total + 1 for _, _, total in self.prefilling)
+        return self.capacity - len(self.batch) - self.batch.context_tokens - taken
 
     def _preempt(self) -> bool:
         preempted = False
-        while math.isfinite(self.capacity) and len(self.batch) > 1 and self._room() < -TOLERANCE_TOKENS:
-            self.waiting.appendleft(self.batch.preempt())
+        while math.isfinite(self.capacity) and self._room() < -TOLERANCE_TOKENS:
+            if self.prefilling and len(self.batch):
+                request, _, total = self.prefilling.pop()
+                self.waiting.appendleft((int(request), total - self.requests.prompt_tokens[int(request)]))
+            elif len(self.batch) > 1:
+                self.waiting.appendleft(self.batch.preempt())
+            else:
+                break
             preempted = True
         return preempted
 
-    def _admit(self) -> tuple[list[int], float]:
-        admitted: list[int] = []
-        prefill_tokens = 0.0
+    def _admit(self) -> None:
+        """Take waiting requests into prefill, in order, while they fit."""
+        if not self.waiting:
+            return
         room = self._room()
-        while self.waiting and len(self.batch) < self.max_num_seqs:
+        while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]
             tokens = self.requests.prompt_tokens[request] + generated
             room -= tokens + 1
-            if room < -TOLERANCE_TOKENS and len(self.batch):
+            if room < -TOLERANCE_TOKENS and (len(self.batch) or self.prefilling):
                 break
             self.waiting.popleft()
-            self.batch.admit(request, generated)
-            admitted.append(request)
-            prefill_tokens += tokens
-        return admitted, prefill_tokens
+            self.prefilling.append([request, tokens, tokens])
 
-    def _ask(self, waiting: int) -> bool:
-        seen = (len(self.batch), waiting)
-        if self.selector.memoryless and seen == self.asked_at:
-            return False
-        self.asked_at = seen
+    def _prefill_left(self) -> float:
+        return sum(left for _, left, _ in self.prefilling)
+
+    def _prefill(self, tokens: float, admitted: list[int]) -> float:
+        """Spend up to `tokens` on the prompts in order; those that are done join the batch. Returns what was spent."""
+        spent = 0.0
+        while self.prefilling:
+            request, left, total = self.prefilling[0]
+            used = min(left, tokens - spent)
+            spent += used
+            if used < left - TOLERANCE_TOKENS:
+                self.prefilling[0][1] = left - used
+                break
+            self.prefilling.popleft()
+            self.batch.admit(int(request), total - self.requests.prompt_tokens[int(request)])
+            admitted.append(int(request))
+        return spent
+
+    def _prefill_until_one_is_done(self, admitted: list[int]) -> float:
+        """With nothing to decode, whole budgets go to the prompts until one of them is done."""
+        if self.token_budget == math.inf:
+            return self._prefill(math.inf, admitted)
+        return self._prefill(max(1, math.ceil(self.prefilling[0][1] / self.token_budget)) * self.token_budget, admitted)
+
+    def _chunk(self, limit: float) -> tuple[float, float]:
+        """Iterations until a prompt may be done, and the prefill tokens in each."""
+        regime = self.engine.regimes.at(self.strategy, len(self.batch))
+        chunk = max(0.0, self.token_budget - len(self.batch) * regime.cost.tokens_to_verify)
+        left = self.prefilling[0][1]
+        if chunk == 0.0 and left > 0:
+            return limit, 0.0
+        return min(limit, max(1.0, (left + TOLERANCE_TOKENS) // chunk if chunk else 1.0)), chunk
+
+    def _ask(self, waiting: int) -> tuple[bool, float]:
+        """Ask the policy; whether it was asked, and the seconds of a switch into speculation."""
+        batch, selector, before = len(self.batch), self.selector, self.strategy
+        if selector.memoryless:
+            if (batch, waiting) == self.asked_at:
+                return False, 0.0
+            self.asked_at = (batch, waiting)
+            choice = self.engine.plan.choose(batch, waiting, self.requests.rl_step)
+            self.strategy, self.bucket, self.propensity = choice.strategy, choice.bucket, choice.propensity
+        else:
+            self.strategy = selector.choose(self._state(batch, waiting))
+            self.bucket, self.propensity = selector.bucket_, selector.propensity_
+            if self.strategy is not before:
+                check_known(self.strategy, self.engine.regimes)
+        switched = self.iteration and self.strategy.speculates and not before.speculates
+        return True, self.engine.costs.switch_s if switched else 0.0
+
+    def _state(self, batch: int, waiting: int) -> StepState:
         room = self._room()
-        state = StepState(
+        return StepState(
             rl_step=self.requests.rl_step,
             worker=self.index,
-            batch=len(self.batch),
+            batch=batch,
             waiting=waiting,
             context_tokens=self.batch.context_tokens,
-            free_kv_tokens=None if math.isinf(room) else max(0.0, room + len(self.batch)),
+            free_kv_tokens=None if room == math.inf else max(0.0, room + batch),
             strategy=self.strategy,
             drafters=self.engine.drafters,
-            requests=() if self.selector.memoryless else self._view(),
+            requests=RequestsView(self.requests, self.batch),
         )
-        self.strategy = self.selector.choose(state)
-        if self.strategy not in self.engine.regimes.strategies:
-            known = ", ".join(map(str, self.engine.regimes.strategies))
-            raise ConfigError(f"the policy chose {self.strategy}, which is not among its strategies: {known}")
-        return True
-
-    def _view(self) -> RequestsView:
-        return RequestsView(self.requests, self.batch)
 
     def _tell(self, macro: MacroStep, prefill_s: float, had_prefill: bool) -> float | None:
         speculates = self.strategy.speculates
@@ -214,9 +384,12 @@ class Worker:
         self.selector.observe(self.strategy, outcome)
         return reward
 
-    def _note_times(self, admitted: list[int], first_s: float, macro: MacroStep, now: float) -> None:
+    def _note_first(self, admitted: list[int], first_s: float) -> None:
         for request in admitted:
-            if self.result.first_token_s[request] is None:
+            if math.isnan(self.result.first_token_s[request]):
                 self.result.first_token_s[request] = first_s
+
+    def _note_times(self, admitted: list[int], first_s: float, macro: MacroStep, now: float) -> None:
+        self._note_first(admitted, first_s)
         for request in macro.finished:
             self.result.finish_s[request] = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,8 +11,8 @@ import pandas as pd
 
 from tltlab.schema import KEY, TABLES
 
-from .batch import MacroStep
 from .engine import Rollout
+from .log import Columns, Floats, Ints
 
 WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")
 
@@ -40,7 +41,7 @@ def _outcomes(rollout: Rollout) -> pd.DataFrame:
     out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *kept]].copy()
     out["worker"] = rollout.worker_of
     out["t_submit"] = 0.0
-    out["t_first_token"] = np.array(rollout.first_token_s, dtype=np.float64)
+    out["t_first_token"] = rollout.first_token_s
     out["t_finish"] = rollout.finish_s
     return out
 
@@ -59,54 +60,70 @@ def _steps(rollouts: Sequence[Rollout], policy: str) -> pd.DataFrame:
 
 
 def _spans(rollout: Rollout) -> pd.DataFrame:
-    rows: list[tuple[str, str, float, float, int | None, str | None]] = []
+    parts = []
     for w, log in enumerate(rollout.logs):
-        lane = f"worker {w}"
-        for entry in log:
-            macro = entry.macro
-            if entry.prefill_s > 0:
-                rows.append((lane, "prefill", entry.start_s, entry.prefill_s, macro.batch, None))
-            strategy = macro.regime.strategy
-            kind, detail = ("speculative_decode", str(strategy)) if strategy.speculates else ("decode", None)
-            rows.append((lane, kind, entry.start_s + entry.prefill_s, macro.seconds, macro.batch, detail))
+        c = log.columns
+        strategies = [regime.strategy for regime in c.regime]
+        kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
+        details = np.array([str(s) if s.speculates else None for s in strategies], dtype=object)
+        nothing = np.full(len(c), None, dtype=object)
+        switching, prefilling = c.switch_s > 0, c.prefill_s > 0
+        blocks = [
+            _block("switch", c.start_s, c.switch_s, c.batch, nothing, switching),
+            _block("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, nothing, prefilling),
+            _block(kinds, c.decode_start_s, c.seconds, c.batch, details, np.ones(len(c), dtype=bool)),
+        ]
+        spans = pd.concat(blocks, ignore_index=True).sort_values("t_start", kind="stable")
         idle_s = rollout.makespan_s - rollout.worker_end_s[w]
         if idle_s > 0:
-            rows.append((lane, "idle", rollout.worker_end_s[w], idle_s, 0, None))
-    spans = pd.DataFrame(rows, columns=["lane", "kind", "t_start", "duration", "batch", "detail"])
-    spans.insert(0, "rl_step", rollout.requests.rl_step)
-    return spans
+            end = np.array([rollout.worker_end_s[w]])
+            idle = _block("idle", end, np.array([idle_s]), np.array([0]), np.array([None]), np.array([True]))
+            spans = pd.concat([spans, idle], ignore_index=True)
+        spans.insert(0, "lane", f"worker {w}")
+        parts.append(spans)
+    joined = pd.concat(parts, ignore_index=True)
+    joined.insert(0, "rl_step", rollout.requests.rl_step)
+    return joined
+
+
+def _block(
+    kind: str | npt.NDArray[Any],
+    start_s: Floats,
+    seconds: Floats,
+    batch: Ints,
+    detail: npt.NDArray[Any],
+    kept: npt.NDArray[np.bool_],
+) -> pd.DataFrame:
+    frame = pd.DataFrame({"kind": kind, "t_start": start_s, "duration": seconds, "batch": batch, "detail": detail})
+    return frame[kept].astype({"kind": object, "detail": object})
 
 
 def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
     """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
 
     So row i lasts from the start of its verification to the start of the next one and holds the drafting for i + 1;
-    the first row of a step also holds its prefill and its own drafting.
+    the first row of a macro-step also holds its switch and its prefill, the first of all also its own drafting.
     """
-    log = rollout.logs[worker]
-    if not log:
+    c = rollout.logs[worker].columns
+    if not len(c):
         return pd.DataFrame()
-    counts = np.array([e.macro.num_iterations for e in log])
-    of = np.repeat(np.arange(len(log)), counts)
+    counts = c.num_iterations
+    of = np.repeat(np.arange(len(c)), counts)
     first = (np.cumsum(counts) - counts)[of] == np.arange(counts.sum())
-
-    def each(values: list[float]) -> npt.NDArray[np.float64]:
-        return np.array(values, dtype=np.float64)[of]
-
-    macros = [e.macro for e in log]
-    batch = each([m.batch for m in macros])
-    gained = [_tokens(m) for m in macros]
+    sizes = list(zip(c.regime, c.batch.tolist(), strict=True))
+    batch = c.batch[of]
+    gained = [_tokens(c, i) for i in range(len(c))]
     tokens = np.concatenate(gained)
-    context = np.concatenate([m.context_tokens + np.cumsum(t) - t for m, t in zip(macros, gained, strict=True)])
-    draft_s = each([m.regime.cost.draft_s(m.batch) for m in macros])
-    verify_s = each([m.regime.fixed_s(m.batch) - m.regime.cost.draft_s(m.batch) for m in macros])
-    verify_s += each([m.regime.slope_s(m.batch) for m in macros]) * context
+    context = np.concatenate([start + np.cumsum(t) - t for start, t in zip(c.context_tokens, gained, strict=True)])
+    drafting = np.array([regime.cost.draft_s(b) for regime, b in sizes])
+    draft_s = drafting[of]
+    verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[of]
+    verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[of] * context
     next_draft_s = np.append(draft_s[1:], 0.0)
-    prefill_s = np.where(first, each([e.prefill_s for e in log]), 0.0)
-    duration = prefill_s + verify_s + next_draft_s
+    duration = np.where(first, (c.switch_s + c.prefill_s)[of], 0.0) + verify_s + next_draft_s
     duration[0] += draft_s[0]
-    depth = each([m.regime.strategy.draft_depth for m in macros]).astype(np.int64)
-    drafted = _whole(each([m.batch * m.regime.num_drafted for m in macros]))
+    depth = np.array([regime.strategy.draft_depth for regime in c.regime], np.int64)[of]
+    drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
     accepted = np.minimum(_whole(tokens - batch), drafted)
     return pd.DataFrame(
         {
@@ -116,51 +133,59 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
             "t_start": np.cumsum(duration) - duration,
             "duration": duration,
             "draft_duration": next_draft_s,
-            "batch": batch.astype(np.int64),
-            "num_waiting": each([e.waiting for e in log]).astype(np.int64),
+            "batch": batch,
+            "num_waiting": c.waiting[of],
             "context_tokens": np.rint(context).astype(np.int64),
-            "prefill_tokens": np.where(first, np.rint(each([e.prefill_tokens for e in log])), 0).astype(np.int64),
-            "drafter": np.array([m.regime.strategy.drafter for m in macros], dtype=object)[of],
+            "prefill_tokens": np.where(first, np.rint(c.prefill_tokens)[of], 0).astype(np.int64),
+            "drafter": np.array([regime.strategy.drafter for regime in c.regime], dtype=object)[of],
             "draft_depth": depth,
-            "top_k": each([m.regime.strategy.top_k for m in macros]).astype(np.int64),
-            "tokens_to_verify": each([m.regime.strategy.tokens_to_verify for m in macros]).astype(np.int64),
+            "top_k": np.array([regime.strategy.top_k for regime in c.regime], np.int64)[of],
+            "tokens_to_verify": np.array([regime.strategy.tokens_to_verify for regime in c.regime], np.int64)[of],
             "num_drafted": drafted,
             "num_accepted": accepted,
-            "num_generated": batch.astype(np.int64) + accepted,
-            "accepted_per_request": [row for entry in log for row in _accepted_rows(entry.macro)],
+            "num_generated": batch + accepted,
+            "accepted_per_request": [row for i in range(len(c)) for row in _accepted_rows(c, i)],
             "next_draft_depth": np.append(depth[1:], 0),
         }
     )
 
 
-def _tokens(macro: MacroStep) -> npt.NDArray[np.float64]:
+def _tokens(columns: Columns, i: int) -> Floats:
     """Tokens that came out of each iteration of a macro-step."""
-    if macro.gains is None:
-        return np.full(macro.num_iterations, macro.batch * macro.regime.tokens)
-    return np.asarray(macro.gains.sum(axis=0), np.float64)
+    gains, n = columns.gains[i], int(columns.num_iterations[i])
+    if gains is None:
+        return np.full(n, columns.tokens[i] / n)
+    return np.asarray(gains.sum(axis=0), np.float64)
 
 
-def _accepted_rows(macro: MacroStep) -> list[list[int] | None]:
-    if macro.gains is None:
-        return [None] * macro.num_iterations
-    rows: list[list[int] | None] = (macro.gains.T - 1).tolist()
+def _accepted_rows(columns: Columns, i: int) -> list[list[int] | None]:
+    gains = columns.gains[i]
+    if gains is None or not np.issubdtype(gains.dtype, np.integer):
+        return [None] * int(columns.num_iterations[i])
+    rows: list[list[int] | None] = (gains.T - 1).tolist()
     return rows
 
 
-def _whole(expected: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def _whole(expected: Floats) -> Ints:
     """Whole numbers whose running sum stays within a half of the expected one."""
     return np.diff(np.rint(np.cumsum(expected)).astype(np.int64), prepend=0)
 
 
 def _decisions(rollout: Rollout, worker: int) -> pd.DataFrame:
-    rows = []
-    for entry in rollout.logs[worker]:
-        if entry.asked:
-            s = entry.macro.regime.strategy
-            strategy = (s.drafter, s.draft_depth, s.top_k, s.tokens_to_verify)
-            rows.append((entry.first_iteration, entry.bucket, *strategy, entry.propensity, entry.reward))
-    names = ["iteration", "bucket", "drafter", "draft_depth", "top_k", "tokens_to_verify", "propensity", "reward"]
-    table = pd.DataFrame(rows, columns=names)
-    table.insert(0, "rl_step", rollout.requests.rl_step)
-    table.insert(1, "worker", worker)
-    return table
+    c = rollout.logs[worker].columns
+    asked = np.flatnonzero(c.asked)
+    strategies = [c.regime[i].strategy for i in asked]
+    return pd.DataFrame(
+        {
+            "rl_step": rollout.requests.rl_step,
+            "worker": worker,
+            "iteration": (np.cumsum(c.num_iterations) - c.num_iterations)[asked],
+            "bucket": [c.bucket[i] for i in asked],
+            "drafter": [s.drafter for s in strategies],
+            "draft_depth": [s.draft_depth for s in strategies],
+            "top_k": [s.top_k for s in strategies],
+            "tokens_to_verify": [s.tokens_to_verify for s in strategies],
+            "propensity": c.propensity[asked],
+            "reward": [c.reward[i] for i in asked],
+        }
+    )

@@ -85,10 +85,12 @@ class SimResult:
         }
 
     def _mean_accept_length(self) -> float | None:
-        macros = [entry.macro for rollout in self.rollouts for log in rollout.logs for entry in log]
-        speculative = [macro for macro in macros if macro.regime.strategy.speculates]
-        pairs = sum(macro.num_iterations * macro.batch for macro in speculative)
-        return math.fsum(macro.tokens for macro in speculative) / pairs if pairs else None
+        tokens, pairs = [], 0
+        for columns in (log.columns for rollout in self.rollouts for log in rollout.logs):
+            chosen = columns.speculates
+            tokens += columns.tokens[chosen].tolist()
+            pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
+        return math.fsum(tokens) / pairs if pairs else None
 
 
 def simulate(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from tltlab.acceptance import Key
@@ -13,7 +16,7 @@ from tltlab.schema import KEY
 from tltlab.trace import Trace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Requests:
     """One RL step's workload with what became of it. `recorded_worker` is None where the trace does not know it."""
 
@@ -28,6 +31,16 @@ class Requests:
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    @cached_property
+    def prompts(self) -> npt.NDArray[np.int64]:
+        """`prompt_tokens` as an array."""
+        return np.array(self.prompt_tokens, np.int64)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """`response_tokens` as an array."""
+        return np.array(self.response_tokens, np.int64)
 
 
 def requests_by_step(trace: Trace, rl_steps: Sequence[int] | None = None) -> list[Requests]:

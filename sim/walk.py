@@ -25,8 +25,8 @@ class WalkBatch(Batch):
 
     def __init__(self, requests: Requests) -> None:
         super().__init__(requests)
-        self._prompts = np.asarray(requests.prompt_tokens, np.int64)
-        self._lengths = np.asarray(requests.response_tokens, np.int64)
+        self._prompts = requests.prompts
+        self._lengths = requests.lengths
         self._generated = np.zeros(len(requests), np.int64)
         self._running = np.zeros(0, np.int64)
 
@@ -76,16 +76,9 @@ class WalkBatch(Batch):
         self._generated[running] += total
         over = self._generated[running] >= self._lengths[running]
         self._running = running[~over]
-        return MacroStep(
-            regime=regime,
-            num_iterations=n,
-            batch=batch,
-            seconds=n * first_s + regime.slope_s(batch) * grown,
-            first_s=first_s,
-            context_tokens=context,
-            finished=[int(r) for r in running[over]],
-            gains=gains,
-        )
+        seconds = n * first_s + regime.slope_s(batch) * grown
+        finished = [int(r) for r in running[over]]
+        return MacroStep(regime, n, batch, seconds, first_s, context, finished, gains)
 
     @abstractmethod
     def _gains(self, running: IntArray, regime: Regime, count: int) -> IntArray:

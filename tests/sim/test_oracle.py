@@ -71,7 +71,9 @@ def costs(draw: st.DrawFn) -> LinearCosts:
         per_context_s=draw(st.sampled_from([0.0, 1e-6, 1e-3])),
         kv_capacity_tokens=draw(st.none() | st.integers(90, 200)),
         max_num_seqs=draw(st.none() | st.integers(1, 4)),
+        max_num_batched_tokens=draw(st.none() | st.integers(1, 40)),
         graph_sizes=draw(st.none() | st.lists(st.integers(1, 24), min_size=1, max_size=4).map(tuple)),
+        switch_s=draw(st.sampled_from([0.0, 0.5])),
     )
 
 

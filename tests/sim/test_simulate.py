@@ -150,7 +150,7 @@ def test_luck_follows_the_request_not_the_worker():
     one, three = (
         simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.7", mode="sampled", workers=w) for w in (1, 3)
     )
-    iterations = [sum(e.macro.tokens for r in x.rollouts for log in r.logs for e in log) for x in (one, three)]
+    iterations = [sum(log.columns.tokens.sum() for r in x.rollouts for log in r.logs) for x in (one, three)]
     assert iterations[0] == iterations[1]
 
 
@@ -183,7 +183,7 @@ def test_iterations_cover_the_rollout_and_its_tokens():
     table = result.trace.iterations
     ends = (table["t_start"] + table["duration"]).groupby(table["rl_step"]).max()
     assert ends.tolist() == pytest.approx([r.makespan_s for r in result.rollouts])
-    expected = sum(e.macro.tokens for r in result.rollouts for log in r.logs for e in log)
+    expected = sum(log.columns.tokens.sum() for r in result.rollouts for log in r.logs)
     assert table["num_generated"].sum() == pytest.approx(expected, abs=2 * len(result.rollouts))
 
 
