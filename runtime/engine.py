@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -202,6 +203,18 @@ class Engine:
             duration_s=time.perf_counter() - start,
             recorder_s=self.control.seconds_inside - inside,
         )
+
+    def snapshot(self) -> tuple[torch.Tensor, dict[str, Any]]:
+        """What a rollout depends on besides requests and weights: the random state and what the policy has learned."""
+        selector = self.control.selector
+        return torch.get_rng_state(), copy.deepcopy(selector.state_dict()) if selector else {}
+
+    def restore(self, state: tuple[torch.Tensor, dict[str, Any]]) -> None:
+        """Go back to a `snapshot`, with nothing cached."""
+        torch.set_rng_state(state[0])
+        if self.control.selector:
+            self.control.selector.load_state_dict(state[1])
+        self.llm.reset_prefix_cache()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones."""

@@ -28,7 +28,11 @@ class DataConfig(_Section):
 
 
 class RolloutConfig(_Section):
-    """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order."""
+    """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
+
+    Every `repeat_every`-th rollout runs a second time, to no other end than to see how far the machine's time varies
+    on the very same work (`repeats.json`); 0 is never.
+    """
 
     num_workers: int = Field(2, ge=1)
     prompts_per_step: int = Field(24, ge=1)
@@ -37,6 +41,7 @@ class RolloutConfig(_Section):
     max_response_tokens: int = Field(768, ge=1)
     max_draft_depth: int = Field(8, ge=0)
     policy: str = "none"
+    repeat_every: int = Field(0, ge=0)
     gpus_per_worker: float = Field(0.0, ge=0)
     vllm: dict[str, Any] = {}
 

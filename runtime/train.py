@@ -49,6 +49,8 @@ class GrpoRun:
         self.rl_step = 0
         self.reports: list[StepReport] = []
         self._policy_name = "none"
+        self._policies: list[dict[str, Any]] = []
+        self._repeats: list[dict[str, Any]] = []
         self._notes = notes
         self._owns_ray = False
         self._workers: list[Any] = []
@@ -75,9 +77,16 @@ class GrpoRun:
             self._stop()
 
     def set_policy(self, policy: Policy, name: str | None = None) -> None:
-        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
+        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step.
+
+        `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
+        """
         self._policy_name = name or policy.selector.kind
         self._get([w.set_policy.remote(policy, self.rl_step) for w in self._workers])
+        self._policies = [p for p in self._policies if p["rl_step"] != self.rl_step]
+        entry = {"rl_step": self.rl_step, "name": self._policy_name, "policy": policy.model_dump(mode="json")}
+        self._policies.append(entry)
+        write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self._policies})
 
     def step(self) -> StepReport:
         """One RL step under the policy in force."""
@@ -96,6 +105,8 @@ class GrpoRun:
         ]
         parts = self._share(requests, lambda worker, part: worker.generate.remote(part, rl_step))
         rollout_s = time.perf_counter() - t_step
+        if rollout.repeat_every and rl_step % rollout.repeat_every == 0:
+            self._repeat(requests, parts, rl_step, rollout_s)
 
         start = time.perf_counter()
         responses = [r for part in parts for r in part.responses]
@@ -158,6 +169,22 @@ class GrpoRun:
         self.rl_step += 1
         self.reports.append(report)
         return report
+
+    def _repeat(self, requests: Sequence[GenerationRequest], parts: Any, rl_step: int, rollout_s: float) -> None:
+        """Roll out the same requests once more and note both times in `repeats.json`; nothing else remembers it."""
+        start = time.perf_counter()
+        again = self._share(requests, lambda worker, part: worker.repeat.remote(part, rl_step))
+        repeat_s = time.perf_counter() - start
+        tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
+        self._repeats.append(
+            {
+                "rl_step": rl_step,
+                "rollout_s": rollout_s,
+                "repeat_s": repeat_s,
+                "same_tokens": tokens[0] == tokens[1],
+            }
+        )
+        write_json(self.out / "repeats.json", {"repeats": self._repeats})
 
     def evaluate(self, num_prompts: int | None = None) -> float:
         """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""

@@ -94,7 +94,17 @@ class RolloutWorker:
         self.engine.update_weights(weights.items(), version)
 
     def generate(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
+        self.before = self.engine.snapshot()
         return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+
+    def repeat(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
+        """Do the last rollout again, from the state it started in, and leave no trace of it in policy or luck."""
+        after = self.engine.snapshot()
+        self.engine.restore(self.before)
+        try:
+            return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+        finally:
+            self.engine.restore(after)
 
     def evaluate(self, requests: list[GenerationRequest]) -> Rollout:
         return self.engine.evaluate(requests, temperature=self.temperature)

@@ -114,6 +114,8 @@ class FluidBatch(Batch):
         self._serial = 0
         self._entry: dict[int, int] = {}
         self._base = 0.0
+        self.grows_to = 0
+        """Tokens that the KV cache never has to exceed for the residents, however they advance."""
 
     @property
     def running(self) -> Sequence[int]:
@@ -135,6 +137,7 @@ class FluidBatch(Batch):
         self._offsets[request] = offset
         self._entry[request] = self._serial
         self._base += self.requests.prompt_tokens[request] - offset
+        self.grows_to += self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
         heapq.heappush(self._finish, (offset + self.requests.response_tokens[request], self._serial, request))
 
     def preempt(self) -> tuple[int, float]:
@@ -146,6 +149,7 @@ class FluidBatch(Batch):
     def _remove(self, request: int) -> None:
         self._base -= self.requests.prompt_tokens[request] - self._offsets.pop(request)
         del self._entry[request]
+        self.grows_to -= self.requests.prompt_tokens[request] + self.requests.response_tokens[request] + 1
 
     def _next_finish(self) -> float:
         heap, entry = self._finish, self._entry

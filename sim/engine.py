@@ -81,6 +81,7 @@ class Engine:
     selectors: list[Selector]
     new_batch: Callable[[Requests], Batch]
     decision_block: int = 1
+    record_rewards: bool = False
     drafters: dict[str, DrafterState] = field(default_factory=dict)
     idle_use: IdleUse = field(default_factory=LeaveIdle)
     plan: Plan = field(init=False)
@@ -145,7 +146,8 @@ class Worker:
         self.capacity: float = costs.kv_capacity_tokens or math.inf
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.token_budget: float = costs.max_num_batched_tokens or math.inf
-        self.limit = math.inf if self.selector.memoryless else engine.decision_block
+        self.forgetful = self.selector.memoryless
+        self.limit = math.inf if self.forgetful else engine.decision_block
         self.iteration = 0
         self.strategy = NO_SPECULATION
         self.asked_at: tuple[int, int] | None = None
@@ -177,7 +179,7 @@ class Worker:
                     tokens += self._prefill(math.inf, admitted)
             prefill_s = self.engine.costs.prefill_s(tokens)
             waiting = len(self.waiting) + len(self.prefilling)
-            if waiting == 0 and isinstance(batch, FluidBatch) and self._drains():
+            if waiting == 0 and self.forgetful and isinstance(batch, FluidBatch) and batch.grows_to <= self.capacity:
                 yield from self._finish(env, batch, prefill_s, tokens, admitted)
                 return
             asked, switch_s = self._ask(waiting)
@@ -195,7 +197,7 @@ class Worker:
             if self.prefilling:
                 self._prefill(in_chunks, admitted)
             reward = None
-            if asked and not self.selector.memoryless:
+            if asked and not self.forgetful:
                 reward = self._tell(macro, prefill_s + chunks_s, had_prefill)
             self.log.append(
                 Entry(
@@ -225,18 +227,9 @@ class Worker:
             isinstance(self.batch, FluidBatch)
             and self.token_budget == math.inf
             and len(self.queue) <= self.max_num_seqs
-            and self.selector.memoryless
-            and self._grows_to(self.queue) <= self.capacity
+            and self.forgetful
+            and (self.requests.prompts[self.queue] + self.requests.lengths[self.queue] + 1).sum() <= self.capacity
         )
-
-    def _drains(self) -> bool:
-        return self.selector.memoryless and (
-            self.capacity == math.inf or self._grows_to(np.array(self.batch.running)) <= self.capacity
-        )
-
-    def _grows_to(self, residents: Ints) -> float:
-        """Tokens that the KV cache never has to exceed for these."""
-        return float((self.requests.prompts[residents] + self.requests.lengths[residents] + 1).sum())
 
     def _finish(
         self, env: simpy.Environment, batch: FluidBatch, prefill_s: float, tokens: float, admitted: list[int]
@@ -343,7 +336,7 @@ class Worker:
     def _ask(self, waiting: int) -> tuple[bool, float]:
         """Ask the policy; whether it was asked, and the seconds of a switch into speculation."""
         batch, selector, before = len(self.batch), self.selector, self.strategy
-        if selector.memoryless:
+        if self.forgetful:
             if (batch, waiting) == self.asked_at:
                 return False, 0.0
             self.asked_at = (batch, waiting)
@@ -380,7 +373,7 @@ class Worker:
             accepted=macro.accepted if speculates else (),
             had_prefill=had_prefill,
         )
-        reward = self.selector.reward(self.strategy, outcome)
+        reward = self.selector.reward(self.strategy, outcome) if self.engine.record_rewards else None
         self.selector.observe(self.strategy, outcome)
         return reward
 

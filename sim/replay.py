@@ -116,49 +116,112 @@ def simulate(
 
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
-    one is asked when batch or waiting change. `record_iterations` adds iterations and decisions to the result's trace.
+    one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
+    to the result's trace.
 
     Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
 
     >>> simulate(tltlab.read("traces/tiny"), "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
     """
-    if mode not in get_args(Mode):
-        raise ConfigError(f"no mode named {mode!r}; there are {', '.join(get_args(Mode))}")
-    if decision_block < 1:
-        raise ConfigError(f"decision_block must be at least 1, got {decision_block}")
     chosen: PolicyLike = load_policy(policy) if isinstance(policy, str | Path | Policy) else policy
-    steps = requests_by_step(trace, rl_steps)
-    workers = _workers(trace, workers)
-    cost = _costs(trace, costs)
-    strategies = chosen.strategies
-    speculates = any(s.speculates for s in strategies)
-    model = find_acceptance(trace, acceptance) if speculates or acceptance is not None else None
-
-    started = time.perf_counter()
-    engine = Engine(
-        costs=cost,
-        regimes=Regimes(strategies, cost, model),
-        selectors=[chosen.build(np.random.default_rng([seed, w])) for w in range(workers)],
-        new_batch=_batches(model if speculates else None, mode, seed),
+    scenario = Scenario.of(
+        trace,
+        costs=costs,
+        acceptance=acceptance,
+        workers=workers,
+        placement=placement,
+        mode=mode,
+        seed=seed,
+        rl_steps=rl_steps,
         decision_block=decision_block,
-        drafters={s.drafter: DrafterState() for s in strategies if s.speculates},
     )
-    rollouts = tuple(engine.rollout(step, place(step, workers, placement)) for step in steps)
+    started = time.perf_counter()
+    rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started
-
-    def bounds_s() -> list[float]:
-        met = engine.regimes.up_to(max(map(len, steps), default=1))
-        return [lower_bound_s(step, met, cost, workers, model, mode, seed) for step in steps]
-
     name = _name(policy)
     return SimResult(
         rollouts=rollouts,
-        manifest=_manifest(trace, workers, seed, name, placement, mode, len(steps)),
+        manifest=_manifest(trace, scenario, name, placement),
         policy=name,
         wall_s=wall_s,
-        bounds_s=bounds_s,
+        bounds_s=lambda: scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """All of a simulation but the policy: what `sweep` holds fixed while policies change."""
+
+    steps: tuple[Requests, ...]
+    queues: tuple[list[list[int]], ...]
+    costs: CostModel
+    acceptance: Acceptance | None
+    workers: int
+    mode: str
+    seed: int
+    decision_block: int
+
+    @classmethod
+    def of(
+        cls,
+        trace: Trace,
+        *,
+        costs: CostModel | dict[str, Any] | str | Path | None = None,
+        acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
+        workers: int | None = None,
+        placement: str = "contiguous",
+        mode: str = "fluid",
+        seed: int = 0,
+        rl_steps: Sequence[int] | None = None,
+        decision_block: int = 1,
+    ) -> Scenario:
+        """The arguments are those of `simulate`."""
+        if mode not in get_args(Mode):
+            raise ConfigError(f"no mode named {mode!r}; there are {', '.join(get_args(Mode))}")
+        if decision_block < 1:
+            raise ConfigError(f"decision_block must be at least 1, got {decision_block}")
+        workers = _workers(trace, workers)
+        steps = tuple(requests_by_step(trace, rl_steps))
+        return cls(
+            steps=steps,
+            queues=tuple(place(step, workers, placement) for step in steps),
+            costs=_costs(trace, costs),
+            acceptance=find_acceptance(trace, acceptance),
+            workers=workers,
+            mode=mode,
+            seed=seed,
+            decision_block=decision_block,
+        )
+
+    def rollouts(
+        self, policy: PolicyLike, *, record_rewards: bool = False, entropy: Sequence[Sequence[int]] | None = None
+    ) -> tuple[Rollout, ...]:
+        """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does."""
+        entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
+        speculates = any(s.speculates for s in policy.strategies)
+        engine = Engine(
+            costs=self.costs,
+            regimes=self.regimes(policy.strategies),
+            selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
+            new_batch=_batches(self.acceptance if speculates else None, self.mode, self.seed),
+            decision_block=self.decision_block,
+            record_rewards=record_rewards,
+            drafters={s.drafter: DrafterState() for s in policy.strategies if s.speculates},
+        )
+        return tuple(engine.rollout(step, queues) for step, queues in zip(self.steps, self.queues, strict=True))
+
+    def regimes(self, strategies: Sequence[Strategy]) -> Regimes:
+        """What strategies cost and yield here."""
+        return Regimes(strategies, self.costs, self.acceptance)
+
+    def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
+        """The clairvoyant lower bound of each RL step, over all uses of these strategies."""
+        met = self.regimes(strategies).up_to(max(map(len, self.steps), default=1))
+        return [
+            lower_bound_s(step, met, self.costs, self.workers, self.acceptance, self.mode, self.seed)
+            for step in self.steps
+        ]
 
 
 def _workers(trace: Trace, workers: int | None) -> int:
@@ -211,18 +274,16 @@ def _name(policy: str | Path | PolicyLike) -> str:
     return policy.selector.kind if isinstance(policy, Policy) else type(policy).__name__
 
 
-def _manifest(
-    trace: Trace, workers: int, seed: int, policy: str, placement: str, mode: str, num_rl_steps: int
-) -> Manifest:
+def _manifest(trace: Trace, scenario: Scenario, policy: str, placement: str) -> Manifest:
     source = trace.manifest
     return source.model_copy(
         update={
             "kind": "simulated",
             "engine": "tltlab.sim",
-            "num_workers": workers,
-            "num_rl_steps": num_rl_steps,
-            "seed": seed,
+            "num_workers": scenario.workers,
+            "num_rl_steps": len(scenario.steps),
+            "seed": scenario.seed,
             "source": source.name or source.source,
-            "notes": f"simulated: policy {policy}, placement {placement}, mode {mode}",
+            "notes": f"simulated: policy {policy}, placement {placement}, mode {scenario.mode}",
         }
     )

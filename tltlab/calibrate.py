@@ -90,6 +90,13 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
     )
 
 
+def iteration_times(costs: LinearCosts, trace: Trace) -> FloatArray:
+    """Seconds of each recorded iteration under a cost model, in the order of `trace.iterations`."""
+    if trace.iterations is None:
+        raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet")
+    return _predict(costs, _rows(trace.iterations, trace.steps))
+
+
 def _rows(table: pd.DataFrame, steps: pd.DataFrame | None) -> _Rows:
     spec = table["draft_depth"].to_numpy() > 0
     with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())

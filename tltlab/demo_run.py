@@ -17,6 +17,7 @@ from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig,
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.pick import Candidate, pick
+from tltlab.sim.verify import verify
 
 from .calibrate import Calibration, calibrate
 from .cli import progress, write_json
@@ -58,27 +59,20 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     def say(message: str) -> None:
         progress(f"[{time.perf_counter() - began:4.0f} s] {message}")
 
-    say(f"1/7 training a {setting.size} model from scratch on {task}")
+    say(f"1/6 training a {setting.size} model from scratch on {task}")
     model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
     recipe = demo_recipe(out / "model", setting, model, seed)
-    say("2/7 starting Ray, two vLLM engines and the trainer")
+    say("2/6 starting Ray, two vLLM engines and the trainer")
     with GrpoRun(recipe, out) as run:
         write_json(out / "run.json", run_json(recipe))
         reward_first = run.evaluate()
-        say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
+        say(f"held-out reward {reward_first:.3f} before training; 3/6 GRPO, recorded")
         names = setting.policies()
         for name in names[: -setting.tuned_steps]:
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
-        say("4/7 calibrating on some of these steps, predicting the others")
         recorded = run.trace()
-        fit_steps, held_steps = split(names[: -setting.tuned_steps])
-        calibration = calibrate(recorded.select(fit_steps))
-        forecast = {s: predict(recorded, s, load_policy(names[s]), calibration, seed) for s in held_steps}
-        for s, seconds in forecast.items():
-            measured = run.reports[s].rollout_s
-            say(f"step {s} ({names[s]}): predicted {seconds:.2f} s, measured {measured:.2f} s")
-        say("5/7 picking a policy in the simulator")
+        say("4/6 calibrating and picking a policy in the simulator")
         # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
         recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
         fitted = calibrate(recorded.select(recent))
@@ -92,22 +86,18 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         tuned.write(out / "policy.json")
         for candidate in candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-        say(f"6/7 GRPO goes on under {best.name}, from {out / 'policy.json'}")
+        say(f"5/6 GRPO goes on under {best.name}, from {out / 'policy.json'}")
         tuned = load_policy(out / "policy.json")
         run.set_policy(tuned, TUNED)
         for _ in range(setting.tuned_steps):
             say(str(run.step()))
         reward_last = run.evaluate()
-        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 7/7 writing the report")
+        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 6/6 predicting every step from the others")
         reports = run.reports
         run.save()
     trace = read(out / "trace")
-    policies = [tuned if name == TUNED else load_policy(name) for name in names]
-    forecast |= {
-        s: predict(trace, s, policies[s], fitted if names[s] == TUNED else calibration, seed)
-        for s in range(len(names))
-        if s not in forecast
-    }
+    verification = verify(out, seed=seed)
+    predicted = verification.rows.set_index("rl_step")["predicted_s"]
     tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
     without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
     pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, fitted, out, seed)
@@ -123,8 +113,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
                 "reward": r.reward_mean,
                 "num_tokens": r.num_tokens,
                 "rollout_s": r.rollout_s,
-                "predicted_rollout_s": forecast[r.rl_step],
-                "used_for_fit": r.rl_step in fit_steps,
+                "predicted_rollout_s": float(predicted[r.rl_step]),
                 "tokens_per_s": r.num_tokens / r.rollout_s,
                 "mean_accept_length": mean_accept_length(trace.select([r.rl_step])),
                 "bubble_fraction": summary(trace.select([r.rl_step]))["bubble_fraction"],
@@ -135,10 +124,8 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
             for r in reports
         ],
         "mean_accept_length": mean_accept_length(trace),
-        "median_prediction_error": float(
-            np.median([abs(forecast[s] / reports[s].rollout_s - 1) for s in range(len(names)) if s not in fit_steps])
-        ),
-        "fit_spread": spread(calibration),
+        "median_prediction_error": verification.median_error,
+        "verify": verification.json(),
         "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
         "predicted_rollout_s_without_speculation": float(np.mean(list(without.values()))),
         "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in candidates],
@@ -161,26 +148,11 @@ def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int
         model=str(model),
         reward=report["reward"],
         data=DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
-        rollout=RolloutConfig(max_draft_depth=8, vllm={"max_num_seqs": 256}),
+        rollout=RolloutConfig(max_draft_depth=8, repeat_every=2, vllm={"max_num_seqs": 256}),
         train=TrainConfig(steps=setting.plain_steps + setting.explore_steps + setting.tuned_steps),
         eval=EvalConfig(num_prompts=setting.heldout),
         seed=seed,
     )
-
-
-def split(names: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Steps to fit on and steps to predict: of each policy's steps every second one, the first is fitted on.
-
-    >>> split(["explore", "none", "explore", "none"])
-    ([0, 1], [2, 3])
-    """
-    seen: dict[str, int] = {}
-    fit: list[int] = []
-    held: list[int] = []
-    for step, name in enumerate(names):
-        (held if seen.get(name, 0) % 2 else fit).append(step)
-        seen[name] = seen.get(name, 0) + 1
-    return fit, held
 
 
 def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, seed: int) -> float:
@@ -197,16 +169,11 @@ def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, see
                     placement="recorded",
                     mode="sampled",
                     seed=seed + repeat,
-                ).summary["makespan_s"]
+                ).makespan_s
                 for repeat in range(5)
             ]
         )
     )
-
-
-def spread(fitted: Calibration) -> float:
-    """Median absolute relative error of a worker's rollout time on the very steps of the fit."""
-    return float(fitted.sums["bias"].abs().median())
 
 
 def provenance(best: Candidate, candidates: Sequence[Candidate], rl_steps: list[int], seed: int) -> dict[str, Any]:
@@ -241,6 +208,7 @@ def pictures(trace: Trace, rl_step: int, tuned: Policy, fitted: Calibration, out
 def table(result: dict[str, Any]) -> str:
     """The demo's result for a terminal: a row per policy, then what it comes to."""
     steps = pd.DataFrame(result["steps"])
+    spread = result["verify"]["repeat_spread"]
     steps["error"] = (steps["predicted_rollout_s"] / steps["rollout_s"] - 1).abs()
     lines = [
         f"{'policy':9s}{'steps':>6s}{'reward':>8s}{'tokens/s':>10s}{'rollout s':>11s}{'predicted s':>13s}"
@@ -258,8 +226,9 @@ def table(result: dict[str, Any]) -> str:
         "",
         f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
         f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",
-        f"rollout time predicted with a median error of {result['median_prediction_error']:.1%} on steps not fitted on "
-        f"({result['fit_spread']:.1%} on those fitted on: the machine's own variation is in both)",
+        f"rollout time of a step predicted from the other steps: median error {result['median_prediction_error']:.1%}, "
+        f"worst {result['verify']['worst_error']:.1%}; the same rollout run twice differs by "
+        f"{'an unknown amount' if spread is None else format(spread, '.1%')}",
         f"the tuned steps took {result['tuned_rollout_s']:.2f} s each; the same responses without speculation would "
         f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
         f"{result['wall_s']:.0f} s in all",

@@ -9,8 +9,8 @@ import typer
 
 from . import metrics
 from .cli import Json, emit
+from .generate_command import generate
 from .lengths import from_csv
-from .lengths import generate as draw
 from .recorder import repair as repair_recording
 from .trace import Trace, read
 
@@ -95,32 +95,7 @@ def import_csv(
     _write(trace, out, as_json)
 
 
-@app.command()
-def generate(
-    out: OutOption,
-    prompts: Annotated[int, typer.Option(help="Prompts per RL step.")] = 64,
-    group_size: Annotated[int, typer.Option(help="Samples per prompt.")] = 8,
-    rl_steps: Annotated[int, typer.Option(help="RL steps.")] = 4,
-    median: Annotated[float, typer.Option(help="Median response length in tokens.")] = 800.0,
-    sigma: Annotated[float, typer.Option(help="Standard deviation of log length.")] = 1.0,
-    prompt_share: Annotated[
-        float, typer.Option(help="Share of its variance that the prompt explains: .05 base, .9 reasoning models.")
-    ] = 0.05,
-    cap: Annotated[int, typer.Option(help="Longest response in tokens.")] = 16384,
-    prompt_tokens: Annotated[int, typer.Option(help="Tokens of every prompt.")] = 128,
-    workers: WorkersOption = None,
-    seed: Annotated[int, typer.Option(help="Same seed, same trace.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Draw a synthetic trace with log-normal response lengths.
-
-    Example: tltlab trace generate --out synthetic --prompts 64 --sigma 1.2 --prompt-share 0.9
-    """
-    trace = draw(
-        prompts=prompts, group_size=group_size, rl_steps=rl_steps, median=median, sigma=sigma,
-        prompt_share=prompt_share, cap=cap, prompt_tokens=prompt_tokens, workers=workers, seed=seed,
-    )  # fmt: skip
-    _write(trace, out, as_json)
+app.command()(generate)
 
 
 def _write(trace: Trace, out: Path, as_json: bool) -> None:

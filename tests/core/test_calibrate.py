@@ -11,7 +11,7 @@ from tltlab.calibrate import calibrate, command, parse_rl_steps
 from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.lengths import generate
+from tltlab.generate import log_normal
 from tltlab.schema import Manifest
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace
@@ -69,7 +69,7 @@ def rollout(
                 }
             )
         )
-    lengths = generate(prompts=1, group_size=1, rl_steps=steps)
+    lengths = log_normal(prompts=1, group_size=1, rl_steps=steps)
     tables = {"workload": lengths.workload, "outcomes": lengths.outcomes, "iterations": pd.concat(parts)}
     return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
 
@@ -197,7 +197,7 @@ def test_costs_per_worker():
 
 def test_a_trace_without_iterations_cannot_be_calibrated():
     with pytest.raises(ConfigError, match="no iterations"):
-        calibrate(generate(prompts=2))
+        calibrate(log_normal(prompts=2))
 
 
 def test_the_command_writes_both_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tltlab import metrics
 from tltlab.errors import TraceError
-from tltlab.lengths import generate
+from tltlab.generate import log_normal
 from tltlab.schema import Manifest
 from tltlab.trace import Trace
 
@@ -129,7 +129,7 @@ def test_drift_over_rl_steps_does_not_count_as_prompt_share():
 
 @pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
 def test_generated_traces_have_the_prompt_share_and_lengths_asked_for(share):
-    trace = generate(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=share, cap=10**6)
+    trace = log_normal(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=share, cap=10**6)
     assert metrics.prompt_share(trace) == pytest.approx(share, abs=0.04)
     logs = np.log(trace.outcomes["response_tokens"])
     assert np.exp(logs.median()) == pytest.approx(500, rel=0.1)
@@ -143,7 +143,7 @@ def test_summary_has_the_keys_of_the_command_line_and_null_for_unknown():
         "bubble_fraction": 0.25, "tail_fraction": 0.0, "mean_accept_length": None, "lower_bound_s": None,
         "regret": None, "wall_s": None,
     }  # fmt: skip
-    unknown = metrics.summary(generate(prompts=2, rl_steps=1))
+    unknown = metrics.summary(log_normal(prompts=2, rl_steps=1))
     assert {key for key, value in unknown.items() if value is not None} == {
         "num_responses", "num_tokens", "makespan_s_per_step"
     }  # fmt: skip

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError, TraceError
+from tltlab.generate import log_normal
 from tltlab.lanes import lanes, median_step
-from tltlab.lengths import generate
 from tltlab.perfetto import to_perfetto, write_perfetto
 from tltlab.plot import timeline
 from tltlab.schema import SPAN_KINDS, Manifest
@@ -101,9 +101,9 @@ def test_the_default_is_the_rl_step_of_median_rollout_time():
 
 def test_a_trace_without_times_cannot_be_drawn():
     with pytest.raises(TraceError, match="simulate it first"):
-        timeline(generate(prompts=2, rl_steps=1))
+        timeline(log_normal(prompts=2, rl_steps=1))
     with pytest.raises(TraceError, match="simulate the trace first"):
-        timeline(generate(prompts=2, rl_steps=1), rl_step=0)
+        timeline(log_normal(prompts=2, rl_steps=1), rl_step=0)
 
 
 def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_bubble():

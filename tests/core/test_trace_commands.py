@@ -8,7 +8,8 @@ from typer.main import get_command
 
 from tltlab import cli
 from tltlab.errors import TraceError
-from tltlab.lengths import from_csv, generate
+from tltlab.generate import log_normal
+from tltlab.lengths import from_csv
 from tltlab.recorder import Recorder
 from tltlab.schema import Manifest
 from tltlab.timeline_command import timeline
@@ -38,7 +39,7 @@ def tltlab(monkeypatch, capsys):
 @pytest.fixture
 def timed(tmp_path):
     """A small trace with times, on disk."""
-    trace = generate(prompts=4, group_size=2, rl_steps=2, median=50, workers=2)
+    trace = log_normal(prompts=4, group_size=2, rl_steps=2, median=50, workers=2)
     outcomes = trace.outcomes
     outcomes = outcomes.assign(
         worker=outcomes.index % 2, t_submit=0.0, t_finish=outcomes["response_tokens"] / 100, reward=0.5
@@ -106,7 +107,7 @@ def test_a_length_above_the_stated_maximum_is_a_fault(tmp_path):
 
 
 def test_generated_traces_are_the_same_for_the_same_seed():
-    one, same, other = (generate(prompts=3, rl_steps=2, cap=900, seed=seed) for seed in (1, 1, 2))
+    one, same, other = (log_normal(prompts=3, rl_steps=2, cap=900, seed=seed) for seed in (1, 1, 2))
     assert one.outcomes.equals(same.outcomes)
     assert not one.outcomes.equals(other.outcomes)
     cut = one.outcomes["finish_reason"] == "length"
@@ -115,8 +116,8 @@ def test_generated_traces_are_the_same_for_the_same_seed():
 
 
 def test_the_documented_example_of_generate():
-    trace = generate(prompts=2, group_size=2, rl_steps=1, seed=0)
-    assert trace.outcomes["response_tokens"].tolist() == [1536, 911, 461, 1105]
+    trace = log_normal(prompts=2, group_size=2, rl_steps=1, seed=0)
+    assert trace.outcomes["response_tokens"].tolist() == [2421, 171, 22, 1627]
 
 
 def test_import_then_validate(tltlab, tmp_path):
@@ -216,7 +217,7 @@ def test_every_command_has_help_with_an_example(tltlab):
 
 
 def test_an_empty_trace_can_be_described(tltlab, tmp_path):
-    frame = generate(prompts=1, rl_steps=1)
+    frame = log_normal(prompts=1, rl_steps=1)
     empty = Trace.from_tables(
         Manifest(kind="recorded"), {"workload": frame.workload.iloc[:0], "outcomes": frame.outcomes.iloc[:0]}
     )

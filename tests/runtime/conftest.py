@@ -87,6 +87,7 @@ prompts_per_step = 4
 group_size = 4
 max_response_tokens = 48
 max_draft_depth = 8
+repeat_every = 2
 vllm = {{max_num_seqs = 32, max_model_len = 128, kv_cache_memory_bytes = 33554432}}
 [train]
 steps = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import pytest
 
 import tltlab
 from tltlab.errors import ConfigError
-from tltlab.policy import load_policy
+from tltlab.policy import Policy, load_policy
 from tltlab.recorder import repair
 from tltlab.runtime.recipe import load_recipe
 from tltlab.runtime.step_rows import StepReport
@@ -85,6 +86,20 @@ def test_the_saved_policy_is_a_model_folder(run, random_model: Path):
     assert saved.keys() == before.keys()
     assert any((saved[name] != before[name]).any() for name in saved)
     assert (run[0] / "checkpoints" / "final" / "tokenizer.json").exists()
+
+
+def test_a_repeated_rollout_is_the_same_work_and_leaves_no_trace(run):
+    repeats = json.loads((run[0] / "repeats.json").read_text())["repeats"]
+    assert [r["rl_step"] for r in repeats] == [0, 2]
+    assert repeats[0]["same_tokens"]
+    assert all(r["repeat_s"] > 0 for r in repeats)
+    assert not tltlab.read(run[0] / "trace").outcomes.duplicated(["rl_step", "prompt_id", "sample"]).any()
+
+
+def test_the_run_says_which_policy_was_in_force_when(run):
+    policies = json.loads((run[0] / "policies.json").read_text())
+    assert [(p["rl_step"], p["name"]) for p in policies["policies"]] == list(enumerate(POLICIES))
+    assert Policy.model_validate(policies["policies"][2]["policy"]).selector.kind == "beg-mab"
 
 
 def test_recording_costs_little(run):

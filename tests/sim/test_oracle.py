@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
 from tltlab.cost import LinearCosts
-from tltlab.lengths import generate
+from tltlab.generate import log_normal
 from tltlab.selector import Selector
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine
@@ -201,7 +201,7 @@ def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
 
 
 def test_a_long_rollout_agrees_too() -> None:
-    trace: Trace = generate(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
+    trace: Trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
     out = trace.outcomes
     req = Requests(
         rl_step=0,

@@ -14,7 +14,7 @@ from tltlab import metrics
 from tltlab.calibrate import calibrate
 from tltlab.cost import LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.lengths import generate
+from tltlab.generate import log_normal
 from tltlab.policy import Activation, FixedSpec, Policy
 from tltlab.schema import Manifest
 from tltlab.selector import Selector
@@ -34,7 +34,7 @@ ONE_SECOND = LinearCosts(
     draft_level_s=0, draft_level_per_request_s=0, prefill_per_token_s=0,
 )  # fmt: skip
 CHAIN = Strategy.chain("ngram", 4)
-TRACE = generate(prompts=6, group_size=4, rl_steps=2, median=150, sigma=1.0, cap=1200, workers=2)
+TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=150, sigma=1.0, cap=1200, workers=2)
 
 
 def lengths(*response_tokens: int, workers: int = 1, prompt_tokens: int = 10, cap: int = 1000) -> Trace:
@@ -138,7 +138,7 @@ def test_the_summary_is_the_metrics_of_the_trace():
 
 
 def test_sampled_and_fluid_agree_in_the_large():
-    trace = generate(prompts=8, group_size=8, rl_steps=1, median=800, cap=4000, workers=2)
+    trace = log_normal(prompts=8, group_size=8, rl_steps=1, median=800, cap=4000, workers=2)
     fluid, sampled = (
         simulate(trace, fixed(), costs=COSTS, acceptance="geometric:0.7", mode=mode) for mode in ("fluid", "sampled")
     )
@@ -325,7 +325,7 @@ def test_bad_input_is_a_sentence(options: dict[str, Any], message: str):
 
 def test_workers_must_be_known():
     with pytest.raises(ConfigError, match="num_workers"):
-        simulate(generate(prompts=1, rl_steps=1))
+        simulate(log_normal(prompts=1, rl_steps=1))
 
 
 BOUND_COSTS = st.fixed_dictionaries(

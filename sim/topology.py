@@ -1,0 +1,108 @@
+"""Who has which GPUs in an RL step: engines and trainer on the same ones, or on pools of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tltlab.errors import ConfigError
+from tltlab.stages import StageCosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pools:
+    """GPUs that generate and GPUs that train; `shared` where they are the same."""
+
+    rollout_gpus: int
+    train_gpus: int
+    shared: bool
+
+    @property
+    def num_gpus(self) -> int:
+        return self.rollout_gpus if self.shared else self.rollout_gpus + self.train_gpus
+
+
+class Topology(Protocol):
+    """Which GPUs do what, and how many updates the weights of a rollout may lag behind."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def max_staleness(self) -> int: ...
+
+    def pools(self, num_workers: int, stages: StageCosts) -> Pools: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Colocated:
+    """All GPUs roll out, then compute log-probs, train and sync in turn, as in VeRL and TLT."""
+
+    gpus_per_worker: int = 1
+
+    name = "colocated"
+    max_staleness = 0
+
+    def __post_init__(self) -> None:
+        _at_least_one("gpus_per_worker", self.gpus_per_worker)
+
+    def pools(self, num_workers: int, stages: StageCosts) -> Pools:
+        num_gpus = num_workers * self.gpus_per_worker
+        if stages.num_gpus not in (None, num_gpus):
+            raise ConfigError(
+                f"the stage costs are for {stages.num_gpus} GPUs, but {num_workers} workers of {self.gpus_per_worker} "
+                f"are {num_gpus}: take stage costs for {num_gpus} GPUs or other workers"
+            )
+        return Pools(rollout_gpus=num_gpus, train_gpus=num_gpus, shared=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Separate:
+    """Engines on GPUs of their own beside the trainer's, as in Open-R1.
+
+    With `max_staleness` 0 one side waits for the other; with 1 the next rollout runs during training, on weights one
+    update old. `train_gpus` defaults to what the stage costs are for, else to as many as generate.
+    """
+
+    gpus_per_worker: int = 1
+    train_gpus: int | None = None
+    max_staleness: int = 0
+
+    name = "separate"
+
+    def __post_init__(self) -> None:
+        _at_least_one("gpus_per_worker", self.gpus_per_worker)
+        if self.train_gpus is not None:
+            _at_least_one("train_gpus", self.train_gpus)
+        if self.max_staleness not in (0, 1):
+            raise ConfigError(f"max_staleness {self.max_staleness}: 0 (synchronous) and 1 (one step off) are simulated")
+
+    def pools(self, num_workers: int, stages: StageCosts) -> Pools:
+        rollout_gpus = num_workers * self.gpus_per_worker
+        train_gpus = self.train_gpus or stages.num_gpus or rollout_gpus
+        if stages.num_gpus not in (None, train_gpus):
+            raise ConfigError(
+                f"the stage costs are for {stages.num_gpus} GPUs, but {train_gpus} train: take stage costs for "
+                f"{train_gpus} GPUs or train_gpus = {stages.num_gpus}"
+            )
+        return Pools(rollout_gpus=rollout_gpus, train_gpus=train_gpus, shared=False)
+
+
+def load_topology(
+    name: str, *, gpus_per_worker: int = 1, train_gpus: int | None = None, max_staleness: int = 0
+) -> Topology:
+    """A topology by its name, `colocated` or `separate`; ConfigError for another and for what it does not take."""
+    if name == Separate.name:
+        return Separate(gpus_per_worker=gpus_per_worker, train_gpus=train_gpus, max_staleness=max_staleness)
+    if name != Colocated.name:
+        raise ConfigError(f"no topology named {name!r}; there are {Colocated.name}, {Separate.name}")
+    if train_gpus is not None or max_staleness:
+        raise ConfigError(
+            "colocated GPUs train themselves and never overlap: train_gpus and max_staleness need separate"
+        )
+    return Colocated(gpus_per_worker=gpus_per_worker)
+
+
+def _at_least_one(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name} must be at least 1, got {value}")

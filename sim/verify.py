@@ -1,0 +1,302 @@
+"""Predicted against measured: every RL step of a run from what the other steps taught, and what history foresaw.
+
+A step is predicted from its recorded lengths and its policy; costs and acceptance are fitted to other steps only.
+Beside it stands a forecast as one has it before the step: fitted to earlier steps, with lengths drawn from theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.calibrate import Calibration, calibrate, iteration_times
+from tltlab.errors import ConfigError
+from tltlab.policy import SHIPPED, Policy
+from tltlab.trace import Trace, read
+
+from .replay import Scenario
+
+FORECASTS = 15
+INTERVAL = (10, 90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InForce:
+    """A policy, its name, and the RL step at which it was set afresh; `seed` is the run's."""
+
+    name: str
+    policy: Policy
+    since: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """One row per predicted RL step, and what they come to.
+
+    Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
+    `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
+    machine was than in the steps of the fit), `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
+    `forecast_high_s` (nan without two earlier steps), and `fitted_on`.
+
+    `repeat_spread` is the median of |repeat / rollout - 1| where the run did a rollout twice, None where it did not.
+    """
+
+    rows: pd.DataFrame
+    median_error: float
+    worst_error: float
+    median_error_at_step_time: float
+    forecast_median_error: float | None
+    forecast_coverage: float | None
+    repeat_spread: float | None
+
+    @property
+    def goal(self) -> float:
+        """What the median error should not exceed: 5 %, or what the machine itself varies by."""
+        return max(0.05, self.repeat_spread or 0.0)
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab verify --json`."""
+        return {
+            "median_error": self.median_error,
+            "worst_error": self.worst_error,
+            "median_error_at_step_time": self.median_error_at_step_time,
+            "forecast_median_error": self.forecast_median_error,
+            "forecast_coverage": self.forecast_coverage,
+            "repeat_spread": self.repeat_spread,
+            "goal": self.goal,
+            "met": self.median_error <= self.goal,
+            "num_steps": len(self.rows),
+            "steps": json.loads(self.rows.to_json(orient="records")),
+        }
+
+
+def verify(
+    run: str | Path, *, rl_steps: Sequence[int] | None = None, window: int = 8, samples: int = 3, seed: int = 0
+) -> Verification:
+    """Predict each RL step of a recorded run from the `window` nearest other steps, and forecast it from earlier ones.
+
+    A prediction is the mean of `samples` sampled simulations with the recorded placement. Raises ConfigError for a
+    trace without iterations, fewer than three RL steps, or a policy that the run does not tell.
+    """
+    trace = read(run)
+    if trace.iterations is None or trace.steps is None:
+        raise ConfigError(f"{run}: only a run with iterations.parquet and steps.parquet can be verified")
+    known = trace.rl_steps
+    if len(known) < 3:
+        raise ConfigError(f"{run}: {len(known)} RL steps are too few: two to fit on and one to predict are needed")
+    forces = policies_in_force(trace)
+    measured = trace.steps.set_index("rl_step")["rollout_s"]
+    rows = []
+    for step in known if rl_steps is None else rl_steps:
+        if step not in known:
+            raise ConfigError(f"{run}: no RL step {step}; there are {known[0]}..{known[-1]}")
+        rows.append(_row(trace, forces, step, float(measured[step]), window, samples, seed))
+    table = pd.DataFrame(rows)
+    errors = table["error"].abs()
+    at_step_time = (table["predicted_s"] * table["step_time_ratio"] / table["measured_s"] - 1).abs()
+    seen = table["forecast_s"].notna()
+    foreseen = table[seen]
+    within = (foreseen["forecast_low_s"] <= foreseen["measured_s"]) & (
+        foreseen["measured_s"] <= foreseen["forecast_high_s"]
+    )
+    return Verification(
+        rows=table,
+        median_error=float(errors.median()),
+        worst_error=float(errors.max()),
+        median_error_at_step_time=float(at_step_time.median()),
+        forecast_median_error=float((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median())
+        if seen.any()
+        else None,
+        forecast_coverage=float(within.mean()) if seen.any() else None,
+        repeat_spread=repeat_spread(trace),
+    )
+
+
+def policies_in_force(trace: Trace) -> dict[int, InForce]:
+    """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`."""
+    assert trace.steps is not None
+    folder = trace.path.parent if trace.path is not None and trace.path.name == "trace" else trace.path
+    names = dict(zip(trace.steps["rl_step"].tolist(), trace.steps["policy"].tolist(), strict=True))
+    path = folder / "policies.json" if folder is not None else None
+    if path is not None and path.is_file():
+        told = json.loads(path.read_text())
+        set_at = {p["rl_step"]: p for p in told["policies"]}
+        found = {}
+        for step in trace.rl_steps:
+            since = max((s for s in set_at if s <= step), default=None)
+            if since is None:
+                raise ConfigError(f"{path}: no policy was in force at RL step {step}")
+            entry = set_at[since]
+            policy = Policy.model_validate(entry["policy"])
+            found[step] = InForce(name=entry["name"], policy=policy, since=since, seed=told["seed"])
+        return found
+    unknown = {step: name for step, name in names.items() if name not in SHIPPED}
+    if unknown:
+        step, name = next(iter(unknown.items()))
+        raise ConfigError(
+            f"{folder}: RL step {step} ran policy {name!r}, which no policies.json tells and which is not shipped"
+        )
+    seed = trace.manifest.seed or 0
+    return {
+        step: InForce(name=str(name), policy=SHIPPED[str(name)], since=step, seed=seed) for step, name in names.items()
+    }
+
+
+def repeat_spread(trace: Trace) -> float | None:
+    """Median relative difference between two runs of the same rollout, None where the run has none."""
+    if trace.path is None or not (path := trace.path.parent / "repeats.json").is_file():
+        return None
+    repeats = [r for r in json.loads(path.read_text())["repeats"] if r["same_tokens"]]
+    spread = [abs(r["repeat_s"] / r["rollout_s"] - 1) for r in repeats]
+    return float(np.median(spread)) if spread else None
+
+
+def nearest(known: Sequence[int], step: int, window: int) -> list[int]:
+    """The `window` steps nearest to `step`, itself left out; of two equally near the earlier one first.
+
+    >>> nearest([0, 1, 2, 3, 4], 2, 3)
+    [0, 1, 3]
+    """
+    others = sorted((s for s in known if s != step), key=lambda s: (abs(s - step), s))
+    return sorted(others[:window])
+
+
+def _row(
+    trace: Trace, forces: dict[int, InForce], step: int, measured_s: float, window: int, samples: int, seed: int
+) -> dict[str, Any]:
+    force = forces[step]
+    fit_on, fitted = _fitted(trace, nearest(trace.rl_steps, step, len(trace.rl_steps)), window, force.policy, step)
+    # Only a policy that learns or draws lots has a past that matters.
+    since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
+    spans = [s for s in trace.rl_steps if since <= s <= step]
+    predicted_s = float(
+        np.mean([_simulate(trace.select(spans), force, fitted, seed + k) for k in range(samples)])
+    ) + _overhead_s(trace, fit_on)
+    own = trace.select([step])
+    assert own.iterations is not None
+    times = own.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, own))
+    busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
+    forecast = _forecast(trace, force, step, window, seed)
+    return {
+        "rl_step": step,
+        "policy": force.name,
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1,
+        "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
+        "forecast_s": forecast[0],
+        "forecast_low_s": forecast[1],
+        "forecast_high_s": forecast[2],
+        "fitted_on": fit_on,
+    }
+
+
+def _fitted(
+    trace: Trace, candidates: list[int], window: int, policy: Policy, step: int
+) -> tuple[list[int], Calibration]:
+    """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
+    by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
+    speculates = any(s.speculates for s in policy.strategies)
+    for size in range(min(window, len(by_distance)), len(by_distance) + 1):
+        chosen = sorted(by_distance[:size])
+        fitted = calibrate(trace.select(chosen))
+        if fitted.acceptance is not None or not speculates:
+            return chosen, fitted
+    raise ConfigError(f"RL step {step} speculates, but no other step shows what is accepted")
+
+
+def _simulate(trace: Trace, force: InForce, fitted: Calibration, seed: int) -> float:
+    scenario = Scenario.of(
+        trace,
+        costs=fitted.costs,
+        acceptance=fitted.acceptance,
+        placement="recorded",
+        mode="sampled",
+        seed=seed,
+    )
+    entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
+    return scenario.rollouts(force.policy, entropy=entropy)[-1].makespan_s
+
+
+def _overhead_s(trace: Trace, rl_steps: list[int]) -> float:
+    """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
+    assert trace.iterations is not None
+    assert trace.steps is not None
+    busiest = trace.iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
+    beside = trace.steps.set_index("rl_step")["rollout_s"] - busiest
+    return float(beside.loc[rl_steps].median())
+
+
+def _forecast(trace: Trace, force: InForce, step: int, window: int, seed: int) -> tuple[float, float, float]:
+    """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
+    earlier = [s for s in trace.rl_steps if s < step]
+    if len(earlier) < 2:
+        return (float("nan"),) * 3
+    try:
+        fit_on, fitted = _fitted(trace, earlier, window, force.policy, step)
+    except ConfigError:
+        return (float("nan"),) * 3
+    overhead_s = _overhead_s(trace, fit_on)
+    rng = np.random.default_rng([seed, step])
+    history = trace.select(fit_on)
+    made = [
+        _simulate(drawn_lengths(trace.select([step]), history, rng), force_from(force, step), fitted, seed + k)
+        for k in range(FORECASTS)
+    ]
+    low, high = np.percentile(made, INTERVAL)
+    return float(np.median(made)) + overhead_s, float(low) + overhead_s, float(high) + overhead_s
+
+
+def force_from(force: InForce, step: int) -> InForce:
+    """The same policy, as if set at `step`: a forecast does not replay what the policy learned before."""
+    return InForce(name=force.name, policy=force.policy, since=step, seed=force.seed)
+
+
+def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trace:
+    """The step's workload with response lengths of whole groups drawn from history, each cut at the request's cap."""
+    groups = [g["response_tokens"].to_numpy() for _, g in history.outcomes.groupby(["rl_step", "prompt_id"])]
+    order = step.outcomes.groupby("prompt_id", sort=False).ngroup().to_numpy()
+    drawn = np.empty(len(order), np.int64)
+    for group in np.unique(order):
+        rows = np.flatnonzero(order == group)
+        drawn[rows] = rng.choice(groups[rng.integers(len(groups))], size=len(rows), replace=True)
+    caps = step.workload.merge(step.outcomes, how="right", on=["rl_step", "prompt_id", "sample", "turn"])
+    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "finish_reason", "worker"]].assign(
+        response_tokens=np.clip(drawn, 1, caps["max_response_tokens"].to_numpy())
+    )
+    return Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
+
+
+def text(found: Verification) -> str:
+    """The table for people."""
+    lines = [
+        f"{'step':>4s} {'policy':10s}{'measured s':>11s}{'predicted s':>12s}{'error':>8s}{'step time':>11s}"
+        f"{'forecast s':>12s}  10-90 %"
+    ]
+    for row in found.rows.to_dict("records"):
+        ahead = f"{row['forecast_s']:12.2f}  {row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}"
+        lines.append(
+            f"{row['rl_step']:4d} {row['policy']:10s}{row['measured_s']:11.2f}{row['predicted_s']:12.2f}"
+            f"{row['error']:+8.1%}{row['step_time_ratio']:10.2f}x{'' if np.isnan(row['forecast_s']) else ahead}"
+        )
+    spread = "unknown: no rollout was run twice" if found.repeat_spread is None else f"{found.repeat_spread:.1%}"
+    lines += [
+        "",
+        f"rollout time on steps not fitted on: median error {found.median_error:.1%}, worst {found.worst_error:.1%}",
+        f"the same rollout run twice differs by {spread}; goal {found.goal:.1%}: "
+        f"{'met' if found.median_error <= found.goal else 'MISSED'}",
+        f"with the machine's speed of each step known: median error {found.median_error_at_step_time:.1%}",
+    ]
+    if found.forecast_median_error is not None:
+        lines.append(
+            f"forecast from earlier steps alone, lengths drawn from theirs: median error "
+            f"{found.forecast_median_error:.1%}; {found.forecast_coverage:.0%} within their 10-90 % interval"
+        )
+    return "\n".join(lines)
