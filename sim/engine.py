@@ -27,13 +27,13 @@ from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
 from tltlab.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .batch import TOLERANCE_TOKENS, Batch, Floats, FluidBatch, Ints, MacroStep
 from .drain import Drained, drain
 from .log import Entry, WorkerLog
 from .plan import Plan, check_known
-from .regime import Regimes
+from .regime import Regime, Regimes
 from .requests import Requests
 from .view import RequestsView
 
@@ -144,12 +144,14 @@ class Worker:
         self.waiting: deque[tuple[int, float]] = deque()
         self.prefilling: deque[list[float]] = deque()
         self.capacity: float = costs.kv_capacity_tokens or math.inf
+        self.limited = costs.kv_capacity_tokens is not None
         self.max_num_seqs: float = costs.max_num_seqs or math.inf
         self.token_budget: float = costs.max_num_batched_tokens or math.inf
         self.forgetful = self.selector.memoryless
         self.limit = math.inf if self.forgetful else engine.decision_block
         self.iteration = 0
         self.strategy = NO_SPECULATION
+        self.known: tuple[Strategy, int, Regime] | None = None
         self.asked_at: tuple[int, int] | None = None
         self.bucket: int | None = None
         self.propensity = 1.0
@@ -171,8 +173,9 @@ class Worker:
         while self.waiting or self.prefilling or len(batch):
             start_s = env.now
             tokens = 0.0
-            if not self._preempt():
-                self._admit()
+            if not (self.limited and self._preempt()):
+                if self.waiting:
+                    self._admit()
                 if not len(batch):
                     tokens += self._prefill_until_one_is_done(admitted)
                 elif self.prefilling and self.token_budget == math.inf:
@@ -186,8 +189,8 @@ class Worker:
             limit, chunk = self.limit, 0.0
             if self.prefilling:
                 limit, chunk = self._chunk(limit)
-            macro = batch.advance(self.engine.regimes.at(self.strategy, len(batch)), limit, self._room())
-            in_chunks = min(chunk * macro.num_iterations, self._prefill_left())
+            macro = batch.advance(self._regime(), limit, self._room() if self.limited else math.inf)
+            in_chunks = min(chunk * macro.num_iterations, self._prefill_left()) if chunk else 0.0
             chunks_s = self.engine.costs.prefill_s(in_chunks)
             ready_s = start_s + switch_s + prefill_s
             yield env.timeout(switch_s + prefill_s + chunks_s + macro.seconds)
@@ -275,7 +278,7 @@ class Worker:
 
     def _preempt(self) -> bool:
         preempted = False
-        while math.isfinite(self.capacity) and self._room() < -TOLERANCE_TOKENS:
+        while self._room() < -TOLERANCE_TOKENS:
             if self.prefilling and len(self.batch):
                 request, _, total = self.prefilling.pop()
                 self.waiting.appendleft((int(request), total - self.requests.prompt_tokens[int(request)]))
@@ -288,8 +291,6 @@ class Worker:
 
     def _admit(self) -> None:
         """Take waiting requests into prefill, in order, while they fit."""
-        if not self.waiting:
-            return
         room = self._room()
         while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
             request, generated = self.waiting[0]
@@ -326,12 +327,18 @@ class Worker:
 
     def _chunk(self, limit: float) -> tuple[float, float]:
         """Iterations until a prompt may be done, and the prefill tokens in each."""
-        regime = self.engine.regimes.at(self.strategy, len(self.batch))
-        chunk = max(0.0, self.token_budget - len(self.batch) * regime.cost.tokens_to_verify)
+        chunk = max(0.0, self.token_budget - len(self.batch) * self._regime().cost.tokens_to_verify)
         left = self.prefilling[0][1]
         if chunk == 0.0 and left > 0:
             return limit, 0.0
         return min(limit, max(1.0, (left + TOLERANCE_TOKENS) // chunk if chunk else 1.0)), chunk
+
+    def _regime(self) -> Regime:
+        """What the strategy in force costs and yields at this batch."""
+        batch = len(self.batch)
+        if self.known is None or self.known[0] is not self.strategy or self.known[1] != batch:
+            self.known = (self.strategy, batch, self.engine.regimes.at(self.strategy, batch))
+        return self.known[2]
 
     def _ask(self, waiting: int) -> tuple[bool, float]:
         """Ask the policy; whether it was asked, and the seconds of a switch into speculation."""
@@ -351,7 +358,7 @@ class Worker:
         return True, self.engine.costs.switch_s if switched else 0.0
 
     def _state(self, batch: int, waiting: int) -> StepState:
-        room = self._room()
+        room = self._room() if self.limited else math.inf
         return StepState(
             rl_step=self.requests.rl_step,
             worker=self.index,
