@@ -111,6 +111,8 @@ def table(summary: dict[str, Any]) -> str:
         return "unknown" if summary[key] is None else format(summary[key], form)
 
     num_steps = len(summary["makespan_s_per_step"])
+    outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
+    beyond = [f"outside calibration  {', '.join(outside)} of the iterations: step times are extrapolated"]
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     return "\n".join(
         [
@@ -122,5 +124,6 @@ def table(summary: dict[str, Any]) -> str:
             f"tail               {shown('tail_fraction', '.1%')} of the rollout",
             f"accept length      {accept}",
             f"simulated in       {shown('wall_s', '.3g')} s",
+            *(beyond if outside else []),
         ]
     )

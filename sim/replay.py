@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +15,7 @@ import numpy as np
 
 from tltlab import metrics
 from tltlab.acceptance import Acceptance, TraceAcceptance, load_acceptance
-from tltlab.cost import CostModel
+from tltlab.cost import CalibratedRange, CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
@@ -55,6 +56,7 @@ class SimResult:
     manifest: Manifest
     policy: str
     wall_s: float
+    calibrated: CalibratedRange | None
     bounds_s: Callable[[], list[float]]
     record_iterations: bool
 
@@ -74,15 +76,32 @@ class SimResult:
     def summary(self) -> dict[str, Any]:
         """The keys of `tltlab simulate --json`: `tltlab.metrics.summary` of the trace, the bound and the wall time.
 
-        `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1.
+        `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
+        `outside_calibration` the share of iterations outside the range that the costs were fitted on, by quantity.
         """
         bound_s = float(np.mean(self.bounds_s()))
         return metrics.summary(self.trace) | {
             "mean_accept_length": self._mean_accept_length(),
+            "outside_calibration": self._outside_calibration(),
             "lower_bound_s": bound_s,
             "regret": self.makespan_s / bound_s - 1.0 if bound_s > 0 else None,
             "wall_s": self.wall_s,
         }
+
+    def _outside_calibration(self) -> dict[str, float] | None:
+        """Share of the iterations in which a quantity lay outside what the costs were fitted on; only those above 0."""
+        if self.calibrated is None:
+            return None
+        outside: Counter[str] = Counter()
+        total = 0
+        for c in (log.columns for rollout in self.rollouts for log in rollout.logs):
+            total += int(c.num_iterations.sum())
+            verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
+            asked = {"batch": c.batch, "verified_tokens": verified, "context_tokens": c.context_tokens}
+            for name, values in asked.items():
+                if span := getattr(self.calibrated, name):
+                    outside[name] += int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
+        return {name: count / total for name, count in outside.items() if count}
 
     def _mean_accept_length(self) -> float | None:
         tokens, pairs = [], 0
@@ -144,6 +163,7 @@ def simulate(
         manifest=_manifest(trace, scenario, name, placement),
         policy=name,
         wall_s=wall_s,
+        calibrated=scenario.costs.calibrated,
         bounds_s=lambda: scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
     )

@@ -14,7 +14,7 @@ import typer
 
 from .acceptance import BatchAcceptance
 from .cli import Json, emit
-from .cost import LinearCosts
+from .cost import CalibratedRange, LinearCosts
 from .errors import ConfigError
 from .fit import FloatArray, fit
 from .fit_acceptance import fit_acceptance
@@ -81,7 +81,7 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
     notes += [*more, *_coverage(table, chosen.steps)]
     workers = sorted(table["worker"].unique().tolist()) if by_worker else []
     return Calibration(
-        costs=costs.model_copy(update={"notes": tuple(notes)}),
+        costs=costs.model_copy(update={"notes": tuple(notes), "calibrated": _range(rows)}),
         acceptance=acceptance,
         residuals=residuals(rows.regime, rows.batch, rows.duration, predicted),
         sums=worker_sums(table, rows.duration, predicted),
@@ -121,6 +121,11 @@ def _rows(table: pd.DataFrame, steps: pd.DataFrame | None) -> _Rows:
         regime=np.where(prefill > 0, 2, spec.astype(np.int64)),
         block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
     )
+
+
+def _range(rows: _Rows) -> CalibratedRange:
+    spans = {"batch": rows.batch, "verified_tokens": rows.verified, "context_tokens": rows.context}
+    return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
 
 
 def _fit_costs(rows: _Rows) -> tuple[LinearCosts, list[str]]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tltlab import metrics
 from tltlab.calibrate import calibrate
-from tltlab.cost import LinearCosts
+from tltlab.cost import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
 from tltlab.policy import Activation, FixedSpec, Policy
@@ -437,3 +437,11 @@ def test_a_run_folder_brings_its_own_costs_and_acceptance(tmp_path: Path):
     ONE_SECOND.write(tmp_path / "run" / "costs.json")
     (tmp_path / "run" / "acceptance.json").write_text('{"kind": "constant", "tokens": 4.0}')
     assert simulate(read(tmp_path / "run"), fixed()).makespan_s == 2.0
+
+
+def test_a_simulation_says_where_its_costs_were_never_measured():
+    costs = COSTS.model_copy(update={"calibrated": CalibratedRange(batch=(1, 8), context_tokens=(0, 10**6))})
+    result = simulate(lengths(*[10] * 9, 40), "none", costs=costs)
+    assert result.summary["outside_calibration"] == {"batch": 10 / 40}
+    assert simulate(lengths(10), "none", costs=costs).summary["outside_calibration"] == {}
+    assert simulate(lengths(10), "none", costs=COSTS).summary["outside_calibration"] is None
