@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from .cli import read_json
 from .cost import CostModel, LinearCosts
+from .cost_table import TableCosts
 from .errors import ConfigError
+from .roofline import RooflineCosts
 
-_FILE: TypeAdapter[LinearCosts] = TypeAdapter(LinearCosts)
+_File = Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
+_FILE: TypeAdapter[LinearCosts | RooflineCosts | TableCosts] = TypeAdapter(_File)
 
 
 def presets() -> list[str]:
@@ -39,7 +42,9 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
     try:
         return _FILE.validate_python({"kind": "linear"} | value)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        found = "; ".join(
+            f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
+        )
         raise ConfigError(f"{where}: {found}") from error
 
 

@@ -1,0 +1,162 @@
+"""What GPUs and models are, as far as step times need to know: bandwidth, FLOPs, memory, and shapes of weights.
+
+Dense figures of vendors' data sheets and of published model configurations, bf16 throughout.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from .errors import ConfigError
+
+BYTES_PER_VALUE = 2
+RESERVED_BYTES = 2e9
+"""Per GPU, for activations and the runtime itself, out of what an engine may use."""
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(gt=0)]
+_Named = TypeVar("_Named", "Gpu", "ModelShape")
+
+
+class Gpu(BaseModel):
+    """One GPU: HBM bytes per second, dense bf16 FLOP per second, bytes of memory, link bytes per second one way."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    hbm_bytes_per_s: Positive
+    peak_flops: Positive
+    memory_bytes: Positive
+    link_bytes_per_s: Positive
+
+    @property
+    def ridge_tokens(self) -> float:
+        """Tokens in a forward pass at which reading the bf16 weights takes as long as multiplying by them.
+
+        >>> round(gpu("H100").ridge_tokens)
+        295
+        """
+        return self.peak_flops / self.hbm_bytes_per_s
+
+
+class ModelShape(BaseModel):
+    """A dense decoder: sizes of its layers, heads and vocabulary. Gated MLP of three matrices, attention of four."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    hidden: Count
+    intermediate: Count
+    layers: Count
+    heads: Count
+    kv_heads: Count
+    head_dim: Count
+    vocab: Count
+    tied_embeddings: bool = False
+
+    @model_validator(mode="after")
+    def _grouped(self) -> ModelShape:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+    @property
+    def layer_params(self) -> int:
+        """Weights of one decoder layer: queries and output, keys and values, and the MLP."""
+        attention = 2 * self.heads * self.head_dim + 2 * self.kv_heads * self.head_dim
+        return self.hidden * (attention + 3 * self.intermediate)
+
+    @property
+    def head_params(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def weight_params(self) -> int:
+        """Weights that one forward pass reads: the LM head is in, the input embedding is not.
+
+        >>> [f"{model(name).weight_params / 1e9:.2f}" for name in ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.3-70B")]
+        ['7.07', '31.98', '69.50']
+        """
+        return self.layers * self.layer_params + self.head_params
+
+    @property
+    def stored_params(self) -> int:
+        """Weights that lie in memory: the input embedding too, unless it is the LM head."""
+        return self.weight_params + (0 if self.tied_embeddings else self.head_params)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of keys and values that one token keeps, over all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * BYTES_PER_VALUE
+
+
+_GPUS = (
+    Gpu(name="H100", hbm_bytes_per_s=3.35e12, peak_flops=989e12, memory_bytes=80e9, link_bytes_per_s=450e9),
+    Gpu(name="H200", hbm_bytes_per_s=4.8e12, peak_flops=989e12, memory_bytes=141e9, link_bytes_per_s=450e9),
+    Gpu(name="A100", hbm_bytes_per_s=2.039e12, peak_flops=312e12, memory_bytes=80e9, link_bytes_per_s=300e9),
+)
+
+
+def _dense(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> ModelShape:
+    return ModelShape(
+        name=name,
+        hidden=hidden,
+        intermediate=intermediate,
+        layers=layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=128,
+        vocab=vocab,
+    )
+
+
+_MODELS = (
+    _dense("Qwen2.5-7B", hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocab=152064),
+    _dense("Qwen2.5-32B", hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8, vocab=152064),
+    _dense("Qwen3-32B", hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8, vocab=151936),
+    _dense("Llama-3-8B", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
+    _dense("Llama-3.1-8B", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
+    _dense("Llama-3.3-70B", hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8, vocab=128256),
+)
+
+
+def gpu(name: str) -> Gpu:
+    """The GPU of that name (SXM, 80 GB where there are several); ConfigError names those that are known."""
+    return _find(name, {g.name: g for g in _GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
+
+
+def model(name: str) -> ModelShape:
+    """The model of that name; an organisation before it and an -Instruct after it do not matter.
+
+    >>> model("meta-llama/Llama-3.3-70B-Instruct").kv_bytes_per_token
+    327680
+    """
+    bare = name.split("/")[-1]
+    return _find(bare.removesuffix("-Instruct"), {m.name: m for m in _MODELS}, "model", "hidden, layers and so on")
+
+
+def kv_capacity_tokens(gpu: Gpu, model: ModelShape, tp: int, memory_fraction: float = 0.9) -> int:
+    """Tokens of context that `tp` GPUs hold beside the weights, an engine taking `memory_fraction` of their memory.
+
+    Raises ConfigError where the weights alone do not fit.
+    """
+    if tp < 1 or not 0 < memory_fraction <= 1:
+        raise ConfigError(f"tp {tp}, memory_fraction {memory_fraction}: tp is at least 1, the fraction in (0, 1]")
+    usable = tp * (gpu.memory_bytes * memory_fraction - RESERVED_BYTES)
+    weights = model.stored_params * BYTES_PER_VALUE
+    tokens = int((usable - weights) // model.kv_bytes_per_token)
+    if tokens < 1:
+        raise ConfigError(
+            f"{model.name} needs {weights / 1e9:.0f} GB for its weights, {tp} x {gpu.name} give {usable / 1e9:.0f} GB: "
+            f"raise tp or memory_fraction"
+        )
+    return tokens
+
+
+def _find(name: str, known: dict[str, _Named], what: str, fields: str) -> _Named:
+    folded = {n.lower(): value for n, value in known.items()}
+    if name.lower() not in folded:
+        raise ConfigError(f"unknown {what} {name!r}: known are {', '.join(known)}; or describe it by {fields}")
+    return folded[name.lower()]
