@@ -31,7 +31,7 @@ COSTS = LinearCosts(
     draft_level_per_request_s=1e-5,
     prefill_per_token_s=1e-6,
 )
-DECISION_BLOCK = 16
+DECISION_BLOCK = 32
 LEAST_S = 0.1
 """A case runs at least this long in each round, as often as it takes."""
 
