@@ -249,10 +249,10 @@ def _steps(rollouts: Sequence[Rollout], times: Sequence[_Times], pipeline: _Pipe
 
 
 def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: bool) -> pd.DataFrame:
-    trainer = sorted([*pipeline.training, *pipeline.syncs], key=lambda i: i.start_s)
+    trainer = sorted([*pipeline.training, *pipeline.syncs], key=_when)
     lanes = {"trainer": trainer}
     if not shared:
-        engines = sorted([*pipeline.rollouts, *pipeline.syncs], key=lambda i: i.start_s)
+        engines = sorted([*pipeline.rollouts, *pipeline.syncs], key=_when)
         outside = [i for i in _with_gaps(engines, after=True, until_s=pipeline.done_s[-1]) if i.kind != "rollout"]
         lanes = {f"worker {w}": outside for w in range(num_workers)}
         lanes["trainer"] = list(_with_gaps(trainer, after=False, until_s=pipeline.done_s[-1]))
@@ -265,6 +265,10 @@ def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: b
     ]
     columns = ["rl_step", "lane", "kind", "t_start", "duration", "batch", "detail"]
     return pd.DataFrame(rows, columns=columns).sort_values("rl_step", kind="stable", ignore_index=True)
+
+
+def _when(interval: _Interval) -> tuple[float, float]:
+    return interval.start_s, interval.end_s
 
 
 def _with_gaps(intervals: Sequence[_Interval], *, after: bool, until_s: float) -> Iterator[_Interval]:

@@ -3,12 +3,13 @@
 Notation, for one RL step: responses r with submit and finish times s_r, f_r and lengths L_r; W workers; the rollout
 lasts from t0 = min s_r for D seconds. Every function takes a trace and covers all its RL steps as ratios of sums, over
 those where the quantity is known; `trace.select([k])` gives one RL step. None is "unknown" (no times, no workers).
+A trace larger than memory is read in parts of neighbouring RL steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def makespan_s(trace: Trace) -> float | None:
 
 def num_tokens(trace: Trace) -> int:
     """Response tokens, sum of L_r."""
-    return int(trace.outcomes["response_tokens"].sum())
+    return sum(int(part.outcomes["response_tokens"].sum()) for part in trace.parts())
 
 
 def tokens_per_s(trace: Trace) -> float | None:
@@ -105,13 +106,14 @@ def mean_accept_length(trace: Trace) -> float | None:
     num_drafted > 0; the pairs are the entries of `accepted_per_request`, the batch where it is unknown.
     Two requests accepting 3 and 1: 1 + 4 / 2 = 3.0.
     """
-    table = trace.arrow("iterations")
-    if table is None:
-        return None
-    table = table.filter(pc.greater(table["num_drafted"], 0))
-    pairs = pc.coalesce(pc.list_value_length(table["accepted_per_request"]), table["batch"])
-    num_pairs = pc.sum(pairs).as_py() or 0
-    return 1.0 + pc.sum(table["num_accepted"]).as_py() / num_pairs if num_pairs else None
+    num_accepted = num_pairs = 0
+    for part in trace.parts():
+        if (table := part.arrow("iterations")) is not None:
+            table = table.filter(pc.greater(table["num_drafted"], 0))
+            pairs = pc.coalesce(pc.list_value_length(table["accepted_per_request"]), table["batch"])
+            num_pairs += pc.sum(pairs).as_py() or 0
+            num_accepted += pc.sum(table["num_accepted"]).as_py() or 0
+    return 1.0 + num_accepted / num_pairs if num_pairs else None
 
 
 def running_requests(trace: Trace, rl_step: int) -> tuple[Floats, npt.NDArray[np.int64]]:
@@ -133,7 +135,7 @@ def running_requests(trace: Trace, rl_step: int) -> tuple[Floats, npt.NDArray[np
 
 def length_percentiles(trace: Trace, percentiles: Sequence[float] = (50, 95, 100)) -> list[float]:
     """Percentiles of L_r, linear between ranks. Lengths 1, 2, 3: [2.0, 2.9, 3.0]."""
-    lengths = trace.outcomes["response_tokens"].to_numpy()
+    lengths = np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()])
     return [float(p) for p in np.percentile(lengths, percentiles)] if len(lengths) else []
 
 
@@ -144,19 +146,14 @@ def prompt_share(trace: Trace) -> float | None:
     size; groups are compared within their RL step, so drift over the steps does not count. Lengths below 1 are left
     out. None without two groups in an RL step or a group of two. Groups {2, 2} and {8, 8}: 1.0.
     """
-    outcomes = trace.outcomes
-    outcomes = outcomes[outcomes["response_tokens"] >= 1]
-    frame = outcomes[["rl_step", "prompt_id"]].assign(y=np.log(outcomes["response_tokens"]), n=1)
-    by_group = frame.groupby(["rl_step", "prompt_id"], sort=False)
-    group = by_group.agg(n=("n", "sum"), mean=("y", "mean")).reset_index()
-    step = frame.groupby("rl_step").agg(n=("n", "sum"), mean=("y", "mean"))
-    between_df, within_df = len(group) - len(step), len(frame) - len(group)
+    sums = _Squares()
+    for part in trace.parts():
+        sums += _squares(part.outcomes)
+    between_df, within_df = sums.num_groups - sums.num_steps, sums.num - sums.num_groups
     if between_df < 1 or within_df < 1:
         return None
-    step_of_group = step.loc[group["rl_step"].to_numpy()]
-    between = float((group["n"] * (group["mean"] - step_of_group["mean"].to_numpy()) ** 2).sum()) / between_df
-    within = float(((frame["y"] - by_group["y"].transform("mean")) ** 2).sum()) / within_df
-    size = (len(frame) - float((group["n"] ** 2 / step_of_group["n"].to_numpy()).sum())) / between_df
+    between, within = sums.between / between_df, sums.within / within_df
+    size = (sums.num - sums.squared_sizes) / between_df
     share = _ratio(between - within, between + (size - 1) * within)
     return None if share is None else max(0.0, share)
 
@@ -173,7 +170,7 @@ def summary(trace: Trace) -> dict[str, Any]:
         "makespan_s": makespan_s(trace),
         "makespan_s_per_step": list(rollout_s(trace).values()),
         "tokens_per_s": tokens_per_s(trace),
-        "num_responses": len(trace.outcomes),
+        "num_responses": trace.num_rows("outcomes"),
         "num_tokens": num_tokens(trace),
         "bubble_fraction": bubble_fraction(trace),
         "tail_fraction": tail_fraction(trace),
@@ -210,7 +207,47 @@ def per_step(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Squares:
+    """Sums for the analysis of variance of log L, over RL steps: they add up."""
+
+    num: int = 0
+    num_groups: int = 0
+    num_steps: int = 0
+    between: float = 0.0
+    within: float = 0.0
+    squared_sizes: float = 0.0
+    """Of each RL step, sum of squared group sizes / responses."""
+
+    def __add__(self, other: _Squares) -> _Squares:
+        return _Squares(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+def _squares(outcomes: pd.DataFrame) -> _Squares:
+    outcomes = outcomes[outcomes["response_tokens"] >= 1]
+    y = np.log(outcomes["response_tokens"].to_numpy())
+    step, steps = pd.factorize(outcomes["rl_step"])
+    prompt, prompts = pd.factorize(outcomes["prompt_id"])
+    group, groups = pd.factorize(step.astype(np.int64) * len(prompts) + prompt)
+    step_of_group = groups // max(1, len(prompts))
+    in_group, in_step = np.bincount(group, minlength=len(groups)), np.bincount(step, minlength=len(steps))
+    group_mean = np.bincount(group, weights=y, minlength=len(groups)) / in_group
+    step_mean = np.bincount(step, weights=y, minlength=len(steps)) / in_step
+    return _Squares(
+        num=len(y),
+        num_groups=len(groups),
+        num_steps=len(steps),
+        between=float((in_group * (group_mean - step_mean[step_of_group]) ** 2).sum()),
+        within=float(((y - group_mean[group]) ** 2).sum()),
+        squared_sizes=float((in_group**2 / in_step[step_of_group]).sum()),
+    )
+
+
 def _steps(trace: Trace) -> Iterator[_Step]:
+    return (step for part in trace.parts() for step in _steps_of_part(part))
+
+
+def _steps_of_part(trace: Trace) -> Iterator[_Step]:
     outcomes = trace.outcomes
     outcomes_at = _rows_by_step(outcomes)
     spans, steps = trace.spans, trace.steps
@@ -248,8 +285,8 @@ def _tail(step: _Step) -> tuple[float, float] | None:
 
 def num_workers(trace: Trace) -> int:
     """Workers of the manifest, or as many as the outcomes name."""
-    seen = trace.outcomes["worker"].max()
-    return max(trace.manifest.num_workers or 0, 0 if pd.isna(seen) else int(seen) + 1)
+    seen = [part.outcomes["worker"].max() for part in trace.parts()]
+    return max(trace.manifest.num_workers or 0, *(0 if pd.isna(worker) else int(worker) + 1 for worker in seen))
 
 
 def _busy_s(step: _Step) -> dict[str, float] | None:

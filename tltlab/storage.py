@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -15,47 +16,85 @@ from .errors import TraceError
 from .schema import TABLES
 from .validate import Ints, Part, check_columns, conform
 
+_STRING_BYTES = 16
+"""Of one string in memory: its offset and about a dozen characters."""
+
 
 class MemoryTable:
-    """A conformed table in memory, sorted (stably) by RL step."""
+    """A conformed table in memory, sorted (stably) by RL step.
 
-    def __init__(self, table: pa.Table, rl_step: Ints | None = None):
-        steps = table["rl_step"].to_numpy().astype(np.int64) if rl_step is None else rl_step
+    `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has.
+    """
+
+    def __init__(self, table: pa.Table):
+        steps = table["rl_step"].to_numpy()
         if (np.diff(steps) < 0).any():
             order = np.argsort(steps, kind="stable")
             table, steps = table.take(order), steps[order]
         self._table = table
-        self.rl_step = steps
+        self.rl_steps, self._bounds = _runs(steps)
+
+    @property
+    def rows_per_step(self) -> Ints:
+        return np.diff(self._bounds)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._table)
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         """The rows of some RL steps, ascending (None: all)."""
         if rl_steps is None:
             return self._table
-        starts, ends = np.searchsorted(self.rl_step, rl_steps), np.searchsorted(self.rl_step, rl_steps, side="right")
+        at = np.flatnonzero(np.isin(self.rl_steps, rl_steps))
+        # RL steps that lie side by side are one slice: a column keeps few chunks.
+        runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []
+        starts, ends = [self._bounds[run[0]] for run in runs], [self._bounds[run[-1] + 1] for run in runs]
         slices = [self._table.slice(start, end - start) for start, end in zip(starts, ends, strict=True)]
         return pa.concat_tables(slices) if slices else self._table.slice(0, 0)
 
     def select(self, rl_steps: Sequence[int]) -> MemoryTable:
-        return MemoryTable(self.load(rl_steps), self.rl_step[np.isin(self.rl_step, rl_steps)])
+        return MemoryTable(self.load(rl_steps))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Index:
-    """Where the rows of a file are: the RL step of every row, the end of every row group, size uncompressed."""
+    """Where the rows of a file are, without a number per row.
 
-    rl_step: Ints
-    group_ends: Ints
-    num_bytes: int
+    Rows `bounds[i]` to `bounds[i + 1]` are of the RL step `rl_steps[i]`, which may come again later;
+    `group_bounds` are the first rows of the row groups and the number of rows; `row_bytes` is what a row takes in
+    memory.
+    """
+
+    rl_steps: Ints
+    bounds: Ints
+    group_bounds: Ints
+    row_bytes: float
+    metadata: pq.FileMetaData
 
 
 class FileTable:
-    """A table in a Parquet file, or the rows of some RL steps in it; only row groups that hold them are read."""
+    """A table in a Parquet file, or the rows of some RL steps in it; only row groups that hold them are read.
+
+    Any layout of row groups will do. Reading some RL steps takes the memory of their rows and of one row group.
+    """
 
     def __init__(self, name: str, path: Path, only: Sequence[int] | None = None, parent: FileTable | None = None):
-        self.name, self.path, self._only = name, path, only
+        self.name, self.path = name, path
         self._index: _Index = parent._index if parent else self._read_index()
-        steps = self._index.rl_step
-        self.rl_step: Ints = steps if only is None else steps[np.isin(steps, only)]
+        self._picked: Ints = _chosen(self._index.rl_steps, only, among=parent._picked if parent else None)
+        counts = np.diff(self._index.bounds)[self._picked]
+        self.rl_steps, at = np.unique(self._index.rl_steps[self._picked], return_inverse=True)
+        self.rows_per_step: Ints = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_per_step.sum())
+
+    @property
+    def row_bytes(self) -> float:
+        """What a row takes in memory, about."""
+        return self._index.row_bytes
 
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
@@ -66,43 +105,52 @@ class FileTable:
 
     def part(self, rl_steps: Sequence[int] | None) -> Part:
         """The conformed rows of some RL steps (None: all), in file order."""
-        wanted = np.ones(len(self._index.rl_step), bool)
-        for only in (self._only, rl_steps):
-            if only is not None:
-                wanted &= np.isin(self._index.rl_step, only)
-        rows = np.flatnonzero(wanted)
-        groups = np.unique(np.searchsorted(self._index.group_ends, rows, side="right"))
-        table = self._read([field.name for field in TABLES[self.name]], groups.tolist())
-        starts = np.concatenate([[0], self._index.group_ends])
-        read_rows = np.concatenate([np.arange(starts[g], starts[g + 1]) for g in groups] or [np.arange(0)])
-        if len(read_rows) != len(rows):
-            table = table.filter(pa.array(wanted[read_rows]))
+        runs = _chosen(self._index.rl_steps, rl_steps, among=self._picked)
+        rows = _ranges(self._index.bounds[runs], self._index.bounds[runs + 1])
+        bounds = self._index.group_bounds
+        cuts = np.searchsorted(rows, bounds)
+        groups = np.flatnonzero(np.diff(cuts)).tolist()
+        tables = []
+        for group in groups:
+            table = self._read(_columns(self.name), [group])
+            wanted = rows[cuts[group] : cuts[group + 1]] - bounds[group]
+            # A copy, not a slice: a slice would keep the whole row group.
+            tables.append(table if len(wanted) == len(table) else table.take(wanted))
+        table = pa.concat_tables(tables) if tables else self._read(_columns(self.name), [])
         return conform(Part(name=self.name, file=str(self.path), table=table, rows=rows))
 
-    @property
-    def num_bytes(self) -> int:
-        """Uncompressed size of the whole file."""
-        return self._index.num_bytes
-
     def _read_index(self) -> _Index:
-        with self._open() as file:
+        with self._open(None) as file:
             check_columns(self.name, str(self.path), file.schema_arrow)
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        table = self._read(["rl_step"], list(range(len(groups))))
+            metadata = file.metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        bounds = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
+        steps, starts = [np.arange(0)], [np.arange(0)]
+        for group, first in enumerate(bounds[:-1]):
+            table = self._read(["rl_step"], [group], metadata)
+            found, inner = _runs(_rl_steps(Part(
+                name=self.name, file=str(self.path), table=table, rows=np.arange(first, first + len(table))
+            )))  # fmt: skip
+            steps.append(found)
+            starts.append(inner[:-1] + first)
+        stored = sum(group.total_byte_size for group in groups) / max(1, metadata.num_rows)
         return _Index(
-            rl_step=_rl_steps(Part(name=self.name, file=str(self.path), table=table, rows=np.arange(len(table)))),
-            group_ends=np.cumsum([group.num_rows for group in groups], dtype=np.int64),
-            num_bytes=sum(group.total_byte_size for group in groups),
+            rl_steps=np.concatenate(steps),
+            bounds=np.append(np.concatenate(starts), metadata.num_rows).astype(np.int64),
+            group_bounds=bounds,
+            row_bytes=max(stored, _fixed_bytes(self.name)),
+            metadata=metadata,
         )
 
-    def _open(self) -> pq.ParquetFile:
+    def _open(self, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
         try:
-            return pq.ParquetFile(self.path, page_checksum_verification=True)
+            return pq.ParquetFile(self.path, metadata=metadata, page_checksum_verification=True)
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise TraceError(f"{self.path}: not a readable Parquet file (cut off?): {error}") from error
 
-    def _read(self, columns: list[str], groups: list[int]) -> pa.Table:
-        with self._open() as file:
+    def _read(self, columns: list[str], groups: list[int], metadata: pq.FileMetaData | None = None) -> pa.Table:
+        # The footer of a long trace is megabytes; it is parsed once.
+        with self._open(metadata or self._index.metadata) as file:
             columns = [column for column in columns if column in file.schema_arrow.names]
             try:
                 return file.read_row_groups(groups, columns=columns)
@@ -110,16 +158,68 @@ class FileTable:
                 raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
 
 
-Table = MemoryTable | FileTable
+class ReadAhead:
+    """Some RL steps of a file that are read together when one of them is first used; see `one`."""
+
+    def __init__(self, table: FileTable):
+        self._table = table
+        self._memory: MemoryTable | None = None
+
+    def one(self, rl_step: int) -> ReadTable:
+        """The table of one of these RL steps; it keeps all of them in memory once it is used."""
+        return ReadTable(self, [rl_step])
+
+    def memory(self) -> MemoryTable:
+        if self._memory is None:
+            self._memory = MemoryTable(self._table.load(None))
+        return self._memory
+
+    def count(self, rl_steps: Sequence[int]) -> tuple[Ints, Ints]:
+        """Which of these RL steps have rows and how many, without reading."""
+        here = np.isin(self._table.rl_steps, rl_steps)
+        return self._table.rl_steps[here], self._table.rows_per_step[here]
+
+
+class ReadTable:
+    """Some RL steps of a `ReadAhead`, with the methods of a `MemoryTable`."""
+
+    def __init__(self, source: ReadAhead, rl_steps: Sequence[int]):
+        self._source = source
+        self.rl_steps, self.rows_per_step = source.count(rl_steps)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_per_step.sum())
+
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        """The rows of some RL steps, ascending (None: all)."""
+        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
+        return self._source.memory().load(chosen.tolist())
+
+    def select(self, rl_steps: Sequence[int]) -> ReadTable:
+        return ReadTable(self._source, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist())
+
+
+Table = MemoryTable | FileTable | ReadTable
 
 
 def write_parquet(path: Path, name: str, table: Table) -> None:
     """Write one row group per RL step, and wait until it is on the disk."""
-    # Page checksums let a reader tell a damaged file from strange data.
-    with pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True) as writer:
-        for rl_step in np.unique(table.rl_step).tolist():
+    with parquet_writer(path, name) as writer:
+        for rl_step in table.rl_steps.tolist():
             rows = table.load([rl_step])
             writer.write_table(rows, row_group_size=len(rows))
+    fsync_file(path)
+
+
+def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
+    """A writer for the file of a table; what repeats, such as prompt_id, is written once per row group."""
+    # Page checksums let a reader tell a damaged file from strange data.
+    return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
+
+
+def fsync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
@@ -139,6 +239,37 @@ def write_durably(path: Path, data: bytes | pa.Buffer) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _runs(steps: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
+    """Runs of equal RL steps: their RL steps (n) and their bounds (n + 1). [4, 4, 7]: [4, 7] and [0, 2, 3]."""
+    starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)) if len(steps) else np.arange(0)
+    return steps[starts].astype(np.int64), np.append(starts, len(steps)).astype(np.int64)
+
+
+def _chosen(steps: Ints, only: Sequence[int] | None, among: Ints | None) -> Ints:
+    """The numbers of the runs whose RL step is one of `only` (None: any), of those in `among` (None: of all)."""
+    runs = np.arange(len(steps)) if among is None else among
+    return runs if only is None else runs[np.isin(steps[runs], only)]
+
+
+def _ranges(starts: Ints, ends: Ints) -> Ints:
+    """All numbers of some ranges: [2, 7], [4, 8] is [2, 3, 7]."""
+    counts = ends - starts
+    offset = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) if len(counts) else starts
+    return np.arange(int(counts.sum())) + offset
+
+
+def _columns(name: str) -> list[str]:
+    return [field.name for field in TABLES[name]]
+
+
+def _fixed_bytes(name: str) -> float:
+    """Bytes of a row in memory without its lists. Files do not tell: what repeats takes next to nothing there."""
+    widths = [
+        field.type.bit_width / 8 if pa.types.is_primitive(field.type) else _STRING_BYTES for field in TABLES[name]
+    ]
+    return float(sum(widths))
 
 
 def _rl_steps(part: Part) -> Ints:

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ import pyarrow as pa
 from .errors import ConfigError, InputError, TraceError
 from .lengths_csv import tables_from_csv
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, Table, fsync_folder, write_durably, write_parquet
+from .storage import FileTable, MemoryTable, ReadAhead, Table, fsync_folder, write_durably, write_parquet
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
 
 CHUNK_BYTES = 64 << 20
-"""Traces are checked in runs of whole RL steps of about this many uncompressed bytes (the check takes 5 times it)."""
+"""Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
 
 
 class Trace:
@@ -50,19 +51,11 @@ class Trace:
         >>> Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes}).rl_steps  # doctest: +SKIP
         [0, 1]
         """
-        if unknown := set(tables) - set(TABLES):
-            raise TraceError(f"no table named {sorted(unknown)[0]!r}; there are: {', '.join(TABLES)}")
-        parts = {}
-        for name in TABLES:
-            given = tables.get(name)
-            if given is not None:
-                table = _to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
-                parts[name] = conform(Part(name=name, file=name, table=table, rows=np.arange(len(table))))
-            elif name in REQUIRED_TABLES:
-                raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
-        check(parts)
-        sources: dict[str, Table] = {name: MemoryTable(part.table) for name, part in parts.items()}
-        return cls(_counted(manifest, rl_steps := _steps_of(sources)), sources, rl_steps)
+        sources: dict[str, Table] = {**checked(tables)}
+        rl_steps = _steps_of(sources)
+        if manifest.num_rl_steps is None:
+            manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+        return cls(manifest, sources, rl_steps)
 
     def arrow(self, name: str, rl_step: int | None = None) -> pa.Table | None:
         """A table, or its rows of one RL step, as Arrow; None where the trace has no such table."""
@@ -84,6 +77,10 @@ class Trace:
             assert table is not None
             self._frames[name] = table.to_pandas()
         return self._frames[name].copy(deep=False)
+
+    def num_rows(self, name: str) -> int:
+        """Rows of a table, 0 where the trace has no such table; nothing is read."""
+        return self._tables[name].num_rows if name in self._tables else 0
 
     @property
     def workload(self) -> pd.DataFrame:
@@ -132,8 +129,37 @@ class Trace:
         return Trace(manifest, tables, wanted, self.path)
 
     def iter_rl_steps(self) -> Iterator[Trace]:
-        """One-step traces in order, each read when it is used: the way through a trace larger than memory."""
-        return (self.select([rl_step]) for rl_step in self.rl_steps)
+        """One-step traces in order: the way through a trace larger than memory.
+
+        Tables are read when they are used, those of neighbouring RL steps together (CHUNK_BYTES), and kept while one
+        of these RL steps is.
+        """
+        for part in self.parts():
+            ahead = {n: ReadAhead(table) for n, table in part._tables.items() if isinstance(table, FileTable)}
+            manifest = self.manifest.model_copy(update={"num_rl_steps": 1})
+            for rl_step in part.rl_steps:
+                tables: dict[str, Table] = {
+                    n: ahead[n].one(rl_step) if n in ahead else table.select([rl_step])
+                    for n, table in part._tables.items()
+                }
+                yield Trace(manifest, tables, [rl_step], self.path)
+
+    def parts(self) -> Iterator[Trace]:
+        """This trace in traces of neighbouring RL steps, each about CHUNK_BYTES when all its tables are read.
+
+        A trace in memory, or one that small, is its only part. All rows of all tables are in one part.
+        """
+        files = {name: table for name, table in self._tables.items() if isinstance(table, FileTable)}
+        chunks = list(_chunks(files)) if files else []
+        if len(chunks) < 2:
+            yield self
+            return
+        known = set(self.rl_steps)
+        for chunk in chunks:
+            rl_steps = [rl_step for rl_step in chunk if rl_step in known]
+            manifest = self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+            tables = {name: table.select(chunk) for name, table in self._tables.items()}
+            yield Trace(manifest, tables, rl_steps, self.path)
 
     def replace(self, *, manifest: Manifest | None = None, **tables: pd.DataFrame | pa.Table | None) -> Trace:
         """The same trace with some tables (None: without them) or the manifest replaced, checked anew."""
@@ -147,20 +173,13 @@ class Trace:
         not the format's are kept; anything else there is a ConfigError.
         """
         path = Path(path)
-        refuse_foreign_target(path)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
-                new = Path(temporary) / "new"
-                new.mkdir()
+            with new_folder(path) as new:
                 for name, table in self._tables.items():
                     write_parquet(new / f"{name}.parquet", name, table)
                 write_durably(new / MANIFEST_FILE, self.manifest.to_json().encode())
-                _carry_over(path, new)
-                fsync_folder(new)
-                _swap(new, path, Path(temporary) / "old")
         except OSError as error:
-            raise InputError(f"cannot write the trace {path}: {error.strerror or error}") from error
+            raise cannot_write(path, error) from error
         return path
 
     def __repr__(self) -> str:
@@ -178,6 +197,15 @@ def read(path: str | Path) -> Trace:
 
     Raises TraceError. Tables are loaded when they are used; the check itself streams.
     """
+    trace = _opened(path)
+    files = {name: table for name, table in trace._tables.items() if isinstance(table, FileTable)}
+    for rl_steps in _chunks(files) if files else ():
+        check({name: table.part(rl_steps) for name, table in files.items()})
+    return trace
+
+
+def _opened(path: str | Path) -> Trace:
+    """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
     path = locate(path)
     if path.is_file() and ".csv" in path.suffixes:
         return Trace.from_tables(*tables_from_csv(path))
@@ -189,10 +217,32 @@ def read(path: str | Path) -> Trace:
     for name in REQUIRED_TABLES:
         if not (path / f"{name}.parquet").exists():
             raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
-    tables = {name: FileTable(name, file) for name in TABLES if (file := path / f"{name}.parquet").exists()}
-    for rl_steps in _chunks(tables):
-        check({name: table.part(rl_steps) for name, table in tables.items()})
+    tables: dict[str, Table] = {
+        name: FileTable(name, file) for name in TABLES if (file := path / f"{name}.parquet").exists()
+    }
     return Trace(manifest, tables, _steps_of(tables), path)
+
+
+def checked(
+    tables: Mapping[str, pd.DataFrame | pa.Table | None], num_before: Mapping[str, int] | None = None
+) -> dict[str, MemoryTable]:
+    """The conformed and checked tables of some RL steps. Raises TraceError.
+
+    `num_before` rows of a table count as its rows before these when a fault names its row.
+    """
+    if unknown := set(tables) - set(TABLES):
+        raise TraceError(f"no table named {sorted(unknown)[0]!r}; there are: {', '.join(TABLES)}")
+    parts = {}
+    for name in TABLES:
+        given = tables.get(name)
+        if given is not None:
+            table = _to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
+            first = (num_before or {}).get(name, 0)
+            parts[name] = conform(Part(name=name, file=name, table=table, rows=np.arange(first, first + len(table))))
+        elif name in REQUIRED_TABLES:
+            raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
+    check(parts)
+    return {name: MemoryTable(part.table) for name, part in parts.items()}
 
 
 def locate(path: str | Path) -> Path:
@@ -219,29 +269,42 @@ def refuse_foreign_target(path: Path) -> None:
         raise ConfigError(f"{path} is a file; a trace is a folder, name another place")
 
 
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
+
+    Raises ConfigError where `path` is something that is no trace, OSError where the disk refuses.
+    """
+    refuse_foreign_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        yield new
+        _carry_over(path, new)
+        fsync_folder(new)
+        _swap(new, path, Path(temporary) / "old")
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """The error of a trace that cannot be written."""
+    return InputError(f"cannot write the trace {path}: {error.strerror or error}")
+
+
 def _chunks(tables: Mapping[str, FileTable]) -> Iterator[list[int]]:
-    """All RL steps of all tables, in runs that hold about CHUNK_BYTES."""
-    steps = np.unique(np.concatenate([table.rl_step for table in tables.values()]))
+    """All RL steps of all tables, in runs whose rows take about CHUNK_BYTES."""
+    steps = np.unique(np.concatenate([table.rl_steps for table in tables.values()]))
     size = np.zeros(len(steps))
     for table in tables.values():
-        counts = np.bincount(np.searchsorted(steps, table.rl_step), minlength=len(steps))
-        size += counts * (table.num_bytes / max(1, len(table.rl_step)))
+        size[np.searchsorted(steps, table.rl_steps)] += table.rows_per_step * table.row_bytes
     chunk = (np.cumsum(size) // CHUNK_BYTES).astype(np.int64)
-    for number in np.unique(chunk):
-        yield steps[chunk == number].tolist()
-    if not len(steps):
-        yield []
+    for run in np.split(steps, np.flatnonzero(np.diff(chunk)) + 1):
+        yield run.tolist()
 
 
 def _steps_of(tables: Mapping[str, Table]) -> list[int]:
-    found: list[int] = np.unique(tables["workload"].rl_step).tolist()
+    found: list[int] = tables["workload"].rl_steps.tolist()
     return found
-
-
-def _counted(manifest: Manifest, rl_steps: list[int]) -> Manifest:
-    if manifest.num_rl_steps is not None:
-        return manifest
-    return manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
 
 
 def _to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:

@@ -7,10 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from . import metrics
 from .cli import Json, emit
+from .describe import count
+from .describe import describe as describe_trace
 from .generate_command import generate
-from .lengths import from_csv
+from .import_command import import_trace
 from .recorder import repair as repair_recording
 from .trace import Trace, read
 
@@ -24,8 +25,6 @@ app = typer.Typer(
 )
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, a run, or a CSV of lengths.")]
-OutOption = Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")]
-WorkersOption = Annotated[int | None, typer.Option(min=1, help="Rollout workers to write into the manifest.")]
 
 
 @app.command()
@@ -34,11 +33,8 @@ def describe(trace: TraceArgument, as_json: Json = False) -> None:
 
     Example: tltlab trace describe traces/tiny
     """
-    found = read(trace)
-    rows = metrics.per_step(found)
-    tables = {name: len(table) for name in found.names if (table := found.arrow(name)) is not None}
-    result = {"manifest": found.manifest.model_dump(), "tables": tables, "rl_steps": rows}
-    emit(result | {"prompt_share": metrics.prompt_share(found)}, as_json=as_json, text=_describe_text(result))
+    result = describe_trace(read(trace))
+    emit(result, as_json=as_json, text=_describe_text(result))
 
 
 @app.command()
@@ -48,7 +44,7 @@ def validate(trace: TraceArgument, as_json: Json = False) -> None:
     Example: tltlab trace validate traces/tiny
     """
     found = read(trace)
-    emit(_counts(found) | {"valid": True}, as_json=as_json, text=f"valid: {_counts_text(found)}")
+    emit(count(found) | {"valid": True}, as_json=as_json, text=f"valid: {_counts_text(found)}")
 
 
 @app.command()
@@ -65,55 +61,18 @@ def repair(
     text = f"{found.path}: valid: {_counts_text(found)}"
     notes = found.manifest.notes
     emit(
-        _counts(found) | {"path": str(found.path), "notes": notes},
+        count(found) | {"path": str(found.path), "notes": notes},
         as_json=as_json,
         text=f"{text}\n{notes}" if notes else text,
     )
 
 
-@app.command("import")
-def import_csv(
-    csv: Annotated[Path, typer.Argument(help="One response length per row; header and further columns are optional.")],
-    out: OutOption,
-    column: Annotated[str | None, typer.Option(help="The column of lengths, where it cannot be told.")] = None,
-    workers: WorkersOption = None,
-    group_size: Annotated[
-        int | None, typer.Option(min=1, help="Samples per prompt: so many rows in a row; without a prompt_id column.")
-    ] = None,
-    max_response_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The run's cap: responses of this length count as cut.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Make a trace of a CSV of response lengths; columns rl_step, prompt_id, sample, prompt_tokens are used.
-
-    Example: tltlab trace import lengths.csv --out my-trace --workers 8 --group-size 16
-    """
-    trace = from_csv(
-        csv, column=column, workers=workers, group_size=group_size, max_response_tokens=max_response_tokens
-    )
-    _write(trace, out, as_json)
-
-
+app.command("import")(import_trace)
 app.command()(generate)
 
 
-def _write(trace: Trace, out: Path, as_json: bool) -> None:
-    path = trace.write(out)
-    emit(_counts(trace) | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {_counts_text(trace)}")
-
-
-def _counts(trace: Trace) -> dict[str, Any]:
-    return {
-        "num_rl_steps": len(trace.rl_steps),
-        "num_responses": len(trace.outcomes),
-        "num_tokens": metrics.num_tokens(trace),
-        "tables": list(trace.names),
-    }
-
-
 def _counts_text(trace: Trace) -> str:
-    counts = _counts(trace)
+    counts = count(trace)
     return (
         f"{counts['num_responses']} responses, {counts['num_tokens']} tokens, {counts['num_rl_steps']} RL steps; "
         f"tables: {', '.join(counts['tables'])}"
