@@ -3,6 +3,23 @@
 if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
-from .replay import SimResult, simulate
+from .compare import compare
+from .replay import Scenario, SimResult, simulate
+from .rl_step import RunResult, run_steps
+from .sweep import sweep
+from .topology import Colocated, Separate
+from .verify import Verification, verify
 
-__all__ = ["SimResult", "simulate"]
+__all__ = [
+    "Colocated",
+    "RunResult",
+    "Scenario",
+    "Separate",
+    "SimResult",
+    "Verification",
+    "compare",
+    "run_steps",
+    "simulate",
+    "sweep",
+    "verify",
+]

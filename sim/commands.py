@@ -11,12 +11,16 @@ from tltlab.calibrate import parse_rl_steps
 from tltlab.cli import Json, emit
 from tltlab.errors import ConfigError
 from tltlab.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.stage_files import load_stages
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import read
 
 from .placement import PLACEMENTS
 from .replay import find_acceptance
 from .replay import simulate as run
+from .rl_step import run_steps
+from .rl_step import summary as whole_steps
+from .topology import load_topology
 
 
 def simulate(
@@ -47,6 +51,17 @@ def simulate(
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
     ] = False,
+    stages: Annotated[
+        str | None, typer.Option(help="Stage costs, a file or preset: simulate whole RL steps, not rollouts alone.")
+    ] = None,
+    topology: Annotated[
+        str,
+        typer.Option(help="With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart)."),
+    ] = "colocated",
+    gpus_per_worker: Annotated[int, typer.Option(help="With --stages: tensor parallelism of a rollout worker.")] = 1,
+    max_staleness: Annotated[
+        int, typer.Option(help="With --topology separate: 1 lets a rollout run on weights one update old.")
+    ] = 0,
     as_json: Json = False,
 ) -> None:
     """Replay a trace's responses under a policy, a cost model and a placement.
@@ -70,9 +85,16 @@ def simulate(
         decision_block=decision_block,
         record_iterations=record_iterations,
     )
-    if out is not None:
-        result.trace.write(out)
-    emit(result.summary, as_json=as_json, text=table(result.summary))
+    summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
+    if stages is not None:
+        placed = load_topology(topology, gpus_per_worker=gpus_per_worker, max_staleness=max_staleness)
+        whole = run_steps(result, load_stages(stages), topology=placed)
+        summary = summary | whole_steps(whole)
+        trace_out = whole.trace if out is not None else None
+        shown.append(stage_table(summary))
+    if out is not None and trace_out is not None:
+        trace_out.write(out)
+    emit(summary, as_json=as_json, text="\n".join(shown))
 
 
 def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, drafter: str) -> str | Policy:
@@ -102,6 +124,20 @@ def parse_strategy(text: str, drafter: str) -> Strategy:
     except ValueError as error:
         raise ConfigError(f"--strategy {text!r}: give D,K,V as three whole numbers, such as 4,1,5") from error
     return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
+
+
+def stage_table(summary: dict[str, Any]) -> str:
+    """What stages add, for people."""
+    share = summary["rollout_share"]
+    stages = ", ".join(f"{name.removesuffix('_s')} {seconds:.4g} s" for name, seconds in summary["stages"].items())
+    return "\n".join(
+        [
+            f"RL step            {summary['step_s']:.4g} s ({summary['topology']}, {summary['num_gpus']} GPUs)",
+            f"stages             {stages}",
+            f"rollout share      {'unknown' if share is None else format(share, '.1%')}",
+            f"idle GPUs          {summary['idle_gpu_fraction'] or 0.0:.1%} of GPU time",
+        ]
+    )
 
 
 def table(summary: dict[str, Any]) -> str:

@@ -445,3 +445,27 @@ def test_a_simulation_says_where_its_costs_were_never_measured():
     assert result.summary["outside_calibration"] == {"batch": 10 / 40}
     assert simulate(lengths(10), "none", costs=costs).summary["outside_calibration"] == {}
     assert simulate(lengths(10), "none", costs=COSTS).summary["outside_calibration"] is None
+
+
+def test_the_command_simulates_whole_rl_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    TRACE.write(tmp_path / "t")
+    command(tmp_path / "t", costs="cpu-small", stages="cpu-small", as_json=True, out=tmp_path / "out")
+    whole = json.loads(capsys.readouterr().out)
+    assert whole["step_s"] == pytest.approx(sum(whole["stages"].values()))
+    assert whole["stages"]["rollout_s"] == pytest.approx(whole["makespan_s"])
+    assert 0 < whole["rollout_share"] < 1
+    steps = read(tmp_path / "out").steps
+    assert steps is not None
+    assert (steps["train_s"] > 0).all()
+    options = {"topology": "separate", "max_staleness": 1, "as_json": True}
+    command(tmp_path / "t", costs="cpu-small", stages="cpu-small", **options)
+    assert json.loads(capsys.readouterr().out)["step_s"] < whole["step_s"]
+    with pytest.raises(ConfigError, match="no topology named 'moon'"):
+        command(tmp_path / "t", costs="cpu-small", stages="cpu-small", topology="moon")
+
+
+def test_an_rl_step_without_responses_is_refused():
+    work = TRACE.workload
+    trace = TRACE.replace(outcomes=TRACE.outcomes[TRACE.outcomes["rl_step"] == 0], workload=work)
+    with pytest.raises(ConfigError, match="rl_step 1 has no outcomes"):
+        simulate(trace, "none", rl_steps=[0, 1])
