@@ -76,6 +76,13 @@ class Batch(ABC):
     def generated(self, request: int) -> float:
         """Tokens a resident has generated; expected ones in fluid mode."""
 
+    def recent_acceptance(self, request: int) -> float | None:
+        """Accepted tokens per draft of a resident lately; None where it was not drafted for, or requests are alike."""
+        return None
+
+    def settle(self) -> None:  # noqa: B027
+        """The last macro-step's time has passed: what it finished is known from now on."""
+
     @abstractmethod
     def admit(self, request: int, generated: float) -> None:
         """Take a request in that has `generated` tokens already (from before a preemption)."""

@@ -7,8 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from tltlab.acceptance import Acceptance, FreshAcceptance
 from tltlab.calibrate import parse_rl_steps
 from tltlab.cli import Json, emit
+from tltlab.cost import LinearCosts
+from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.stage_files import load_stages
@@ -39,6 +42,10 @@ def simulate(
     strategy: Annotated[
         str | None, typer.Option(help="D,K,V: one strategy throughout, e.g. 4,1,5; replaces --policy.")
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Drafter of --strategy. [default: the acceptance's, else learned on GPU costs, else ngram]"),
+    ] = None,
     sd_threshold: Annotated[
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
@@ -51,6 +58,9 @@ def simulate(
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
     ] = False,
+    spot_training: Annotated[
+        str | None, typer.Option(help="Train the drafter on idle workers: a file of rates and costs, or tlt.")
+    ] = None,
     stages: Annotated[
         str | None, typer.Option(help="Stage costs, a file or preset: simulate whole RL steps, not rollouts alone.")
     ] = None,
@@ -70,11 +80,9 @@ def simulate(
     """
     source = read(trace)
     model = find_acceptance(source, acceptance)
-    # "ngram" needs no training, so it is what a trace that names no drafter is most likely replayed for.
-    drafter = model.drafters[0] if model is not None and len(model.drafters) == 1 else "ngram"
     result = run(
         source,
-        choose_policy(policy, strategy, sd_threshold, drafter),
+        choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs)),
         costs=costs,
         acceptance=model,
         workers=workers,
@@ -84,6 +92,7 @@ def simulate(
         rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
         decision_block=decision_block,
         record_iterations=record_iterations,
+        spot=spot_training,
     )
     summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
     if stages is not None:
@@ -95,6 +104,15 @@ def simulate(
     if out is not None and trace_out is not None:
         trace_out.write(out)
     emit(summary, as_json=as_json, text="\n".join(shown))
+
+
+def likely_drafter(model: Acceptance | None, costs: str | None) -> str:
+    """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
+    if isinstance(model, FreshAcceptance):
+        return model.drafter
+    if model is not None and len(model.drafters) == 1:
+        return model.drafters[0]
+    return "ngram" if costs is None or isinstance(load_costs(costs), LinearCosts) else "learned"
 
 
 def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, drafter: str) -> str | Policy:
@@ -124,6 +142,14 @@ def parse_strategy(text: str, drafter: str) -> Strategy:
     except ValueError as error:
         raise ConfigError(f"--strategy {text!r}: give D,K,V as three whole numbers, such as 4,1,5") from error
     return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
+
+
+def spot_line(spot: dict[str, Any]) -> str:
+    """What idle workers trained, for people."""
+    return (
+        f"spot training      {spot['updates']} updates in {spot['used_share']:.1%} of {spot['idle_worker_s']:.4g} idle "
+        f"worker seconds, {spot['checkpoints']} checkpoints"
+    )
 
 
 def stage_table(summary: dict[str, Any]) -> str:
@@ -161,5 +187,6 @@ def table(summary: dict[str, Any]) -> str:
             f"accept length      {accept}",
             f"simulated in       {shown('wall_s', '.3g')} s",
             *(beyond if outside else []),
+            *([spot_line(spot)] if (spot := summary["spot_training"]) else []),
         ]
     )

@@ -68,8 +68,8 @@ def compare(
 def table(found: pd.DataFrame) -> str:
     """The comparison for people."""
     lines = [f"{'policy':32s}{'makespan s':>12s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}"]
-    for row in found.itertuples(index=False):
-        regret = "" if row.regret is None else f"{row.regret:9.1%}"
-        interval = f"[{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
-        lines.append(f"{row.policy:32s}{row.makespan_s:12.4g}{row.ratio:8.3f}{interval:>18s}{regret}")
+    for row in found.to_dict("records"):
+        regret = "" if row["regret"] is None else f"{row['regret']:9.1%}"
+        interval = f"[{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+        lines.append(f"{row['policy']:32s}{row['makespan_s']:12.4g}{row['ratio']:8.3f}{interval:>18s}{regret}")
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from .log import Entry, WorkerLog
 from .plan import Plan, check_known
 from .regime import Regime, Regimes
 from .requests import Requests
+from .spot import SpotResult
 from .view import RequestsView
 
 
@@ -43,6 +44,9 @@ class IdleUse(Protocol):
 
     def attach(self, env: simpy.Environment, num_workers: int) -> None:
         """A rollout begins."""
+
+    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
+        """A worker that is about to be idle has finished responses of these lengths."""
 
     def worker_idle(self, worker: int, now: float) -> None:
         """A worker has nothing left to do in this rollout."""
@@ -55,6 +59,7 @@ class LeaveIdle:
     """Idle workers stay idle."""
 
     def attach(self, env: simpy.Environment, num_workers: int) -> None: ...
+    def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
     def worker_idle(self, worker: int, now: float) -> None: ...
     def rollout_ended(self, now: float) -> None: ...
 
@@ -70,6 +75,7 @@ class Rollout:
     logs: list[WorkerLog]
     worker_end_s: list[float]
     makespan_s: float = 0.0
+    spot: SpotResult | None = None
 
 
 @dataclass(slots=True)
@@ -77,17 +83,20 @@ class Engine:
     """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker."""
 
     costs: CostModel
-    regimes: Regimes
     selectors: list[Selector]
-    new_batch: Callable[[Requests], Batch]
     decision_block: int = 1
     record_rewards: bool = False
-    drafters: dict[str, DrafterState] = field(default_factory=dict)
     idle_use: IdleUse = field(default_factory=LeaveIdle)
+    regimes: Regimes = field(init=False)
+    new_batch: Callable[[Requests], Batch] = field(init=False)
+    drafters: Mapping[str, DrafterState] = field(default_factory=dict)
     plan: Plan = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.plan = Plan(self.selectors[0], self.regimes)
+    def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> Engine:
+        """Set what strategies yield, which may change from one RL step to the next; the selectors stay."""
+        self.regimes, self.new_batch = regimes, new_batch
+        self.plan = Plan(self.selectors[0], regimes)
+        return self
 
     def rollout(self, requests: Requests, queues: list[list[int]]) -> Rollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission."""
@@ -165,7 +174,9 @@ class Worker:
                 self.waiting.extend((request, 0.0) for request in self.queue.tolist())
                 yield from self._rounds(env)
         self.result.worker_end_s[self.index] = env.now
-        self.engine.idle_use.worker_idle(self.index, env.now)
+        idle_use = self.engine.idle_use
+        idle_use.responses_finished(self.requests.lengths[self.queue].tolist(), env.now)
+        idle_use.worker_idle(self.index, env.now)
 
     def _rounds(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         batch = self.batch
@@ -194,6 +205,7 @@ class Worker:
             chunks_s = self.engine.costs.prefill_s(in_chunks)
             ready_s = start_s + switch_s + prefill_s
             yield env.timeout(switch_s + prefill_s + chunks_s + macro.seconds)
+            batch.settle()
             self._note_times(admitted, ready_s + macro.first_s, macro, env.now)
             admitted = []
             had_prefill = tokens + in_chunks > 0

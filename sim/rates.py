@@ -14,8 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from tltlab.acceptance import AcceptanceModel, RequestAcceptance, per_request
 from tltlab.budget import DraftBudget
@@ -127,8 +129,9 @@ class RateBatch(Batch):
         self.settle()
         running, batch, context = self._running, len(self._running), self.context_tokens
         left = self.requests.lengths[running] - self._generated[running]
-        drafted: Ints | None = None
+        gains: npt.NDArray[Any] | None = None
         if regime.strategy.speculates:
+            drafted: Ints | None = None
             if self._budget is not None:
                 regime, drafted = self._allotted(regime)
             limit = min(limit, self._refresh)
@@ -136,14 +139,15 @@ class RateBatch(Batch):
             if self._sampled:
                 self._draws[running] += n
             self._remember(gains.mean(axis=1) - 1.0, n, drafted)
+            total = gains.sum(axis=1)
+            grown = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
         else:
             whole = max(1, math.ceil(float(left.min()) - TOLERANCE_TOKENS))
             n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
-            gains = np.broadcast_to(1, (batch, n))
-        grown = gains.sum(axis=0)
+            total, grown = np.full(batch, n), batch * n * (n - 1) / 2
         first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
-        seconds = n * first_s + regime.slope_s(batch) * float((grown * np.arange(n - 1, -1, -1)).sum())
-        self._generated[running] += gains.sum(axis=1)
+        seconds = n * first_s + regime.slope_s(batch) * grown
+        self._generated[running] += total
         over = self._generated[running] >= self.requests.lengths[running] - TOLERANCE_TOKENS
         self._running = running[~over]
         self._pending = [int(r) for r in running[over]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,16 +74,26 @@ def _spans(rollout: Rollout) -> pd.DataFrame:
             _block(kinds, c.decode_start_s, c.seconds, c.batch, details, np.ones(len(c), dtype=bool)),
         ]
         spans = pd.concat(blocks, ignore_index=True).sort_values("t_start", kind="stable")
-        idle_s = rollout.makespan_s - rollout.worker_end_s[w]
-        if idle_s > 0:
-            end = np.array([rollout.worker_end_s[w]])
-            idle = _block("idle", end, np.array([idle_s]), np.array([0]), np.array([None]), np.array([True]))
-            spans = pd.concat([spans, idle], ignore_index=True)
         spans.insert(0, "lane", f"worker {w}")
         parts.append(spans)
+    rows = [row for w in range(len(rollout.logs)) for row in _idle(rollout, w)]
+    if rollout.spot is not None:
+        rows += [(s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
+    if rows:
+        parts.append(pd.DataFrame(rows, columns=["lane", "kind", "t_start", "duration", "batch", "detail"]))
     joined = pd.concat(parts, ignore_index=True)
     joined.insert(0, "rl_step", rollout.requests.rl_step)
     return joined
+
+
+def _idle(rollout: Rollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
+    """The times after a worker's last request in which it does not even train the drafter."""
+    lane, now = f"worker {worker}", rollout.worker_end_s[worker]
+    held = [span for span in (rollout.spot.spans if rollout.spot else ()) if span.lane == lane]
+    for start_s, end_s in [*((span.start_s, span.end_s) for span in held), (rollout.makespan_s, rollout.makespan_s)]:
+        if start_s > now:
+            yield lane, "idle", now, start_s - now, 0, None
+        now = max(now, end_s)
 
 
 def _block(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tltlab.acceptance import Acceptance, AcceptanceModel, FloatArray, TraceAcceptance, reach
+from tltlab.acceptance import AcceptanceModel, FloatArray, RequestAcceptance, Settled, TraceAcceptance, reach
 from tltlab.cost import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -17,7 +17,8 @@ from tltlab.strategy import Strategy
 class Regime:
     """One strategy with its cost, expected `tokens` and drafts per request and iteration.
 
-    `most` is the largest number of accepted tokens, `cdf[j]` = P(accepted <= j) for j < most (None when replayed).
+    `most` is the largest number of accepted tokens, `cdf[j]` = P(accepted <= j) for j < most. Where acceptance is
+    replayed or differs between requests, `cdf` is None and `tokens` nan.
     """
 
     strategy: Strategy
@@ -45,7 +46,7 @@ class Regimes:
     Raises ConfigError for a missing cost term or an unknown acceptance.
     """
 
-    def __init__(self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Acceptance | None) -> None:
+    def __init__(self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Settled | None) -> None:
         self.strategies = tuple(strategies)
         self._loaded = any(s.speculates for s in strategies)
         self._costs = costs
@@ -60,7 +61,7 @@ class Regimes:
         found = self._by_batch.get((strategy, batch))
         if found is None:
             model = self._acceptance
-            if isinstance(model, AcceptanceModel) and strategy.speculates:
+            if isinstance(model, AcceptanceModel | RequestAcceptance) and strategy.speculates:
                 model = model.at(batch)
             key = (strategy, id(model))
             if key not in self._by_model:
@@ -73,7 +74,7 @@ class Regimes:
         return list({id(r): r for s in self.strategies for n in range(1, batch + 1) for r in [self.at(s, n)]}.values())
 
 
-def _regime(strategy: Strategy, costs: CostModel, acceptance: Acceptance | None, loaded: bool) -> Regime:
+def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool) -> Regime:
     tokens, drafted, cdf = 1.0, 0.0, None
     if strategy.speculates:
         if acceptance is None:
@@ -84,6 +85,8 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Acceptance | None,
         if isinstance(acceptance, TraceAcceptance):
             acceptance.check(strategy)
             tokens, drafted = float("nan"), float(reach(strategy))
+        elif isinstance(acceptance, RequestAcceptance):
+            tokens, drafted = float("nan"), acceptance.num_drafted(strategy)
         else:
             tokens = acceptance.tokens_per_iteration(strategy)
             drafted = acceptance.num_drafted(strategy)

@@ -6,20 +6,35 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
+from pydantic import ValidationError
 
 from tltlab import metrics
-from tltlab.acceptance import Acceptance, TraceAcceptance, load_acceptance
+from tltlab.acceptance import (
+    Acceptance,
+    ConstantAcceptance,
+    FreshAcceptance,
+    RequestAcceptance,
+    Settled,
+    TraceAcceptance,
+    fresh,
+    load_acceptance,
+    reach,
+)
+from tltlab.budget import DraftBudget
+from tltlab.cli import read_json
 from tltlab.cost import CalibratedRange, CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
+from tltlab.roofline import MODEL_FREE
 from tltlab.selector import Selector
+from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 from tltlab.trace import Manifest, Trace
@@ -27,10 +42,12 @@ from tltlab.trace import Manifest, Trace
 from . import record
 from .batch import Batch, FluidBatch
 from .bounds import lower_bound_s
-from .engine import Engine, Rollout
+from .engine import Engine, LeaveIdle, Rollout
 from .placement import place
+from .rates import Rates
 from .regime import Regimes
 from .requests import Requests, requests_by_step
+from .spot import SpotTrainer
 from .walk import ReplayBatch, SampledBatch
 
 Mode = Literal["fluid", "sampled"]
@@ -83,9 +100,25 @@ class SimResult:
         return metrics.summary(self.trace) | {
             "mean_accept_length": self._mean_accept_length(),
             "outside_calibration": self._outside_calibration(),
+            "spot_training": self._spot_training(),
             "lower_bound_s": bound_s,
             "regret": self.makespan_s / bound_s - 1.0 if bound_s > 0 else None,
             "wall_s": self.wall_s,
+        }
+
+    def _spot_training(self) -> dict[str, float] | None:
+        """Sums over the RL steps, and the share of idle worker time that went into updates; None without."""
+        found = [rollout.spot for rollout in self.rollouts if rollout.spot is not None]
+        if not found:
+            return None
+        idle_s = math.fsum(spot.idle_worker_s for spot in found)
+        return {
+            "updates": sum(spot.trained.updates for spot in found),
+            "updates_lost": sum(spot.trained.updates_lost for spot in found),
+            "checkpoints": sum(spot.trained.checkpoints for spot in found),
+            "idle_worker_s": idle_s,
+            "used_share": math.fsum(spot.trained_worker_s for spot in found) / idle_s if idle_s else 0.0,
+            "release_delay_s": math.fsum(spot.release_delay_s for spot in found),
         }
 
     def _outside_calibration(self) -> dict[str, float] | None:
@@ -125,6 +158,7 @@ def simulate(
     rl_steps: Sequence[int] | None = None,
     decision_block: int = 1,
     record_iterations: bool = False,
+    spot: SpotTraining | dict[str, Any] | str | Path | None = None,
 ) -> SimResult:
     """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
 
@@ -136,7 +170,8 @@ def simulate(
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
     one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
-    to the result's trace.
+    to the result's trace. `spot` (a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with
+    these updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
 
     Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
 
@@ -153,6 +188,7 @@ def simulate(
         seed=seed,
         rl_steps=rl_steps,
         decision_block=decision_block,
+        spot=spot,
     )
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
@@ -181,6 +217,7 @@ class Scenario:
     mode: str
     seed: int
     decision_block: int
+    spot: SpotTraining | None = None
 
     @classmethod
     def of(
@@ -195,6 +232,7 @@ class Scenario:
         seed: int = 0,
         rl_steps: Sequence[int] | None = None,
         decision_block: int = 1,
+        spot: SpotTraining | dict[str, Any] | str | Path | None = None,
     ) -> Scenario:
         """The arguments are those of `simulate`."""
         if mode not in get_args(Mode):
@@ -212,6 +250,7 @@ class Scenario:
             mode=mode,
             seed=seed,
             decision_block=decision_block,
+            spot=None if spot is None else load_spot_training(spot),
         )
 
     def rollouts(
@@ -219,29 +258,58 @@ class Scenario:
     ) -> tuple[Rollout, ...]:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does."""
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
-        speculates = any(s.speculates for s in policy.strategies)
+        drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
+        budget = policy.build_budget() if isinstance(policy, Policy) and policy.budget else None
+        trainer = None if self.spot is None else SpotTrainer(self.spot)
         engine = Engine(
             costs=self.costs,
-            regimes=self.regimes(policy.strategies),
             selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
-            new_batch=_batches(self.acceptance if speculates else None, self.mode, self.seed),
             decision_block=self.decision_block,
             record_rewards=record_rewards,
-            drafters={s.drafter: DrafterState() for s in policy.strategies if s.speculates},
+            idle_use=trainer or LeaveIdle(),
         )
-        return tuple(engine.rollout(step, queues) for step, queues in zip(self.steps, self.queues, strict=True))
-
-    def regimes(self, strategies: Sequence[Strategy]) -> Regimes:
-        """What strategies cost and yield here."""
-        return Regimes(strategies, self.costs, self.acceptance)
+        done: list[Rollout] = []
+        before, state = None, DrafterState()
+        for step, queues in zip(self.steps, self.queues, strict=True):
+            known = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
+            model = None if self.acceptance is None else fresh(self.acceptance, known)
+            if not done or model is not before:
+                batches = _batches(model if drafters else None, self, budget)
+                engine.prepare(Regimes(policy.strategies, self.costs, model), batches)
+            before, engine.drafters = model, known
+            rollout = engine.rollout(step, queues)
+            if trainer is not None:
+                rollout.spot, state = trainer.result, trainer.drafter
+            else:
+                state = replace(state, age=state.age + 1)
+            done.append(rollout)
+        return tuple(done)
 
     def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
-        """The clairvoyant lower bound of each RL step, over all uses of these strategies."""
-        met = self.regimes(strategies).up_to(max(map(len, self.steps), default=1))
-        return [
-            lower_bound_s(step, met, self.costs, self.workers, self.acceptance, self.mode, self.seed)
-            for step in self.steps
-        ]
+        """The clairvoyant lower bound of each RL step, over all uses of these strategies.
+
+        Where acceptance differs between requests or changes with the drafter's age, speculation is taken at its best:
+        every draft accepted in full.
+        """
+        model = self.acceptance
+        if isinstance(model, RequestAcceptance | FreshAcceptance):
+            model = ConstantAcceptance(tokens=1.0 + max((reach(s) for s in strategies), default=0))
+        met = Regimes(strategies, self.costs, model).up_to(max(map(len, self.steps), default=1))
+        return [lower_bound_s(step, met, self.costs, self.workers, model, self.mode, self.seed) for step in self.steps]
+
+
+def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> SpotTraining:
+    """Spot training from itself, a dict, a JSON file, or "tlt" for the defaults. Raises ConfigError."""
+    if isinstance(source, SpotTraining):
+        return source
+    if source == "tlt":
+        return SpotTraining()
+    value = source if isinstance(source, dict) else read_json(Path(source))
+    try:
+        return SpotTraining.model_validate(value)
+    except ValidationError as error:
+        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
+        raise ConfigError(f"spot training: {found}") from error
 
 
 def _workers(trace: Trace, workers: int | None) -> int:
@@ -280,11 +348,22 @@ def find_acceptance(trace: Trace, source: Acceptance | dict[str, Any] | str | Pa
     return load_acceptance(source)
 
 
-def _batches(model: Acceptance | None, mode: str, seed: int) -> Callable[[Requests], Batch]:
+def _batches(model: Settled | None, scenario: Scenario, budget: DraftBudget | None) -> Callable[[Requests], Batch]:
+    """How running requests gain tokens: all alike where that can be, else each for itself."""
+    if isinstance(model, RequestAcceptance) or (budget is not None and model is not None):
+        if isinstance(model, TraceAcceptance):
+            raise ConfigError("a budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
+        return Rates(
+            model=model,
+            costs=scenario.costs,
+            seed=scenario.seed,
+            sampled=scenario.mode == "sampled",
+            budget=budget,
+        )
     if isinstance(model, TraceAcceptance):
         return lambda requests: ReplayBatch(requests, model)
-    if model is not None and mode == "sampled":
-        return lambda requests: SampledBatch(requests, seed)
+    if model is not None and scenario.mode == "sampled":
+        return lambda requests: SampledBatch(requests, scenario.seed)
     return FluidBatch
 
 

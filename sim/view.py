@@ -39,4 +39,5 @@ class RequestsView(Sequence[RequestState]):
             prompt_id=key[1],
             generated_tokens=int(self._batch.generated(request)),
             max_response_tokens=self._requests.max_response_tokens[request],
+            recent_acceptance=self._batch.recent_acceptance(request),
         )

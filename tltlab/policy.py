@@ -27,6 +27,7 @@ from pydantic import model_validator as validator
 from .activation import Count, ElasticActivation
 from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab
+from .budget import AcceptanceBudget, DraftBudget, UniformBudget
 from .cli import read_json, write_json
 from .errors import ConfigError
 from .reward import RewardKind, Statistic
@@ -230,10 +231,35 @@ class Activation(_Model):
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
 
 
-class Policy(_Model):
-    """A selector, when it is active, and where it came from.
+class UniformBudgetSpec(_Model):
+    """Every request is drafted what the strategy says."""
 
-    `budget` is reserved. `provenance` says how the policy was found: trace, costs, seed, objective, interval, ...
+    kind: Literal["uniform"] = "uniform"
+
+    def build(self) -> DraftBudget:
+        return UniformBudget()
+
+
+class AcceptanceBudgetSpec(_Model):
+    """Settings of `AcceptanceBudget`."""
+
+    kind: Literal["acceptance"] = "acceptance"
+    min_tokens: int = Field(default=1, ge=0)
+    max_draft_tokens: int | None = Field(default=None, ge=0)
+    prior: float = Field(default=1.0, ge=0)
+
+    def build(self) -> DraftBudget:
+        return AcceptanceBudget(self.min_tokens, self.max_draft_tokens, self.prior)
+
+
+BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec, Field(discriminator="kind")]
+
+
+class Policy(_Model):
+    """A selector, when it is active, how drafts are shared out, and where it came from.
+
+    Without a `budget` every request is drafted what the strategy says. `provenance` says how the policy was found:
+    trace, costs, seed, objective, interval, ...
 
     >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))
     >>> [str(strategy) for strategy in policy.strategies]
@@ -244,13 +270,17 @@ class Policy(_Model):
     version: Literal[1] = 1
     selector: SelectorSpec
     activation: Activation | None = None
-    budget: None = None
+    budget: BudgetSpec | None = None
     provenance: dict[str, Any] = {}
 
     def build(self, rng: np.random.Generator) -> Selector:
         """A fresh selector that draws from `rng`; build one per worker."""
         selector = self.selector.build(rng)
         return self.activation.wrap(selector) if self.activation else selector
+
+    def build_budget(self) -> DraftBudget:
+        """What shares out the drafts of an iteration."""
+        return self.budget.build() if self.budget else UniformBudget()
 
     @property
     def strategies(self) -> tuple[Strategy, ...]:
@@ -303,7 +333,7 @@ def _parse(path: Path, value: Any) -> Policy:
 
 def _place(loc: tuple[int | str, ...]) -> str:
     # Inside the union pydantic's place goes on with the kind; the file has no such level.
-    parts = [str(part) for i, part in enumerate(loc) if not (i == 1 and loc[0] == "selector")]
+    parts = [str(part) for i, part in enumerate(loc) if not (i == 1 and loc[0] in ("selector", "budget"))]
     return ".".join(parts) or "policy"
 
 

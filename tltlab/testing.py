@@ -1,4 +1,4 @@
-"""The contract of `Selector` as a check: run it on a policy of your own in your tests.
+"""The contracts of `Selector` and `DraftBudget` as checks: run them on a policy of your own in your tests.
 
     from tltlab.testing import check_selector
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, overload
 
 import numpy as np
 
+from .budget import DraftBudget
 from .selector import Selector
 from .state import DrafterState, RequestState, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
@@ -136,6 +138,43 @@ def check_memoryless(factory: Factory) -> None:
             f"memoryless is set, but the choice at batch {batch} changed after observe or with something in the state "
             f"other than batch and waiting"
         )
+
+
+def check_budget(factory: Callable[[], DraftBudget]) -> None:
+    """Check that the budgets `factory()` builds keep the promises of `DraftBudget`; AssertionError if one does not.
+
+    They give each request of the batch a whole number of tokens from 0 to the draft depth, no more in all than the
+    strategy verifies, nothing without speculation, the same for the same state, and need no requests in the state.
+    """
+    budget, again = factory(), factory()
+    assert isinstance(budget, DraftBudget), f"the factory built a {type(budget).__name__}, not a DraftBudget"
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy("ngram", 8, 1, 5), Strategy("ngram", 8, 1, 2))
+    for i in range(NUM_ITERATIONS):
+        state = _budget_state(i)
+        for strategy in strategies:
+            allotted = budget.allot(state, strategy)
+            where = f"(state {i}, {strategy})"
+            assert len(allotted) == state.batch, (
+                f"allot gave {len(allotted)} numbers for {state.batch} requests {where}"
+            )
+            for tokens in allotted:
+                assert isinstance(tokens, int), f"allot must give ints, got {tokens!r} {where}"
+                assert 0 <= tokens <= strategy.draft_depth, (
+                    f"allot gave {tokens} tokens, outside [0, draft_depth = {strategy.draft_depth}] {where}"
+                )
+            most = state.batch * (strategy.tokens_to_verify - 1)
+            assert sum(allotted) <= most, (
+                f"allot gave {sum(allotted)} tokens in all, the strategy verifies {most} {where}"
+            )
+            assert again.allot(state, strategy) == allotted, f"allot differs between two budgets built alike {where}"
+
+
+def _budget_state(i: int) -> StepState:
+    """Requests that know nothing, some of them or all of their recent acceptance; now and then none are listed."""
+    batch = BATCHES[::-1][i % 12]
+    seen = [None if (i + j) % 3 == 0 else (j * 7 + i) % 11 / 2 for j in range(batch)] if i % 4 else [None] * batch
+    requests = tuple(replace(r, recent_acceptance=a) for r, a in zip(_requests(batch, i), seen, strict=True))
+    return StepState(rl_step=0, batch=batch, requests=_NoRequests() if i % 7 == 0 else requests)
 
 
 class _NoRequests(Sequence[RequestState]):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.acceptance import (
+    SHIPPED,
     ConstantAcceptance,
     FittedAcceptance,
     FittedDepth,
@@ -17,6 +18,7 @@ from tltlab.acceptance import (
     load_acceptance,
     reach,
 )
+from tltlab.acceptance_model import from_survival, scaled
 from tltlab.errors import ConfigError
 from tltlab.fit_acceptance import equal_chain
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -39,6 +41,7 @@ def test_reach_is_what_an_iteration_can_accept():
     assert reach(chain(4)) == 4
     assert reach(Strategy("ngram", 4, 1, 3)) == 2
     assert reach(Strategy("learned", 4, 8, 48)) == 4
+    assert reach(Strategy("learned", 4, 2, 3)) == 2
     assert reach(NO_SPECULATION) == 0
 
 
@@ -92,6 +95,30 @@ def test_a_fitted_file_reads_back(tmp_path: Path):
 def test_models_by_name():
     assert load_acceptance("constant:2.5") == ConstantAcceptance(tokens=2.5)
     assert load_acceptance("geometric:0.7") == GeometricAcceptance(alpha=0.7)
+    assert list(SHIPPED) == ["tlt-qwen2.5-32b", "seer-siblings"]
+    for name, model in SHIPPED.items():
+        assert load_acceptance(name) is model
+        assert load_acceptance(model.model_dump(mode="json")) == model
+        assert any("arXiv" in note for note in model.notes)
+
+
+def test_an_unknown_name_hears_which_there_are():
+    with pytest.raises(ConfigError, match=r"constant:A, geometric:ALPHA, 'trace', tlt-qwen2.5-32b, seer-siblings"):
+        load_acceptance("tlt")
+
+
+@given(st.floats(0, 1), st.integers(1, 16))
+def test_survival_says_the_same_as_the_distribution(alpha: float, depth: int):
+    model = GeometricAcceptance(alpha=alpha)
+    p = model.distribution(chain(depth))
+    assert from_survival(model.survival(chain(depth))) == pytest.approx(p, abs=1e-12)
+    assert 1 + model.survival(chain(depth)).sum() == pytest.approx(model.tokens_per_iteration(chain(depth)))
+
+
+@given(st.floats(0.01, 1), st.floats(0, 3), st.integers(1, 16))
+def test_scaling_multiplies_every_chance_up_to_one(alpha: float, ratio: float, depth: int):
+    kept = scaled(GeometricAcceptance(alpha=alpha).survival(chain(depth)), ratio)
+    assert kept == pytest.approx(min(1.0, alpha * ratio) ** np.arange(1, depth + 1))
 
 
 @pytest.mark.parametrize("source", ["constant:0.5", "geometric:1.5", "geometric:often", "constant:nan", "golden", {}])

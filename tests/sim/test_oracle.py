@@ -87,7 +87,7 @@ def assert_agree(
     placement: str,
     gain: Callable[..., float] = expected,
 ) -> None:
-    engine = Engine(costs=cost, regimes=regimes, selectors=[selector() for _ in range(workers)], new_batch=new_batch)
+    engine = Engine(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
     queues = place(req, workers, placement)
     result = engine.rollout(req, queues)
     makespan = 0.0

@@ -1,0 +1,115 @@
+"""What the worker coordinator is told and what it answers: events, commands, and the rules that a worker keeps.
+
+Messages may be lost, doubled and reordered, so each says all there is: a report is the worker's whole state and a
+command the whole of what its worker shall do, and the latest one wins.
+
+A worker
+- numbers its reports upwards, over restarts too (a clock in milliseconds serves as the first number), sends one at
+  each change and after each command, and repeats itself, under a new number, as a heartbeat;
+- handles a command once: one whose `seq` is not above `acked`, the highest it has handled, changes nothing;
+- does not obey `Train` while it has requests, or outside the rollout of `rl_step`: the report then acknowledges the
+  command with `term` None;
+- after `StopTraining` finishes at most the optimizer step under way, and reports `term` None once its device is free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerReport:
+    """What a worker says of itself.
+
+    `busy`: it has requests of RL step `rl_step` left. `term`: the training period for which a trainer holds its
+    device, be it still being set up; None where the device is free of training. `acked`: the `seq` of the last command
+    it handled.
+
+    >>> WorkerReport(worker=3, seq=17, rl_step=0, busy=False).term is None
+    True
+    """
+
+    worker: int
+    seq: int
+    rl_step: int
+    busy: bool
+    term: int | None = None
+    acked: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerGone:
+    """The process of this worker has ended, says what watches over processes.
+
+    A report of that process that arrives later brings the worker back: drop those, repeat this, or set `gone_after_s`.
+    """
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutStarted:
+    """RL step `rl_step` generates from now on; every worker counts as busy until it reports otherwise."""
+
+    rl_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEnded:
+    """RL step `rl_step` needs all devices; `Released` answers it, and answers it again when it is repeated."""
+
+    rl_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time has passed; due at `coordinator.wakeup_s`."""
+
+
+Event = WorkerReport | WorkerGone | RolloutStarted | RolloutEnded | Tick
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Train:
+    """Be in this group: set it up, join it, or go on in it with other members from the next optimizer step on.
+
+    `members` are in rank order, the leader first. `term` numbers the training period: a term has one leader.
+    """
+
+    worker: int
+    seq: int
+    term: int
+    rl_step: int
+    leader: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopTraining:
+    """Free the device of any training, of whatever term: save in the background and yield."""
+
+    worker: int
+    seq: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """End this worker's trainer by force, it did not yield in time; what it had not saved is lost.
+
+    For what watches over processes, not for the worker; takes effect whether or not messages get through.
+    """
+
+    worker: int
+    seq: int
+    term: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Released:
+    """For the RL step's driver: its rollout has ended and no device trains the drafter."""
+
+    rl_step: int
+
+
+Command = Train | StopTraining | Kill | Released
