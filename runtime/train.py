@@ -81,6 +81,10 @@ class GrpoRun:
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
+        if policy.budget is not None and policy.budget.kind != "uniform":
+            raise ConfigError(
+                f"policy {name or policy.selector.kind}: the engine drafts alike for all requests; no budget"
+            )
         self._policy_name = name or policy.selector.kind
         self._get([w.set_policy.remote(policy, self.rl_step) for w in self._workers])
         self._policies = [p for p in self._policies if p["rl_step"] != self.rl_step]

@@ -14,6 +14,7 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
   (fix_s + c*(p + x))/A_s - c/2, so the time is at least the integral of min_s h_s over [0, L]. That minimum is concave
   in x, hence the integral is at least L times the mean of its ends. Exact for one strategy.
 - replayed: the shortest path over positions, exact.
+- by request: as fluid, with the most that a request can get anywhere in its response (reach + 1 when sampled).
 - sampled: the draws u_1, u_2, ... are fixed and used up in order. For any price lam per token (at most the cost of a
   plain iteration, where there is one), sum fix_s >= lam*L - max_K sum_{k<=K} max_s(lam*gain_s(u_k) - fix_s). With a_k
   the best gain of draw k, A its mean, R the largest rise of the walk of steps a_k/A - 1, the contexts sum to at least
@@ -23,12 +24,13 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from tltlab.acceptance import Acceptance, FloatArray, TraceAcceptance
+from tltlab.acceptance import FloatArray, RequestAcceptance, Settled, TraceAcceptance
 from tltlab.cost import CostModel
 
 from .batch import TOLERANCE_TOKENS
@@ -42,7 +44,7 @@ def lower_bound_s(
     regimes: Sequence[Regime],
     costs: CostModel,
     workers: int,
-    acceptance: Acceptance | None,
+    acceptance: Settled | None,
     mode: str,
     seed: int,
 ) -> float:
@@ -77,7 +79,7 @@ def _decoding_s(
     regimes: Sequence[Regime],
     fixed: list[list[float]],
     slope_s: float,
-    acceptance: Acceptance | None,
+    acceptance: Settled | None,
     mode: str,
     seed: int,
 ) -> list[FloatArray]:
@@ -87,13 +89,26 @@ def _decoding_s(
             return [
                 _replayed(requests, ran, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
             ]
-        if mode == "sampled":
+        if mode == "sampled" and not isinstance(acceptance, RequestAcceptance):
             return _sampled(requests, ran, regimes, fixed, slope_s, seed)
     prompts = np.array([requests.prompt_tokens[i] for i in ran], np.float64)
     lengths = np.array([requests.response_tokens[i] for i in ran], np.float64) - TOLERANCE_TOKENS
 
+    def most(regime: Regime) -> FloatArray | float:
+        if not isinstance(acceptance, RequestAcceptance) or not regime.strategy.speculates:
+            return regime.tokens
+        if mode == "sampled":
+            return regime.most + 1.0
+        keys = [requests.keys[i] for i in ran]
+        size = Counter(key[:2] for key in requests.keys)
+        siblings = np.array([size[key[:2]] - 1.0 for key in keys])
+        levels = acceptance.levels(regime.strategy.drafter, keys, seed)
+        return acceptance.most_tokens(regime.strategy, levels, lengths, siblings)
+
+    gains = [most(regime) for regime in regimes]
+
     def cheapest(x: FloatArray | float, row: list[float]) -> FloatArray:
-        per_token = [(fix + slope_s * (prompts + x)) / r.tokens for r, fix in zip(regimes, row, strict=True)]
+        per_token = [(fix + slope_s * (prompts + x)) / gain for gain, fix in zip(gains, row, strict=True)]
         least: FloatArray = np.min(per_token, axis=0) - slope_s / 2
         return least
 

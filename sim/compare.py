@@ -11,7 +11,7 @@ import pandas as pd
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
 
-from .replay import PolicyLike, Scenario
+from .replay import PolicyLike, Scenario, budget_of
 from .sweep import sweep
 
 
@@ -29,7 +29,7 @@ def compare(
 
     Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
     1 is faster) with its paired bootstrap interval `ratio_low` to `ratio_high` over the RL steps, and `regret` to the
-    clairvoyant bound over all strategies of all policies. `repeats` are seeds; each shares its luck among the policies,
+    clairvoyant bound over all strategies of all policies (None under a per-request budget). `repeats` are seeds; each shares its luck among the policies,
     and a step's repeats are averaged before resampling, since they share its lengths. Raises ConfigError.
     """
     names = list(policies)
@@ -56,7 +56,7 @@ def compare(
                 "ratio": ratio.estimate,
                 "ratio_low": ratio.low,
                 "ratio_high": ratio.high,
-                "regret": makespan_s / bound_s - 1 if bound_s > 0 else None,
+                "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budget_of(policies[name]) else None,
             }
         )
     return pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True)

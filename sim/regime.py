@@ -86,6 +86,8 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, lo
             acceptance.check(strategy)
             tokens, drafted = float("nan"), float(reach(strategy))
         elif isinstance(acceptance, RequestAcceptance):
+            nobody = np.zeros(0)
+            acceptance.survival(strategy, nobody, nobody, nobody)  # refuses what it does not cover
             tokens, drafted = float("nan"), acceptance.num_drafted(strategy)
         else:
             tokens = acceptance.tokens_per_iteration(strategy)

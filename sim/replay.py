@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,16 +18,13 @@ from pydantic import ValidationError
 from tltlab import metrics
 from tltlab.acceptance import (
     Acceptance,
-    ConstantAcceptance,
-    FreshAcceptance,
     RequestAcceptance,
     Settled,
     TraceAcceptance,
     fresh,
     load_acceptance,
-    reach,
 )
-from tltlab.budget import DraftBudget
+from tltlab.budget import DraftBudget, UniformBudget
 from tltlab.cli import read_json
 from tltlab.cost import CalibratedRange, CostModel
 from tltlab.cost_files import load_costs
@@ -74,7 +72,7 @@ class SimResult:
     policy: str
     wall_s: float
     calibrated: CalibratedRange | None
-    bounds_s: Callable[[], list[float]]
+    bounds_s: Callable[[], list[float] | None]
     record_iterations: bool
 
     @property
@@ -96,13 +94,14 @@ class SimResult:
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that the costs were fitted on, by quantity.
         """
-        bound_s = float(np.mean(self.bounds_s()))
+        bounds_s = self.bounds_s()
+        bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
             "mean_accept_length": self._mean_accept_length(),
             "outside_calibration": self._outside_calibration(),
             "spot_training": self._spot_training(),
             "lower_bound_s": bound_s,
-            "regret": self.makespan_s / bound_s - 1.0 if bound_s > 0 else None,
+            "regret": self.makespan_s / bound_s - 1.0 if bound_s else None,
             "wall_s": self.wall_s,
         }
 
@@ -200,7 +199,8 @@ def simulate(
         policy=name,
         wall_s=wall_s,
         calibrated=scenario.costs.calibrated,
-        bounds_s=lambda: scenario.bounds_s(chosen.strategies),
+        # A budget drafts less than its strategy for some: the bound does not hold for it.
+        bounds_s=lambda: None if budget_of(chosen) else scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
     )
 
@@ -259,7 +259,7 @@ class Scenario:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does."""
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
-        budget = policy.build_budget() if isinstance(policy, Policy) and policy.budget else None
+        budget = budget_of(policy)
         trainer = None if self.spot is None else SpotTrainer(self.spot)
         engine = Engine(
             costs=self.costs,
@@ -286,16 +286,22 @@ class Scenario:
         return tuple(done)
 
     def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
-        """The clairvoyant lower bound of each RL step, over all uses of these strategies.
+        """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
 
-        Where acceptance differs between requests or changes with the drafter's age, speculation is taken at its best:
-        every draft accepted in full.
+        Where acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
-        model = self.acceptance
-        if isinstance(model, RequestAcceptance | FreshAcceptance):
-            model = ConstantAcceptance(tokens=1.0 + max((reach(s) for s in strategies), default=0))
+        model = None
+        if self.acceptance is not None:
+            best = DrafterState(age=0, updates=sys.maxsize)
+            model = fresh(self.acceptance, {s.drafter: best for s in strategies})
         met = Regimes(strategies, self.costs, model).up_to(max(map(len, self.steps), default=1))
         return [lower_bound_s(step, met, self.costs, self.workers, model, self.mode, self.seed) for step in self.steps]
+
+
+def budget_of(policy: PolicyLike) -> DraftBudget | None:
+    """The policy's budget; None where every request is drafted what the strategy says."""
+    budget = policy.build_budget() if isinstance(policy, Policy) else UniformBudget()
+    return None if isinstance(budget, UniformBudget) else budget
 
 
 def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> SpotTraining:

@@ -227,7 +227,7 @@ def table(result: dict[str, Any]) -> str:
         f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
         f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",
         f"rollout time of a step predicted from the other steps: median error {result['median_prediction_error']:.1%}, "
-        f"worst {result['verify']['worst_error']:.1%}; the same rollout run twice differs by "
+        f"worst {result['verify']['worst_error']:.1%}; the same rollout run twice varies by "
         f"{'an unknown amount' if spread is None else format(spread, '.1%')}",
         f"the tuned steps took {result['tuned_rollout_s']:.2f} s each; the same responses without speculation would "
         f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
