@@ -83,7 +83,8 @@ class GrpoRun:
         """
         if policy.budget is not None and policy.budget.kind != "uniform":
             raise ConfigError(
-                f"policy {name or policy.selector.kind}: the engine drafts alike for all requests; no budget"
+                f"policy {name or policy.selector.kind} has a budget of kind {policy.budget.kind!r}, and the engine "
+                "drafts alike for all requests: take the budget out, or simulate it"
             )
         self._policy_name = name or policy.selector.kind
         self._get([w.set_policy.remote(policy, self.rl_step) for w in self._workers])

@@ -29,8 +29,9 @@ def compare(
 
     Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
     1 is faster) with its paired bootstrap interval `ratio_low` to `ratio_high` over the RL steps, and `regret` to the
-    clairvoyant bound over all strategies of all policies (None under a per-request budget). `repeats` are seeds; each shares its luck among the policies,
-    and a step's repeats are averaged before resampling, since they share its lengths. Raises ConfigError.
+    clairvoyant bound over all strategies of all policies (None under a per-request budget). `repeats` are seeds; each
+    shares its luck among the policies, and a step's repeats are averaged before resampling, since they share its
+    lengths. Raises ConfigError.
     """
     names = list(policies)
     baseline = names[0] if names and baseline is None else baseline

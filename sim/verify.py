@@ -296,7 +296,10 @@ def text(found: Verification) -> str:
         )
     twice = "no rollout was run twice"
     if found.repeat_spread is not None:
-        twice = f"the same rollout run twice varies by {found.repeat_spread:.1%} (its time is {found.repeat_bias:+.1%} off the first)"
+        twice = (
+            f"the same rollout run twice varies by {found.repeat_spread:.1%} around {found.repeat_bias:+.1%}, "
+            "as its second run finds warm caches"
+        )
     lines += [
         "",
         f"rollout time on steps not fitted on: median error {found.median_error:.1%}, worst {found.worst_error:.1%}",

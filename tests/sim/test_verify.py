@@ -26,7 +26,7 @@ GCD = Path(__file__).parents[2] / "traces" / "gcd-small"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A RUN whose recording is a simulation: plain and speculative RL steps in turn, so costs and acceptance are known."""
+    """A RUN whose recording is a simulation, plain and speculative RL steps in turn: costs and acceptance are known."""
     out = tmp_path_factory.mktemp("run")
     source = log_normal(prompts=10, group_size=4, rl_steps=6, median=300, sigma=0.7, cap=2000, workers=2)
     tables: dict[str, list] = {}
