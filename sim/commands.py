@@ -54,6 +54,7 @@ def simulate(
     rl_steps: Annotated[
         str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
     ] = None,
+    max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
     decision_block: Annotated[int, typer.Option(help="Iterations per decision of a learning policy.")] = 1,
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
@@ -92,6 +93,7 @@ def simulate(
         rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
         decision_block=decision_block,
         record_iterations=record_iterations,
+        max_response_tokens=max_response_tokens,
         spot=spot_training,
     )
     summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]

@@ -157,6 +157,7 @@ def simulate(
     rl_steps: Sequence[int] | None = None,
     decision_block: int = 1,
     record_iterations: bool = False,
+    max_response_tokens: int | None = None,
     spot: SpotTraining | dict[str, Any] | str | Path | None = None,
 ) -> SimResult:
     """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
@@ -169,8 +170,10 @@ def simulate(
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
     one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
-    to the result's trace. `spot` (a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with
-    these updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
+    to the result's trace. `max_response_tokens` cuts longer responses.
+
+    `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
+    updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
 
     Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
 
@@ -187,6 +190,7 @@ def simulate(
         seed=seed,
         rl_steps=rl_steps,
         decision_block=decision_block,
+        max_response_tokens=max_response_tokens,
         spot=spot,
     )
     started = time.perf_counter()
@@ -232,6 +236,7 @@ class Scenario:
         seed: int = 0,
         rl_steps: Sequence[int] | None = None,
         decision_block: int = 1,
+        max_response_tokens: int | None = None,
         spot: SpotTraining | dict[str, Any] | str | Path | None = None,
     ) -> Scenario:
         """The arguments are those of `simulate`."""
@@ -240,7 +245,7 @@ class Scenario:
         if decision_block < 1:
             raise ConfigError(f"decision_block must be at least 1, got {decision_block}")
         workers = _workers(trace, workers)
-        steps = tuple(requests_by_step(trace, rl_steps))
+        steps = tuple(requests_by_step(trace, rl_steps, max_response_tokens))
         return cls(
             steps=steps,
             queues=tuple(place(step, workers, placement) for step in steps),

@@ -43,8 +43,15 @@ class Requests:
         return np.array(self.response_tokens, np.int64)
 
 
-def requests_by_step(trace: Trace, rl_steps: Sequence[int] | None = None) -> list[Requests]:
-    """Workload joined with outcomes, per RL step in ascending order; ConfigError for steps that are not there."""
+def requests_by_step(
+    trace: Trace, rl_steps: Sequence[int] | None = None, max_response_tokens: int | None = None
+) -> list[Requests]:
+    """Workload joined with outcomes, per RL step in ascending order; ConfigError for steps that are not there.
+
+    `max_response_tokens` cuts longer responses, as a run with that cap would have.
+    """
+    if max_response_tokens is not None and max_response_tokens < 1:
+        raise ConfigError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
     known = trace.rl_steps
     chosen = known if rl_steps is None else sorted(set(rl_steps))
     if missing := [s for s in chosen if s not in known]:
@@ -55,7 +62,19 @@ def requests_by_step(trace: Trace, rl_steps: Sequence[int] | None = None) -> lis
     joined = trace.workload.merge(trace.outcomes, on=list(KEY), how="inner", sort=False)
     if (joined["turn"] > 0).any():
         raise ConfigError("the trace has multi-turn responses (turn > 0), which the simulator cannot replay yet")
+    if max_response_tokens is not None:
+        joined = cut(joined, max_response_tokens)
     return [_step(int(step), joined[joined["rl_step"] == step]) for step in chosen]
+
+
+def cut(rows: pd.DataFrame, max_response_tokens: int) -> pd.DataFrame:
+    """Responses under a lower cap: longer ones end there, with finish reason "length"."""
+    longer = rows["response_tokens"] > max_response_tokens
+    return rows.assign(
+        response_tokens=rows["response_tokens"].clip(upper=max_response_tokens),
+        max_response_tokens=rows["max_response_tokens"].clip(upper=max_response_tokens),
+        finish_reason=rows["finish_reason"].astype(object).where(~longer, "length"),
+    )
 
 
 def _step(rl_step: int, rows: pd.DataFrame) -> Requests:

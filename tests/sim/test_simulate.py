@@ -469,3 +469,13 @@ def test_an_rl_step_without_responses_is_refused():
     trace = TRACE.replace(outcomes=TRACE.outcomes[TRACE.outcomes["rl_step"] == 0], workload=work)
     with pytest.raises(ConfigError, match="rl_step 1 has no outcomes"):
         simulate(trace, "none", rl_steps=[0, 1])
+
+
+def test_a_lower_cap_cuts_what_is_longer():
+    result = simulate(lengths(20, 200), "none", costs=ONE_SECOND, max_response_tokens=50)
+    assert result.makespan_s == 50
+    assert result.trace.outcomes["response_tokens"].tolist() == [20, 50]
+    assert result.trace.outcomes["finish_reason"].tolist() == ["stop", "length"]
+    assert result.trace.workload["max_response_tokens"].max() == 50
+    with pytest.raises(ConfigError, match="max_response_tokens"):
+        simulate(lengths(20), "none", costs=ONE_SECOND, max_response_tokens=0)
