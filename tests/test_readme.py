@@ -48,6 +48,15 @@ def test_the_python_of_the_readme_runs(tmp_path: Path):
     assert (tmp_path / "timeline.png").exists()
 
 
+def test_gpus_you_do_not_have_can_be_simulated(tmp_path: Path):
+    lines = [line.strip() for line in README.splitlines() if "my-trace" in line and line.startswith("    tltlab")]
+    assert [line.split()[1] for line in lines] == ["trace", "simulate", "simulate", "compare"]
+    shown = [tltlab(line, tmp_path) for line in lines]
+    assert [done.returncode for done in shown] == [0] * 4, [done.stderr for done in shown]
+    assert "rollout share" in shown[2].stdout
+    assert "regret" in shown[3].stdout
+
+
 def test_every_recipe_parses():
     for text in [*blocks("toml"), *(path.read_text() for path in ROOT.glob("traces/*/recipe.toml"))]:
         Recipe.model_validate(tomllib.loads(text))

@@ -17,7 +17,7 @@ from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig,
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.pick import Candidate, pick
-from tltlab.sim.verify import verify
+from tltlab.sim.verify import nearest, verify
 
 from .calibrate import Calibration, calibrate
 from .cli import progress, write_json
@@ -100,7 +100,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     predicted = verification.rows.set_index("rl_step")["predicted_s"]
     tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
     without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
-    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, fitted, out, seed)
+    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, out, seed)
     result = {
         "grpo_steps": len(reports),
         "reward_first": reward_first,
@@ -190,8 +190,9 @@ def provenance(best: Candidate, candidates: Sequence[Candidate], rl_steps: list[
     }
 
 
-def pictures(trace: Trace, rl_step: int, tuned: Policy, fitted: Calibration, out: Path, seed: int) -> None:
-    """Write the recorded step above its simulation, as a picture and for Perfetto."""
+def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) -> None:
+    """Write the recorded step above its simulation from the steps around it, as a picture and for Perfetto."""
+    fitted = calibrate(trace.select(nearest(trace.rl_steps, rl_step, 8)))
     simulated = simulate(
         trace.select([rl_step]),
         tuned,
