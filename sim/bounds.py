@@ -53,7 +53,7 @@ def lower_bound_s(
     if not ran:
         return 0.0
     prefill = costs.prefill_s(1.0) * np.array([requests.prompt_tokens[i] for i in ran], np.float64)
-    most = _largest_batch(requests, ran, costs)
+    most = largest_batch(requests, costs)
     batches = range(1, most + 1)
     fixed = [
         [min(r.fixed_s(b) for b in batches) for r in regimes],
@@ -65,11 +65,12 @@ def lower_bound_s(
     return float(max(alone.max(), share.sum() / workers))
 
 
-def _largest_batch(requests: Requests, ran: list[int], costs: CostModel) -> int:
-    most = min(len(ran), costs.max_num_seqs or len(ran))
-    if costs.kv_capacity_tokens is not None:
-        smallest = min(requests.prompt_tokens[i] for i in ran)
-        most = min(most, costs.kv_capacity_tokens // (smallest + 1))
+def largest_batch(requests: Requests, costs: CostModel) -> int:
+    """Most requests that a worker can run at once."""
+    prompts = requests.prompts[requests.lengths > 0]
+    most = min(len(prompts), costs.max_num_seqs or len(prompts))
+    if costs.kv_capacity_tokens is not None and len(prompts):
+        most = min(most, costs.kv_capacity_tokens // (int(prompts.min()) + 1))
     return max(1, most)
 
 

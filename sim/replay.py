@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from tltlab import metrics
 from tltlab.acceptance import (
     Acceptance,
+    AcceptanceModel,
     RequestAcceptance,
     Settled,
     TraceAcceptance,
@@ -39,12 +40,13 @@ from tltlab.trace import Manifest, Trace
 
 from . import record
 from .batch import Batch, FluidBatch
-from .bounds import lower_bound_s
+from .bounds import largest_batch, lower_bound_s
 from .engine import Engine, LeaveIdle, Rollout
 from .placement import place
 from .rates import Rates
 from .regime import Regimes
 from .requests import Requests, requests_by_step
+from .shared_bound import shared_bound_s
 from .spot import SpotTrainer
 from .walk import ReplayBatch, SampledBatch
 
@@ -299,8 +301,20 @@ class Scenario:
         if self.acceptance is not None:
             best = DrafterState(age=0, updates=sys.maxsize)
             model = fresh(self.acceptance, {s.drafter: best for s in strategies})
-        met = Regimes(strategies, self.costs, model).up_to(max(map(len, self.steps), default=1))
-        return [lower_bound_s(step, met, self.costs, self.workers, model, self.mode, self.seed) for step in self.steps]
+        regimes = Regimes(strategies, self.costs, model)
+        met = regimes.up_to(max(map(len, self.steps), default=1))
+        # All gain alike in every iteration: then sharing a worker has an exact price.
+        alike = not any(s.speculates for s in strategies) or (
+            self.mode == "fluid" and isinstance(model, AcceptanceModel)
+        )
+        found = []
+        for step in self.steps:
+            bound_s = lower_bound_s(step, met, self.costs, self.workers, model, self.mode, self.seed)
+            if alike:
+                most = largest_batch(step, self.costs)
+                bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
+            found.append(bound_s)
+        return found
 
 
 def budget_of(policy: PolicyLike) -> DraftBudget | None:
