@@ -14,6 +14,7 @@ from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.schema import MANIFEST_FILE
 from tltlab.stage_files import load_stages
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import read
@@ -49,8 +50,10 @@ def simulate(
     sd_threshold: Annotated[
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of policies and of sampled acceptance.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Write the simulated trace to this folder.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of sampled acceptance.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
+    ] = None,
     rl_steps: Annotated[
         str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
     ] = None,
@@ -69,7 +72,10 @@ def simulate(
         str,
         typer.Option(help="With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart)."),
     ] = "colocated",
-    gpus_per_worker: Annotated[int, typer.Option(help="With --stages: tensor parallelism of a rollout worker.")] = 1,
+    gpus_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
+    ] = None,
     max_staleness: Annotated[
         int, typer.Option(help="With --topology separate: 1 lets a rollout run on weights one update old.")
     ] = 0,
@@ -80,6 +86,11 @@ def simulate(
     Example: tltlab simulate traces/tiny --strategy 4,1,5 --sd-threshold 8 --acceptance geometric:0.7 --json
     """
     source = read(trace)
+    refuse_to_replace_a_recording(out)
+    if stages is None and (topology != "colocated" or gpus_per_worker is not None or max_staleness):
+        raise ConfigError(
+            "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
+        )
     model = find_acceptance(source, acceptance)
     result = run(
         source,
@@ -98,13 +109,16 @@ def simulate(
     )
     summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
     if stages is not None:
-        placed = load_topology(topology, gpus_per_worker=gpus_per_worker, max_staleness=max_staleness)
+        gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
+        placed = load_topology(topology, gpus_per_worker=gpus, max_staleness=max_staleness)
         whole = run_steps(result, load_stages(stages), topology=placed)
         summary = summary | whole_steps(whole)
         trace_out = whole.trace if out is not None else None
         shown.append(stage_table(summary))
     if out is not None and trace_out is not None:
         trace_out.write(out)
+    if spot_training is not None and not isinstance(model, FreshAcceptance):
+        shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
     emit(summary, as_json=as_json, text="\n".join(shown))
 
 
@@ -146,6 +160,14 @@ def parse_strategy(text: str, drafter: str) -> Strategy:
     return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
 
 
+def refuse_to_replace_a_recording(out: Path | None) -> None:
+    """ConfigError where `out` is a trace that no simulation wrote."""
+    if out is not None and (out / MANIFEST_FILE).exists() and (kind := read(out).manifest.kind) != "simulated":
+        raise ConfigError(
+            f"{out} holds a trace of kind {kind!r}, which a simulation must not replace: choose another --out"
+        )
+
+
 def spot_line(spot: dict[str, Any]) -> str:
     """What idle workers trained, for people."""
     return (
@@ -176,17 +198,19 @@ def table(summary: dict[str, Any]) -> str:
 
     num_steps = len(summary["makespan_s_per_step"])
     outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
-    beyond = [f"outside calibration  {', '.join(outside)} of the iterations: step times are extrapolated"]
+    beyond = [f"extrapolated       {', '.join(outside)} of the iterations lie outside what was measured"]
     accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
     return "\n".join(
         [
             f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps)",
-            f"lower bound        {shown('lower_bound_s', '.4g')} s (regret {shown('regret', '.1%')})",
+            f"lower bound        {shown('lower_bound_s', '.4g')} s, any use of the policy's strategies "
+            f"(regret {shown('regret', '.1%')})",
             f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
             f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
             f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
             f"tail               {shown('tail_fraction', '.1%')} of the rollout",
             f"accept length      {accept}",
+            f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
             f"simulated in       {shown('wall_s', '.3g')} s",
             *(beyond if outside else []),
             *([spot_line(spot)] if (spot := summary["spot_training"]) else []),

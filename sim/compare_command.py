@@ -31,15 +31,19 @@ def compare(
     mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
     rl_steps: Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1. [default: all]")] = None,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
-    decision_block: Annotated[int, typer.Option(help="Iterations per decision of a learning policy.")] = 16,
+    decision_block: Annotated[
+        int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")
+    ] = 1,
     jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
     ray_address: Annotated[
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of policies and of sampled acceptance.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of sampled acceptance.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Simulate several policies on one trace with common random numbers; ratios with paired 95 % intervals.
+
+    Regret is against a clairvoyant bound over all strategies of all these policies.
 
     Example: tltlab compare traces/tiny --policies none,table,beg-mab --mode sampled --repeats 5
     """
@@ -69,7 +73,8 @@ def table(found: pd.DataFrame) -> str:
     """The comparison for people."""
     lines = [f"{'policy':32s}{'makespan s':>12s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}"]
     for row in found.to_dict("records"):
-        regret = "" if row["regret"] is None else f"{row['regret']:9.1%}"
-        interval = f"[{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:9.1%}"
+        one = pd.isna(row["ratio_low"])
+        interval = "one RL step only" if one else f"[{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
         lines.append(f"{row['policy']:32s}{row['makespan_s']:12.4g}{row['ratio']:8.3f}{interval:>18s}{regret}")
     return "\n".join(lines)

@@ -40,12 +40,12 @@ def drain(
     prefill_s: float,
     prefill_tokens: float,
     switch_s: float,
-    speculated: bool | None,
+    from_the_start: bool,
 ) -> Drained:
     """Run `requests` to their ends, `left` tokens each; prefill comes first.
 
-    `switch_s` is paid whenever speculation follows plain decoding; `speculated` says what the iteration before was,
-    None for none. `plan` must reach the number of requests.
+    `switch_s` is paid when speculation first comes in, unless the rollout begins here and with it. `plan` must reach
+    the number of requests.
     """
     order = np.argsort(left, kind="stable")
     ends = left[order]
@@ -59,9 +59,10 @@ def drain(
     growth = batch * gains
     first_s = plan.fixed_s[batch] + slope_s * context
     seconds = counts * first_s + slope_s * growth * (counts * (counts - 1) / 2)
-    speculates = plan.speculates[batch] > 0
-    before = np.concatenate([[True if speculated is None else speculated], speculates[:-1]])
-    switches = np.where(speculates & ~before, switch_s, 0.0)
+    switches = np.zeros(len(batch))
+    speculates = np.flatnonzero(plan.speculates[batch])
+    if len(speculates) and (speculates[0] > 0 or not from_the_start):
+        switches[speculates[0]] = switch_s
     prefill = np.zeros(len(batch))
     prefill[0] = prefill_s
     finish_s = start_s + np.cumsum(seconds + switches + prefill)
@@ -74,6 +75,7 @@ def drain(
         switch_s=switches,
         prefill_s=prefill,
         prefill_tokens=prefilled,
+        chunk_tokens=np.zeros(len(batch)),
         waiting=np.zeros(len(batch), np.int64),
         num_iterations=counts,
         batch=batch,

@@ -160,6 +160,7 @@ class Worker:
         self.limit = math.inf if self.forgetful else engine.decision_block
         self.iteration = 0
         self.strategy = NO_SPECULATION
+        self.drafter_ready = False
         self.known: tuple[Strategy, int, Regime] | None = None
         self.asked_at: tuple[int, int] | None = None
         self.bucket: int | None = None
@@ -206,7 +207,9 @@ class Worker:
             ready_s = start_s + switch_s + prefill_s
             yield env.timeout(switch_s + prefill_s + chunks_s + macro.seconds)
             batch.settle()
-            self._note_times(admitted, ready_s + macro.first_s, macro, env.now)
+            # The first iteration also prefills its chunk.
+            first_s = macro.first_s + chunks_s / macro.num_iterations
+            self._note_times(admitted, ready_s + first_s, macro, env.now)
             admitted = []
             had_prefill = tokens + in_chunks > 0
             if self.prefilling:
@@ -216,22 +219,23 @@ class Worker:
                 reward = self._tell(macro, prefill_s + chunks_s, had_prefill)
             self.log.append(
                 Entry(
-                    start_s,
-                    switch_s,
-                    prefill_s + chunks_s,
-                    tokens + in_chunks,
-                    waiting,
-                    macro.num_iterations,
-                    macro.batch,
-                    macro.seconds,
-                    macro.context_tokens,
-                    macro.tokens,
-                    asked,
-                    self.bucket,
-                    self.propensity,
-                    reward,
-                    macro.regime,
-                    macro.gains,
+                    start_s=start_s,
+                    switch_s=switch_s,
+                    prefill_s=prefill_s + chunks_s,
+                    prefill_tokens=tokens + in_chunks,
+                    chunk_tokens=in_chunks,
+                    waiting=waiting,
+                    num_iterations=macro.num_iterations,
+                    batch=macro.batch,
+                    seconds=macro.seconds,
+                    context_tokens=macro.context_tokens,
+                    tokens=macro.tokens,
+                    asked=asked,
+                    bucket=self.bucket,
+                    propensity=self.propensity,
+                    reward=reward,
+                    regime=macro.regime,
+                    gains=macro.gains,
                 )
             )
             self.iteration += macro.num_iterations
@@ -271,8 +275,8 @@ class Worker:
             start_s=env.now,
             prefill_s=prefill_s,
             prefill_tokens=tokens,
-            switch_s=self.engine.costs.switch_s,
-            speculated=self.strategy.speculates if self.iteration else None,
+            switch_s=0.0 if self.drafter_ready else self.engine.costs.switch_s,
+            from_the_start=not self.iteration,
         )
         yield env.timeout(done.end_s - env.now)
         self.result.finish_s[done.order] = done.finish_s
@@ -366,8 +370,14 @@ class Worker:
             self.bucket, self.propensity = selector.bucket_, selector.propensity_
             if self.strategy is not before:
                 check_known(self.strategy, self.engine.regimes)
-        switched = self.iteration and self.strategy.speculates and not before.speculates
-        return True, self.engine.costs.switch_s if switched else 0.0
+        return True, self._switch_s()
+
+    def _switch_s(self) -> float:
+        """Bringing speculation in costs once in a rollout, and nothing where a rollout begins with it."""
+        if self.drafter_ready or not self.strategy.speculates:
+            return 0.0
+        self.drafter_ready = True
+        return self.engine.costs.switch_s if self.iteration else 0.0
 
     def _state(self, batch: int, waiting: int) -> StepState:
         room = self._room() if self.limited else math.inf

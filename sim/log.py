@@ -19,14 +19,16 @@ class Entry(NamedTuple):
     """One macro-step: switch and prefill from `start_s`, then `num_iterations` iterations of `batch` requests.
 
     `seconds` is the decoding part, `context_tokens` the sum before its first iteration, `tokens` all that came out,
-    surplus of finishing requests included. `asked` marks a decision of the policy. `gains[i, j]` is what request i got
-    in iteration j where that differs between requests, else None.
+    surplus of finishing requests included. `prefill_s` and `prefill_tokens` hold all prefill; `chunk_tokens` of them
+    were prefilled beside the iterations, spread evenly. `asked` marks a decision of the policy. `gains[i, j]` is what
+    request i got in iteration j where that differs between requests, else None.
     """
 
     start_s: float
     switch_s: float
     prefill_s: float
     prefill_tokens: float
+    chunk_tokens: float
     waiting: int
     num_iterations: int
     batch: int
@@ -49,6 +51,7 @@ class Columns:
     switch_s: Floats
     prefill_s: Floats
     prefill_tokens: Floats
+    chunk_tokens: Floats
     waiting: Ints
     num_iterations: Ints
     batch: Ints

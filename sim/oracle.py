@@ -54,7 +54,7 @@ def finish_times(
     running: list[_Request] = []
     finished: dict[int, float] = {}
     now = 0.0
-    began = False
+    began = ready = False
     strategy = NO_SPECULATION
     while waiting or prefilling or running:
         preempted = False
@@ -69,7 +69,6 @@ def finish_times(
             budget = costs.max_num_batched_tokens or float("inf")
             while prefilling and (not running or costs.max_num_batched_tokens is None):
                 now += costs.prefill_s(_prefill(prefilling, running, budget))
-        before = strategy
         strategy = selector.choose(
             StepState(
                 rl_step=requests.rl_step,
@@ -79,9 +78,9 @@ def finish_times(
                 strategy=strategy,
             )
         )
-        if began and strategy.speculates and not before.speculates:
+        if began and strategy.speculates and not ready:
             now += costs.switch_s
-        began = True
+        began, ready = True, ready or strategy.speculates
         regime = regimes.at(strategy, len(running))
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
         beside: list[_Request] = []

@@ -17,6 +17,9 @@ from .log import Columns, Floats, Ints
 WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")
 
 
+SPANS = ["lane", "kind", "t_start", "duration", "batch", "detail"]
+
+
 def tables(rollouts: Sequence[Rollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:
     """Workload, outcomes, steps and spans; with `iterations` also iterations and decisions, row by row."""
     built = {
@@ -63,6 +66,8 @@ def _spans(rollout: Rollout) -> pd.DataFrame:
     parts = []
     for w, log in enumerate(rollout.logs):
         c = log.columns
+        if not len(c):
+            continue
         strategies = [regime.strategy for regime in c.regime]
         kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
         details = np.array([str(s) if s.speculates else None for s in strategies], dtype=object)
@@ -80,8 +85,8 @@ def _spans(rollout: Rollout) -> pd.DataFrame:
     if rollout.spot is not None:
         rows += [(s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
     if rows:
-        parts.append(pd.DataFrame(rows, columns=["lane", "kind", "t_start", "duration", "batch", "detail"]))
-    joined = pd.concat(parts, ignore_index=True)
+        parts.append(pd.DataFrame(rows, columns=SPANS))
+    joined = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
     joined.insert(0, "rl_step", rollout.requests.rl_step)
     return joined
 
@@ -112,7 +117,8 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
     """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
 
     So row i lasts from the start of its verification to the start of the next one and holds the drafting for i + 1;
-    the first row of a macro-step also holds its switch and its prefill, the first of all also its own drafting.
+    the first row of a macro-step also holds its switch and what it prefilled up front, the first of all also its own
+    drafting; chunks of prompts are spread over the iterations beside which they were prefilled.
     """
     c = rollout.logs[worker].columns
     if not len(c):
@@ -130,11 +136,16 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
     verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[of]
     verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[of] * context
     next_draft_s = np.append(draft_s[1:], 0.0)
-    duration = np.where(first, (c.switch_s + c.prefill_s)[of], 0.0) + verify_s + next_draft_s
+    up_front = 1.0 - _share(c.chunk_tokens, c.prefill_tokens)
+    duration = np.where(first, (c.switch_s + c.prefill_s * up_front)[of], 0.0) + verify_s + next_draft_s
+    duration += (c.prefill_s * (1.0 - up_front) / counts)[of]
+    prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[of], 0.0) + (c.chunk_tokens / counts)[of]
     duration[0] += draft_s[0]
     depth = np.array([regime.strategy.draft_depth for regime in c.regime], np.int64)[of]
     drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
-    accepted = np.minimum(_whole(tokens - batch), drafted)
+    accepted = _whole(tokens - batch)
+    # What a drafter returned is known on average only, what was accepted exactly.
+    drafted = np.maximum.reduce([drafted, accepted, (depth > 0).astype(np.int64)])
     return pd.DataFrame(
         {
             "rl_step": rollout.requests.rl_step,
@@ -146,7 +157,7 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
             "batch": batch,
             "num_waiting": c.waiting[of],
             "context_tokens": np.rint(context).astype(np.int64),
-            "prefill_tokens": np.where(first, np.rint(c.prefill_tokens)[of], 0).astype(np.int64),
+            "prefill_tokens": _whole(prefilled),
             "drafter": np.array([regime.strategy.drafter for regime in c.regime], dtype=object)[of],
             "draft_depth": depth,
             "top_k": np.array([regime.strategy.top_k for regime in c.regime], np.int64)[of],
@@ -158,6 +169,10 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
             "next_draft_depth": np.append(depth[1:], 0),
         }
     )
+
+
+def _share(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0)
 
 
 def _tokens(columns: Columns, i: int) -> Floats:

@@ -19,6 +19,7 @@ from tltlab import metrics
 from tltlab.acceptance import (
     Acceptance,
     AcceptanceModel,
+    FreshAcceptance,
     RequestAcceptance,
     Settled,
     TraceAcceptance,
@@ -27,24 +28,24 @@ from tltlab.acceptance import (
 )
 from tltlab.budget import DraftBudget, UniformBudget
 from tltlab.cli import read_json
-from tltlab.cost import CalibratedRange, CostModel
+from tltlab.cost import CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
-from tltlab.roofline import MODEL_FREE
 from tltlab.selector import Selector
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState
-from tltlab.strategy import Strategy
+from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.trace import Manifest, Trace
 
 from . import record
 from .batch import Batch, FluidBatch
 from .bounds import largest_batch, lower_bound_s
 from .engine import Engine, LeaveIdle, Rollout
+from .log import Columns
 from .placement import place
 from .rates import Rates
-from .regime import Regimes
+from .regime import Regime, Regimes
 from .requests import Requests, requests_by_step
 from .shared_bound import shared_bound_s
 from .spot import SpotTrainer
@@ -72,8 +73,8 @@ class SimResult:
     rollouts: tuple[Rollout, ...]
     manifest: Manifest
     policy: str
+    scenario: Scenario
     wall_s: float
-    calibrated: CalibratedRange | None
     bounds_s: Callable[[], list[float] | None]
     record_iterations: bool
 
@@ -94,16 +95,20 @@ class SimResult:
         """The keys of `tltlab simulate --json`: `tltlab.metrics.summary` of the trace, the bound and the wall time.
 
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
-        `outside_calibration` the share of iterations outside the range that the costs were fitted on, by quantity.
+        `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
+        "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used.
         """
         bounds_s = self.bounds_s()
+        speculates = any(regime.strategy.speculates for regime in self._regimes())
         bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
         return metrics.summary(self.trace) | {
             "mean_accept_length": self._mean_accept_length(),
             "outside_calibration": self._outside_calibration(),
             "spot_training": self._spot_training(),
+            "costs": self.scenario.costs_name,
+            "acceptance": self.scenario.acceptance_name if speculates else None,
             "lower_bound_s": bound_s,
-            "regret": self.makespan_s / bound_s - 1.0 if bound_s else None,
+            "regret": self.makespan_s / bound_s - 1.0 if bound_s and self.makespan_s else None,
             "wall_s": self.wall_s,
         }
 
@@ -122,19 +127,33 @@ class SimResult:
             "release_delay_s": math.fsum(spot.release_delay_s for spot in found),
         }
 
+    def _regimes(self) -> list[Regime]:
+        found = {id(r): r for rollout in self.rollouts for log in rollout.logs for r in log.columns.regime}
+        return list(found.values())
+
     def _outside_calibration(self) -> dict[str, float] | None:
-        """Share of the iterations in which a quantity lay outside what the costs were fitted on; only those above 0."""
-        if self.calibrated is None:
+        """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
+        calibrated, acceptance = self.scenario.costs.calibrated, self.scenario.acceptance
+        if isinstance(acceptance, FreshAcceptance):
+            acceptance = acceptance.base
+        strange = {
+            r.strategy
+            for r in self._regimes()
+            if isinstance(acceptance, AcceptanceModel) and r.strategy.speculates and acceptance.outside(r.strategy)
+        }
+        if calibrated is None and not strange:
             return None
         outside: Counter[str] = Counter()
         total = 0
         for c in (log.columns for rollout in self.rollouts for log in rollout.logs):
             total += int(c.num_iterations.sum())
+            outside["acceptance"] += int(c.num_iterations[[r.strategy in strange for r in c.regime]].sum())
             verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
-            asked = {"batch": c.batch, "verified_tokens": verified, "context_tokens": c.context_tokens}
-            for name, values in asked.items():
-                if span := getattr(self.calibrated, name):
+            for name, values in {"batch": c.batch, "verified_tokens": verified}.items():
+                if span := getattr(calibrated, name, None):
                     outside[name] += int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
+            if calibrated is not None and calibrated.context_tokens:
+                outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
         return {name: count / total for name, count in outside.items() if count}
 
     def _mean_accept_length(self) -> float | None:
@@ -144,6 +163,14 @@ class SimResult:
             tokens += columns.tokens[chosen].tolist()
             pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
         return math.fsum(tokens) / pairs if pairs else None
+
+
+def _contexts_outside(c: Columns, least: float, most: float) -> int:
+    """Iterations whose context lies outside [least, most]; it grows by the same number of tokens in each of a step."""
+    growth = np.maximum(c.tokens / np.maximum(c.num_iterations, 1), 1e-9)
+    first_inside = np.clip(np.ceil((least - c.context_tokens) / growth), 0, c.num_iterations)
+    first_above = np.clip(np.floor((most - c.context_tokens) / growth) + 1, first_inside, c.num_iterations)
+    return int((c.num_iterations - (first_above - first_inside)).sum())
 
 
 def simulate(
@@ -203,8 +230,8 @@ def simulate(
         rollouts=rollouts,
         manifest=_manifest(trace, scenario, name, placement),
         policy=name,
+        scenario=scenario,
         wall_s=wall_s,
-        calibrated=scenario.costs.calibrated,
         # A budget drafts less than its strategy for some: the bound does not hold for it.
         bounds_s=lambda: None if budget_of(chosen) else scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
@@ -223,6 +250,8 @@ class Scenario:
     mode: str
     seed: int
     decision_block: int
+    costs_name: str
+    acceptance_name: str | None
     spot: SpotTraining | None = None
 
     @classmethod
@@ -246,17 +275,22 @@ class Scenario:
             raise ConfigError(f"no mode named {mode!r}; there are {', '.join(get_args(Mode))}")
         if decision_block < 1:
             raise ConfigError(f"decision_block must be at least 1, got {decision_block}")
+        if seed < 0:
+            raise ConfigError(f"seed must be at least 0, got {seed}")
         workers = _workers(trace, workers)
         steps = tuple(requests_by_step(trace, rl_steps, max_response_tokens))
+        model = find_acceptance(trace, acceptance)
         return cls(
             steps=steps,
             queues=tuple(place(step, workers, placement) for step in steps),
             costs=_costs(trace, costs),
-            acceptance=find_acceptance(trace, acceptance),
+            acceptance=model,
             workers=workers,
             mode=mode,
             seed=seed,
             decision_block=decision_block,
+            costs_name=_named(costs, _beside(trace, "costs.json") or "cpu-small (the default: the trace has no costs)"),
+            acceptance_name=None if model is None else _named(acceptance, "the trace's own"),
             spot=None if spot is None else load_spot_training(spot),
         )
 
@@ -297,8 +331,10 @@ class Scenario:
 
         Where acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
-        model = None
-        if self.acceptance is not None:
+        model: Settled | None = None
+        if isinstance(self.acceptance, TraceAcceptance):
+            model = self.acceptance.at_best()
+        elif self.acceptance is not None:
             best = DrafterState(age=0, updates=sys.maxsize)
             model = fresh(self.acceptance, {s.drafter: best for s in strategies})
         regimes = Regimes(strategies, self.costs, model)
@@ -340,7 +376,7 @@ def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> Sp
 def _workers(trace: Trace, workers: int | None) -> int:
     workers = trace.manifest.num_workers if workers is None else workers
     if workers is None:
-        raise ConfigError("the trace's manifest has no num_workers: say how many workers to simulate")
+        raise ConfigError("the trace's manifest has no num_workers: say how many to simulate with --workers")
     if workers < 1:
         raise ConfigError(f"workers must be at least 1, got {workers}")
     return workers
@@ -350,6 +386,15 @@ def _costs(trace: Trace, costs: CostModel | dict[str, Any] | str | Path | None) 
     if costs is not None:
         return load_costs(costs)
     return load_costs(_beside(trace, "costs.json") or "cpu-small")
+
+
+def _named(source: object, default: str | Path) -> str:
+    """What a user called it, else its kind."""
+    if source is None:
+        return str(default)
+    if isinstance(source, dict):
+        return str(source.get("kind", "linear"))
+    return str(source) if isinstance(source, str | Path) else str(getattr(source, "kind", "trace"))
 
 
 def _beside(trace: Trace, name: str) -> Path | None:

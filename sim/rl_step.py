@@ -156,7 +156,7 @@ def _times(rollout: Rollout, stages: StageCosts, shared: bool, num_updates: int)
     work = StepWorkload.of_rows(rollout.requests.rows, num_updates=num_updates)
     return _Times(
         rollout_s=float(rollout.makespan_s),
-        sleep_s=stages.sleep_s if shared else 0.0,
+        sleep_s=stages.sleep_s + (rollout.spot.release_delay_s if rollout.spot else 0.0) if shared else 0.0,
         reward_s=stages.reward.seconds(rollout.finish_s, np.asarray(rollout.requests.response_tokens, np.int64)),
         inference_s=stages.inference.seconds(work),
         train_s=stages.train.seconds(work),

@@ -34,7 +34,9 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     if not ran.any():
         return 0.0
     met = [(regimes.at(strategy, b), b) for strategy in regimes.strategies for b in range(1, most + 1)]
-    rates = np.array([regime.tokens / max(regime.fixed_s(b), 1e-300) for regime, b in met])
+    if min(regime.fixed_s(b) for regime, b in met) <= 0.0:
+        return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
+    rates = np.array([regime.tokens / regime.fixed_s(b) for regime, b in met])
     rate, share = envelope(rates, np.array([1.0 / b for _, b in met]))
     slope_s = min(regime.slope_s(b) for regime, b in met)
     gain = max(regime.tokens for regime, _ in met)

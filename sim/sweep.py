@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -22,7 +23,8 @@ def sweep(
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
 
     `jobs` processes share the policies; with `ray_address` ("auto", "local", or an address) they run on a Ray cluster
-    instead, `jobs` at a time. The numbers do not depend on either. Raises ConfigError for jobs < 1 or a missing Ray.
+    instead, `jobs` at a time, or as many as it has CPUs where jobs is 1. The numbers do not depend on either. Raises
+    ConfigError for jobs < 1 or a missing Ray.
 
     >>> sweep(Scenario.of(trace), {"plain": load_policy("none")}).makespan_s.tolist()  # doctest: +SKIP
     """
@@ -36,9 +38,9 @@ def sweep(
     if jobs == 1 and ray_address is None:
         found = [_makespans(lean, policies[name]) for name in names]
     else:
-        parts = [names[i::jobs] for i in range(min(jobs, len(names)))]
-        with _backend(ray_address):
-            done = Parallel(n_jobs=jobs)(
+        with _backend(ray_address, jobs) as num_jobs:
+            parts = [names[i::num_jobs] for i in range(min(num_jobs, len(names)))]
+            done = Parallel(n_jobs=num_jobs)(
                 delayed(_makespans_of)(lean, {name: policies[name] for name in part}) for part in parts
             )
         by_name = {name: made for part in done for name, made in part.items()}
@@ -62,11 +64,11 @@ def _makespans_of(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dic
 
 
 @contextlib.contextmanager
-def _backend(ray_address: str | None) -> Iterator[None]:
-    """Where joblib runs: processes of this machine, or a Ray cluster that is left as it was found."""
+def _backend(ray_address: str | None, jobs: int) -> Iterator[int]:
+    """Where joblib runs, and with how many jobs: processes here, or a Ray cluster that is left as it was found."""
     if ray_address is None:
         with parallel_config(backend="loky", inner_max_num_threads=1):
-            yield
+            yield jobs
         return
     if find_spec("ray") is None:
         raise ConfigError("running on Ray needs the package ray: pip install 'tltlab[runtime]'")
@@ -75,11 +77,17 @@ def _backend(ray_address: str | None) -> Iterator[None]:
 
     started = not ray.is_initialized()
     if started:
-        ray.init(None if ray_address == "local" else ray_address, log_to_driver=False, include_dashboard=False)
+        address = None if ray_address == "local" else ray_address
+        try:
+            ray.init(address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            found = " ".join(str(error).split())[:200]
+            raise ConfigError(f"no Ray cluster at {ray_address!r} ({found}); 'local' starts one here") from error
     try:
         register_ray()  # type: ignore[no-untyped-call]
         with parallel_config(backend="ray"):
-            yield
+            # One job is no parallel work for joblib: it would stay in this process.
+            yield max(2, jobs if jobs > 1 else int(ray.cluster_resources().get("CPU", 2)))  # type: ignore[no-untyped-call]
     finally:
         if started:
             ray.shutdown()

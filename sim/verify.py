@@ -17,23 +17,14 @@ import pandas as pd
 
 from tltlab.calibrate import Calibration, calibrate, iteration_times
 from tltlab.errors import ConfigError
-from tltlab.policy import SHIPPED, Policy
+from tltlab.policy import Policy
 from tltlab.trace import Trace, read
 
 from .replay import Scenario
+from .run_files import InForce, policies_in_force, repeats
 
 FORECASTS = 15
 INTERVAL = (10, 90)
-
-
-@dataclass(frozen=True, kw_only=True)
-class InForce:
-    """A policy, its name, and the RL step at which it was set afresh; `seed` is the run's."""
-
-    name: str
-    policy: Policy
-    since: int
-    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +85,15 @@ def verify(
     known = trace.rl_steps
     if len(known) < 3:
         raise ConfigError(f"{run}: {len(known)} RL steps are too few: two to fit on and one to predict are needed")
+    measured = _measured(trace)
     forces = policies_in_force(trace)
-    measured = trace.steps.set_index("rl_step")["rollout_s"]
     rows = []
     for step in known if rl_steps is None else rl_steps:
         if step not in known:
             raise ConfigError(f"{run}: no RL step {step}; there are {known[0]}..{known[-1]}")
-        rows.append(_row(trace, forces, step, float(measured[step]), window, samples, seed))
+        rows.append(_row(trace, forces, step, measured[step], window, samples, seed))
+    if not rows:
+        raise ConfigError(f"{run}: no RL step was asked for")
     table = pd.DataFrame(rows)
     bias, spread = repeats(trace)
     errors = table["error"].abs()
@@ -124,46 +117,21 @@ def verify(
     )
 
 
-def policies_in_force(trace: Trace) -> dict[int, InForce]:
-    """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`."""
+def _measured(trace: Trace) -> dict[int, float]:
+    """Rollout seconds of every RL step. Raises ConfigError for a step that cannot be held against anything."""
     assert trace.steps is not None
-    folder = trace.path.parent if trace.path is not None and trace.path.name == "trace" else trace.path
-    names = dict(zip(trace.steps["rl_step"].tolist(), trace.steps["policy"].tolist(), strict=True))
-    path = folder / "policies.json" if folder is not None else None
-    if path is not None and path.is_file():
-        told = json.loads(path.read_text())
-        set_at = {p["rl_step"]: p for p in told["policies"]}
-        found = {}
-        for step in trace.rl_steps:
-            since = max((s for s in set_at if s <= step), default=None)
-            if since is None:
-                raise ConfigError(f"{path}: no policy was in force at RL step {step}")
-            entry = set_at[since]
-            policy = Policy.model_validate(entry["policy"])
-            found[step] = InForce(name=entry["name"], policy=policy, since=since, seed=told["seed"])
-        return found
-    unknown = {step: name for step, name in names.items() if name not in SHIPPED}
-    if unknown:
-        step, name = next(iter(unknown.items()))
-        raise ConfigError(
-            f"{folder}: RL step {step} ran policy {name!r}, which no policies.json tells and which is not shipped"
-        )
-    seed = trace.manifest.seed or 0
-    return {
-        step: InForce(name=str(name), policy=SHIPPED[str(name)], since=step, seed=seed) for step, name in names.items()
-    }
-
-
-def repeats(trace: Trace) -> tuple[float | None, float | None]:
-    """By how much a second run of the same rollout is slower, and how far that varies; None where there is none."""
-    if trace.path is None or not (path := trace.path.parent / "repeats.json").is_file():
-        return None, None
-    twice = [r for r in json.loads(path.read_text())["repeats"] if r["same_tokens"]]
-    if not twice:
-        return None, None
-    ratios = np.array([r["repeat_s"] / r["rollout_s"] for r in twice])
-    typical = float(np.median(ratios))
-    return typical - 1, float(np.median(np.abs(ratios / typical - 1)))
+    assert trace.iterations is not None
+    ran = set(trace.iterations["rl_step"].tolist())
+    told = dict(
+        zip(trace.steps["rl_step"].tolist(), trace.steps.get("rollout_s", trace.steps["rl_step"] * np.nan), strict=True)
+    )
+    for step in trace.rl_steps:
+        if not told.get(step, 0.0) > 0.0 or step not in ran:
+            raise ConfigError(
+                f"{trace.path}: RL step {step} has no rollout_s above 0 in steps.parquet, or no row in "
+                "iterations.parquet: leave it out of the trace to verify the others"
+            )
+    return {int(step): float(seconds) for step, seconds in told.items()}
 
 
 def nearest(known: Sequence[int], step: int, window: int) -> list[int]:
@@ -215,9 +183,9 @@ def _fitted(
     for size in range(min(window, len(by_distance)), len(by_distance) + 1):
         chosen = sorted(by_distance[:size])
         fitted = calibrate(trace.select(chosen))
-        if fitted.acceptance is not None or not speculates:
+        if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
             return chosen, fitted
-    raise ConfigError(f"RL step {step} speculates, but no other step shows what is accepted")
+    raise ConfigError(f"RL step {step} speculates, and too little in the other steps does: what it costs is not known")
 
 
 def _simulate(trace: Trace, force: InForce, fitted: Calibration, seed: int) -> float:

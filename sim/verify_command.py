@@ -22,7 +22,7 @@ def verify(
     ] = None,
     window: Annotated[int, typer.Option(min=2, help="Other RL steps to fit on, the nearest.")] = 8,
     samples: Annotated[int, typer.Option(min=1, help="Sampled simulations per prediction.")] = 3,
-    seed: Annotated[int, typer.Option(help="Seed of sampled acceptance and drawn lengths.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampled acceptance and drawn lengths.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Predict every RL step of a run from the other ones, and compare with what was measured.

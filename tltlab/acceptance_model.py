@@ -58,6 +58,10 @@ class AcceptanceModel(StoredModel, ABC):
     def drafters(self) -> tuple[str, ...]:
         return ()
 
+    def outside(self, strategy: Strategy) -> list[str]:
+        """What about a strategy lies outside of what the model was measured on."""
+        return []
+
     @abstractmethod
     def distribution(self, strategy: Strategy) -> FloatArray:
         """P(accepted = j) for j = 0..reach. Raises ConfigError for a strategy that the model does not cover."""

@@ -52,6 +52,16 @@ class TraceAcceptance:
         made.drafters, made.drafter_age, made._rows = self.drafters, state.age, self._rows
         return made
 
+    def at_best(self) -> TraceAcceptance:
+        """The most that any of the recorded ages accepts at each position: for bounds."""
+        made = TraceAcceptance.__new__(TraceAcceptance)
+        made.drafters, made.drafter_age = self.drafters, None
+        made._rows = {
+            key: {0: (min(depth for depth, _ in ages.values()), np.max([row for _, row in ages.values()], axis=0))}
+            for key, ages in self._rows.items()
+        }
+        return made
+
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError for a strategy that the recorded counterfactuals do not cover."""
         only_chains(strategy, "the trace's acceptance.parquet")

@@ -31,6 +31,13 @@ class CalibratedRange(BaseModel):
     verified_tokens: Span | None = None
     context_tokens: Span | None = None
 
+    @field_validator("batch", "verified_tokens", "context_tokens")
+    @classmethod
+    def _in_order(cls, span: Span | None) -> Span | None:
+        if span is not None and span[0] > span[1]:
+            raise ValueError(f"a range is (least, most), got {span[0]:g} before {span[1]:g}")
+        return span
+
     def outside(self, *, batch: float, verified_tokens: float, context_tokens: float) -> list[str]:
         """Names of the quantities that lie outside what was measured.
 
@@ -46,9 +53,10 @@ class CostModel(BaseModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits.
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` (tokens an iteration may compute; with it prompts
-    are prefilled in chunks beside decoding) are per worker, None unlimited. `graph_sizes` pads an iteration's tokens
+    are prefilled in chunks beside decoding, which itself is not cut) are per worker, None unlimited. `graph_sizes` pads an iteration's tokens
     up to the next size, beyond the largest nothing is padded. `switch_s` is what it takes to bring speculation in
-    after plain decoding. `calibrated` is what the fit's data covered.
+    after plain decoding, once in a rollout: the drafter then stays loaded (`sd_idle_s`). `calibrated` is what the fit's
+    data covered.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,6 +73,11 @@ class CostModel(BaseModel, ABC):
     @classmethod
     def _ascending(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
         return None if sizes is None else tuple(sorted(set(sizes)))
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of one worker, 1 where the model does not say."""
+        return 1
 
     @abstractmethod
     def iteration(

@@ -269,6 +269,8 @@ def _steps_of_part(trace: Trace) -> Iterator[_Step]:
 
 
 def _rows_by_step(frame: pd.DataFrame) -> dict[int, slice]:
+    if frame.empty:
+        return {}
     steps, starts = np.unique(frame["rl_step"].to_numpy(), return_index=True)
     ends = [*starts[1:].tolist(), len(frame)]
     return {s: slice(a, b) for s, a, b in zip(steps.tolist(), starts.tolist(), ends, strict=True)}

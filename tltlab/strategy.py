@@ -38,6 +38,12 @@ class Strategy:
             raise ConfigError(f"{got}: tokens_to_verify counts the pending token, so a draft needs at least 2")
         if self.top_k == 1 and self.tokens_to_verify > self.draft_depth + 1:
             raise ConfigError(f"{got}: a chain of depth {self.draft_depth} has {self.draft_depth + 1} tokens to verify")
+        # Each level expands top_k nodes by top_k children each (EAGLE-2); the first has one parent.
+        most = 1 + self.top_k + (self.draft_depth - 1) * self.top_k**2
+        if self.tokens_to_verify > most:
+            raise ConfigError(
+                f"{got}: a tree of {self.draft_depth} levels and top_k {self.top_k} has {most} nodes at most"
+            )
 
     @classmethod
     def chain(cls, drafter: str, depth: int) -> Strategy:
@@ -57,3 +63,6 @@ class Strategy:
 
 
 NO_SPECULATION = Strategy("none", 0, 0, 1)
+
+MODEL_FREE = frozenset({"ngram", "suffix"})
+"""Drafters that look tokens up and run no network: their levels cost no GPU time and capture no graphs."""

@@ -373,3 +373,9 @@ def test_a_selector_may_read_requests_when_they_are_there():
             return self.strategies[bool(requests) and requests[0].generated_tokens > 100]
 
     check_selector(lambda rng: Reads())
+
+
+def test_a_tree_has_no_more_tokens_to_verify_than_nodes():
+    assert Strategy("learned", 2, 4, 21).tokens_to_verify == 21
+    with pytest.raises(ConfigError, match="21 nodes at most"):
+        Strategy("learned", 2, 4, 22)

@@ -104,7 +104,7 @@ def test_a_worker_without_a_request_is_idle_throughout():
     assert result.summary["bubble_fraction"] == pytest.approx(2 / 3)
 
 
-def test_a_switch_into_speculation_is_paid_once_each_time():
+def test_a_switch_into_speculation_is_paid_once():
     trace = of_lengths([10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120], workers=1)
     slow = COSTS.model_copy(update={"switch_s": 3.0})
     quick, paid = (simulate(trace, TABLE, costs=c, acceptance="geometric:0.6") for c in (COSTS, slow))

@@ -33,6 +33,7 @@ class FakeRollout:
 
     worker_end_s: list[float]
     rl_step: int = 0
+    spot: None = None
     finish_s: np.ndarray = field(init=False)
     makespan_s: float = field(init=False)
     requests: SimpleNamespace = field(init=False)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab import metrics
+from tltlab.acceptance import FittedAcceptance, FittedDepth
 from tltlab.calibrate import calibrate
 from tltlab.cost import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
@@ -479,3 +480,74 @@ def test_a_lower_cap_cuts_what_is_longer():
     assert result.trace.workload["max_response_tokens"].max() == 50
     with pytest.raises(ConfigError, match="max_response_tokens"):
         simulate(lengths(20), "none", costs=ONE_SECOND, max_response_tokens=0)
+
+
+def test_a_simulation_never_replaces_a_recording(tmp_path: Path):
+    folder = TRACE.write(tmp_path / "trace")
+    with pytest.raises(ConfigError, match="must not replace"):
+        command(folder, costs="cpu-small", out=folder)
+    assert read(folder).manifest.kind == TRACE.manifest.kind
+    command(folder, costs="cpu-small", out=tmp_path / "out")
+    command(folder, costs="cpu-small", out=tmp_path / "out", placement="round_robin")
+    assert "round_robin" in str(read(tmp_path / "out").manifest.notes)
+
+
+def test_a_simulation_says_what_it_took_for_costs_and_acceptance():
+    plain = simulate(TRACE, "none").summary
+    assert "cpu-small" in plain["costs"]
+    assert plain["acceptance"] is None
+    drafted = simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.6").summary
+    assert (drafted["costs"], drafted["acceptance"]) == ("linear", "geometric:0.6")
+
+
+def test_a_simulation_says_where_acceptance_was_never_measured():
+    tree = "tlt-qwen2.5-32b"
+    measured = simulate(TRACE, fixed(Strategy("learned", 8, 8, 48)), costs=COSTS, acceptance=tree)
+    assert measured.summary["outside_calibration"] is None
+    chain = simulate(TRACE, fixed(Strategy.chain("learned", 8)), costs=COSTS, acceptance=tree)
+    assert chain.summary["outside_calibration"] == {"acceptance": 1.0}
+
+
+@pytest.mark.parametrize("options", [{"topology": "separate"}, {"gpus_per_worker": 4}, {"max_staleness": 1}])
+def test_placing_stages_needs_stages(tmp_path: Path, options: dict[str, Any]):
+    with pytest.raises(ConfigError, match="give --stages"):
+        command(TRACE.write(tmp_path / "trace"), **options)
+
+
+@pytest.mark.parametrize(("span", "share"), [((0, 1000), 3009 / 4000), ((2000, 10**6), 1990 / 4000)])
+def test_a_context_that_grows_out_of_the_measured_range_is_counted(span: tuple[int, int], share: float):
+    costs = ONE_SECOND.model_copy(update={"calibrated": CalibratedRange(context_tokens=span)})
+    found = simulate(lengths(4000, prompt_tokens=10, cap=4000), "none", costs=costs).summary["outside_calibration"]
+    assert found["context_tokens"] == pytest.approx(share)
+
+
+def test_chunks_of_prompts_are_prefilled_beside_decoding():
+    costs = ONE_SECOND.model_copy(update={"max_num_batched_tokens": 11, "prefill_per_token_s": 0.1})
+    trace = lengths(30, 30, prompt_tokens=100, cap=100)
+    result = simulate(trace, "none", costs=costs, record_iterations=True)
+    rows = result.trace.iterations
+    assert rows is not None
+    assert rows["prefill_tokens"].sum() == 200
+    assert rows["prefill_tokens"].iloc[1:].max() <= 11
+    ends = rows["t_start"] + rows["duration"]
+    # The first prompt takes 10 budgets of its own; its first token comes beside the second one's first chunk.
+    assert result.rollouts[0].first_token_s[0] == pytest.approx(11.0 + 1.0 + 1.0)
+    assert ends.iloc[-1] == pytest.approx(result.makespan_s)
+
+
+def test_recorded_acceptance_adds_up():
+    drafter = FittedAcceptance(
+        drafters_by_depth={"ngram": {4: FittedDepth(accepted=(0.7, 0.05, 0.05, 0.05, 0.15), drafted=1.2)}}
+    )
+    result = simulate(TRACE, fixed(), costs=COSTS, acceptance=drafter, mode="sampled", record_iterations=True)
+    rows = result.trace.iterations
+    assert rows is not None
+    assert (rows["num_accepted"] == rows["accepted_per_request"].map(sum)).all()
+    assert (rows["num_drafted"] >= rows["num_accepted"]).all()
+    assert metrics.mean_accept_length(result.trace) == pytest.approx(result.summary["mean_accept_length"])
+
+
+def test_costs_of_nothing_have_no_regret():
+    nothing = ONE_SECOND.model_copy(update={"base_s": 0.0})
+    summary = simulate(lengths(10), "none", costs=nothing).summary
+    assert (summary["makespan_s"], summary["lower_bound_s"], summary["regret"]) == (0.0, 0.0, None)

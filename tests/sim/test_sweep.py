@@ -57,3 +57,9 @@ def test_bad_input_is_a_sentence(scenario: Scenario, options: dict, complaint: s
         compare(scenario, random_tables(2), **options)
     with pytest.raises(ConfigError, match="no policy"):
         sweep(scenario, {})
+
+
+@pytest.mark.engine
+def test_an_unknown_cluster_is_a_sentence(scenario: Scenario):
+    with pytest.raises(ConfigError, match="no Ray cluster at 'nonsense://x'"):
+        sweep(scenario, random_tables(2), jobs=2, ray_address="nonsense://x")

@@ -15,7 +15,8 @@ from tltlab.generate import log_normal
 from tltlab.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.bench import COSTS
-from tltlab.sim.verify import drawn_lengths, nearest, policies_in_force, text, verify
+from tltlab.sim.run_files import policies_in_force
+from tltlab.sim.verify import drawn_lengths, nearest, text, verify
 from tltlab.sim.verify_command import verify as command
 from tltlab.strategy import Strategy
 from tltlab.trace import read
@@ -132,3 +133,43 @@ def test_bad_input_is_a_sentence(run: Path, tmp_path: Path):
 
 def test_nearest_steps_are_the_neighbours():
     assert nearest([0, 1, 2, 5, 6], 5, 2) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("policies.json", "{", "not JSON"),
+        ("policies.json", "[]", "policies.json"),
+        ("policies.json", '{"seed": -3, "policies": []}', "seed"),
+        ("policies.json", '{"seed": 0, "policies": []}', "no policy was in force"),
+        ("repeats.json", '{"repeats": [{"rl_step": 0}]}', "repeats.0.rollout_s"),
+    ],
+)
+def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str, text: str, complaint: str):
+    read(run / "trace").write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        verify(tmp_path, rl_steps=[2], samples=1)
+
+
+def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
+    trace = read(run / "trace")
+    steps = trace.steps
+    assert steps is not None
+    trace.replace(steps=steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))).write(
+        tmp_path / "trace"
+    )
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    with pytest.raises(ConfigError, match="RL step 3 has no rollout_s"):
+        verify(tmp_path)
+
+
+def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
+    trace = read(run / "trace")
+    steps = trace.steps
+    assert steps is not None
+    names = ["none", "none", "explore", "explore", "none", "none"]
+    trace.replace(steps=steps.assign(policy=names)).write(tmp_path / "named")
+    found = policies_in_force(read(tmp_path / "named"))
+    assert [found[step].since for step in range(6)] == [0, 0, 2, 2, 4, 4]
