@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from tltlab.acceptance import AcceptanceModel
 from tltlab.cost import CostModel
+from tltlab.errors import ConfigError
+from tltlab.graph_pool import GraphPool, plan_for
 from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace
@@ -26,6 +28,20 @@ class Candidate:
     makespan_s: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphMemory:
+    """Room for captured CUDA graphs: the engine's pool, what it captures, and how many bytes may go into it."""
+
+    pool: GraphPool
+    cap_bytes: float
+    max_batch: int
+    sizes: tuple[int, ...]
+
+    def holds(self, policy: Policy) -> bool:
+        """Whether the graphs of a policy fit."""
+        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes), self.cap_bytes)
+
+
 def pick(
     trace: Trace,
     costs: CostModel,
@@ -37,8 +53,12 @@ def pick(
     placement: str = "recorded",
     mode: str = "sampled",
     seed: int = 0,
+    graphs: GraphMemory | None = None,
 ) -> list[Candidate]:
-    """Return all candidates, the fastest first. Chains of `drafter` with `depths` tokens; common random numbers."""
+    """Return all candidates, the fastest first. Chains of `drafter` with `depths` tokens; common random numbers.
+
+    `graphs` leaves out policies whose CUDA graphs take more than there is; ConfigError where none is left.
+    """
     chains = [Strategy.chain(drafter, depth) for depth in depths if depth]
     table = best_table(trace, costs, acceptance, [Strategy.chain(drafter, depth) for depth in depths])
     policies = {"none": load_policy("none"), "table": Policy(selector=table), "beg-mab": bandit_around(table, chains)}
@@ -47,6 +67,12 @@ def pick(
         for threshold in thresholds:
             policies[f"{strategy} up to {threshold} requests"] = Policy(
                 selector=FixedSpec(strategy=strategy), activation=Activation(max_requests=threshold, hold_iterations=0)
+            )
+    if graphs is not None:
+        policies = {name: policy for name, policy in policies.items() if graphs.holds(policy)}
+        if not policies:
+            raise ConfigError(
+                f"no candidate's CUDA graphs fit into {graphs.cap_bytes:.4g} bytes, not even plain decoding's"
             )
     candidates = [
         Candidate(

@@ -28,6 +28,7 @@ from tltlab.acceptance import (
 )
 from tltlab.budget import DraftBudget, UniformBudget
 from tltlab.cli import read_json
+from tltlab.complaints import faults
 from tltlab.cost import CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
@@ -369,8 +370,7 @@ def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> Sp
     try:
         return SpotTraining.model_validate(value)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
-        raise ConfigError(f"spot training: {found}") from error
+        raise ConfigError(f"spot training: {faults(error)}") from error
 
 
 def _workers(trace: Trace, workers: int | None) -> int:

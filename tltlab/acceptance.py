@@ -29,6 +29,7 @@ from .acceptance_requests import CurveAcceptance, RequestCurve, SiblingAcceptanc
 from .acceptance_trace import TraceAcceptance
 from .acceptance_tree import TreeAcceptance, TreeRange
 from .cli import read_json
+from .complaints import faults
 from .errors import ConfigError
 from .freshness import FreshAcceptance, Freshness
 from .state import DrafterState
@@ -66,21 +67,31 @@ Settled = AcceptanceModel | RequestAcceptance | TraceAcceptance
 Acceptance = Settled | FreshAcceptance
 """Any model, also one that first has to hear how fresh the drafter is."""
 
-SHIPPED: dict[str, AcceptanceModel | RequestAcceptance] = {
-    "tlt-qwen2.5-32b": TreeAcceptance(
-        late_miss=0.12428737,
-        onset_levels=4.84687628,
-        onset_shape=2.97470283,
-        pruned=0.233194748,
-        best_top_k=8.50430338,
-        top_k_penalty=0.219142982,
-        calibrated=TreeRange(draft_depth=(4, 16), top_k=(4, 16), tokens_to_verify=(16, 128)),
+_TLT_TREES = TreeAcceptance(
+    late_miss=0.12428737,
+    onset_levels=4.84687628,
+    onset_shape=2.97470283,
+    pruned=0.233194748,
+    best_top_k=8.50430338,
+    top_k_penalty=0.219142982,
+    calibrated=TreeRange(draft_depth=(4, 16), top_k=(4, 16), tokens_to_verify=(16, 128)),
+    notes=(
+        "fitted to the accept lengths of TLT (arXiv 2511.16665) figure 13 (36 cells) and table 1 (6 values of "
+        "topK): Qwen2.5-32B, EAGLE drafter, TP 4, H100, batch 1",
+        "error 0.4 % mean, 1.7 % worst in sample; leaving out each depth 0.8 % and 2.5 %, each number of tokens to "
+        "verify 0.5 % and 1.8 %",
+        "chains are an extrapolation: only trees were measured",
+    ),
+)
+
+SHIPPED: dict[str, AcceptanceModel | RequestAcceptance | FreshAcceptance] = {
+    "tlt-qwen2.5-32b": _TLT_TREES,
+    "tlt-qwen2.5-32b-fresh": FreshAcceptance(
+        base=_TLT_TREES,
         notes=(
-            "fitted to the accept lengths of TLT (arXiv 2511.16665) figure 13 (36 cells) and table 1 (6 values of "
-            "topK): Qwen2.5-32B, EAGLE drafter, TP 4, H100, batch 1",
-            "error 0.4 % mean, 1.7 % worst in sample; leaving out each depth 0.8 % and 2.5 %, each number of tokens to "
-            "verify 0.5 % and 1.8 %, each topK 0.6 % and 2.2 %",
-            "chains are an extrapolation: only trees were measured",
+            "assumption, see Freshness: tlt-qwen2.5-32b taken as the fresh and fully trained drafter's, acceptance "
+            "falling with age and rising with training by default values",
+            *_TLT_TREES.notes,
         ),
     ),
     "seer-siblings": SiblingAcceptance(
@@ -130,7 +141,7 @@ def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Accepta
     if not Path(source).exists():
         raise ConfigError(
             f"no acceptance model {str(source)!r}: give constant:A, geometric:ALPHA, 'trace', {', '.join(SHIPPED)} "
-            f"or a fitted model's file"
+            f"(-fresh: with an assumed effect of the drafter's age and training) or a fitted model's file"
         )
     return _validated(read_json(Path(source)), str(source))
 
@@ -152,5 +163,6 @@ def _validated(value: Any, where: str) -> AcceptanceModel | RequestAcceptance | 
     try:
         return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
-        raise ConfigError(f"{where}: {found}") from error
+        raise ConfigError(f"{where}: {faults(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -9,10 +9,10 @@ from typing import Annotated, Literal
 import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
+from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from .acceptance_model import AcceptanceModel, FloatArray, from_survival, known_drafter, reach
 from .errors import ConfigError
-from .levenberg import least_squares
 from .strategy import Strategy
 
 Positive = Annotated[float, Field(gt=0)]
@@ -133,7 +133,8 @@ def fit_tree(cells: pd.DataFrame, drafter: str | None = None) -> TreeAcceptance:
         error: FloatArray = found / measured - 1.0
         return error
 
-    return model(least_squares(residuals, start)).model_copy(update={"drafter": drafter})
+    found = least_squares(residuals, start, x_scale="jac", max_nfev=2000)
+    return model(found.x).model_copy(update={"drafter": drafter})
 
 
 def tree_error(model: TreeAcceptance, cells: pd.DataFrame) -> TreeError:

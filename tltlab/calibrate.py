@@ -1,30 +1,37 @@
-"""Fits the linear cost model and acceptance to the iterations of a recorded trace, and says how well they hold."""
+"""Fits step times, acceptance and stage costs to recordings and tables of measured times, and says how they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import typer
 
 from .acceptance import BatchAcceptance
+from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
+from .acceptance_fits import AcceptanceFit, fit_kind
 from .cli import Json, emit
-from .cost import CalibratedRange, LinearCosts
+from .cost import CostModel, LinearCosts
+from .cost_fits import CostFit, fit_points, fit_trace
+from .cost_table import TableCosts
+from .cost_ways import KINDS, Hardware, iterations_of
 from .errors import ConfigError
-from .fit import FloatArray, fit
+from .fit import FloatArray
 from .fit_acceptance import fit_acceptance
-from .residuals import NUM_BANDS, band, residuals, table, worker_sums
+from .fit_linear import fit_rows, predict, rows_of
+from .fit_stages import StageFit, fit_stages
+from .residuals import held_out_table, table
+from .roofline import RooflineCosts
+from .step_times import read_step_times
 from .trace import Trace, read
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A fit with its residuals.
+    """Linear costs and acceptance by batch, with the residuals of the costs.
 
     `residuals` has one row per regime: `regime`, `num_iterations`, `mean_abs_relative_error` of single iterations, and
     `bias`, summed prediction / summed duration - 1. `sums` has one row per RL step and worker: measured and predicted
@@ -40,26 +47,8 @@ class Calibration:
     by_worker: dict[int, LinearCosts] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rows:
-    """Iterations as columns. What row i verified: batch, verified, spec; what it drafted: next_depth, draft_s."""
-
-    batch: FloatArray
-    context: FloatArray
-    prefill: FloatArray
-    verified: FloatArray
-    spec: npt.NDArray[np.bool_]
-    loaded: npt.NDArray[np.bool_]
-    next_depth: FloatArray
-    draft_s: FloatArray
-    draft_known: npt.NDArray[np.bool_]
-    duration: FloatArray
-    regime: npt.NDArray[np.int64]
-    block: npt.NDArray[np.int64]
-
-
 def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bool = False) -> Calibration:
-    """Fit costs and acceptance to `trace.iterations`, of some RL steps or all.
+    """Fit linear costs and acceptance to `trace.iterations`, of some RL steps or all; no cross-validation.
 
     An iteration's duration holds its verification and the drafting for the next one, told apart by `draft_duration`:
 
@@ -71,22 +60,19 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
     per_token_s is one with per_request_s, which then holds both. Raises ConfigError for a trace without iterations.
     """
     chosen = trace if rl_steps is None else trace.select(rl_steps)
-    table = chosen.iterations
-    if table is None or table.empty:
-        raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet to calibrate on: record a run")
-    rows = _rows(table, chosen.steps)
-    costs, notes = _fit_costs(rows)
-    acceptance, more = fit_acceptance(table)
-    predicted = _predict(costs, rows)
-    notes += [*more, *_coverage(table, chosen.steps)]
-    workers = sorted(table["worker"].unique().tolist()) if by_worker else []
+    rows = iterations_of(chosen)
+    found = fit_trace(chosen, most_folds=0)
+    assert isinstance(found.costs, LinearCosts)
+    acceptance, more = fit_acceptance(rows)
+    notes = (*found.costs.notes, *more)
+    workers = sorted(rows["worker"].unique().tolist()) if by_worker else []
     return Calibration(
-        costs=costs.model_copy(update={"notes": tuple(notes), "calibrated": _range(rows)}),
+        costs=found.costs.model_copy(update={"notes": notes}),
         acceptance=acceptance,
-        residuals=residuals(rows.regime, rows.batch, rows.duration, predicted),
-        sums=worker_sums(table, rows.duration, predicted),
-        notes=tuple(notes),
-        by_worker={int(w): _fit_costs(_rows(table[table["worker"] == w], chosen.steps))[0] for w in workers},
+        residuals=found.residuals,
+        sums=found.sums,
+        notes=notes,
+        by_worker={int(w): fit_rows(rows_of(rows[rows["worker"] == w], chosen.steps))[0] for w in workers},
     )
 
 
@@ -94,179 +80,78 @@ def iteration_times(costs: LinearCosts, trace: Trace) -> FloatArray:
     """Seconds of each recorded iteration under a cost model, in the order of `trace.iterations`."""
     if trace.iterations is None:
         raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet")
-    return _predict(costs, _rows(trace.iterations, trace.steps))
-
-
-def _rows(table: pd.DataFrame, steps: pd.DataFrame | None) -> _Rows:
-    spec = table["draft_depth"].to_numpy() > 0
-    with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
-    if steps is not None and "policy" in steps:
-        named = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
-        with_drafter |= set(named.tolist())
-    batch = table["batch"].to_numpy(np.float64)
-    draft = table["draft_duration"] if "draft_duration" in table else pd.Series(np.nan, index=table.index)
-    next_depth = table["next_draft_depth"] if "next_draft_depth" in table else pd.Series(np.nan, index=table.index)
-    prefill = table["prefill_tokens"].to_numpy(np.float64)
-    return _Rows(
-        batch=batch,
-        context=table["context_tokens"].to_numpy(np.float64),
-        prefill=prefill,
-        verified=batch + table["num_drafted"].to_numpy(np.float64),
-        spec=spec,
-        loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
-        next_depth=np.asarray(next_depth.fillna(0), np.float64),
-        draft_s=np.asarray(draft.fillna(0.0), np.float64),
-        draft_known=(draft.notna() & next_depth.notna()).to_numpy(),
-        duration=table["duration"].to_numpy(np.float64),
-        regime=np.where(prefill > 0, 2, spec.astype(np.int64)),
-        block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
-    )
-
-
-def _range(rows: _Rows) -> CalibratedRange:
-    spans = {"batch": rows.batch, "verified_tokens": rows.verified, "context_tokens": rows.context}
-    return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
-
-
-def _fit_costs(rows: _Rows) -> tuple[LinearCosts, list[str]]:
-    notes: list[str] = []
-    plain = ~rows.spec
-    columns = {
-        "base_s": np.ones_like(rows.batch),
-        "per_request_s": rows.batch,
-        "per_context_s": rows.context,
-        "sd_base_s": rows.spec.astype(np.float64),
-        "per_token_s": rows.verified,
-        "prefill_per_token_s": rows.prefill,
-    }
-    idle_seen = bool((rows.loaded & plain).any())
-    # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
-    if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
-        columns["sd_idle_s"] = (rows.loaded & plain).astype(np.float64)
-    verify = fit(columns, rows.duration - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
-    terms = dict(verify.coefficients)
-    if abs(verify.level - 1.0) > 0.02:
-        notes.append(
-            f"outliers: typical iterations times {verify.level:.3f} give a typical rollout's time, as these costs do"
-        )
-    if not rows.spec.any():
-        terms |= {"per_token_s": None, "sd_base_s": None}
-        terms |= {"draft_level_s": None, "draft_level_per_request_s": None}
-        notes.append("nothing was speculated: per_token_s is inside per_request_s, the drafting terms are unknown")
-    else:
-        _fit_drafting(rows, terms, notes)
-    _fit_idle(rows, idle_seen, terms, notes)
-    for name in ("base_s", "per_request_s", "per_context_s", "prefill_per_token_s"):
-        if terms.get(name) is None:
-            prefill = name == "prefill_per_token_s"
-            why = "no iteration prefilled" if prefill else "it does not vary apart from other terms"
-            notes.append(f"{name} is not identified: {why}")
-    if rows.spec.any() and terms.get("per_token_s") is None:
-        notes.append("per_token_s is not identified: drafts of one size only, so it cannot be told from other terms")
-    elif rows.spec.all() and terms["sd_base_s"] is None:
-        terms["sd_base_s"] = 0.0
-        notes.append("every iteration speculates: sd_base_s is inside base_s and written 0")
-    return LinearCosts.model_validate(terms), notes
-
-
-def _fit_drafting(rows: _Rows, terms: dict[str, float | None], notes: list[str]) -> None:
-    drafting = rows.draft_known & (rows.next_depth > 0)
-    if not drafting.any() or not rows.draft_s[drafting].any():
-        terms |= {"draft_level_s": 0.0, "draft_level_per_request_s": 0.0}
-        notes.append("drafting time was not recorded apart: it is inside sd_base_s and per_token_s, draft terms are 0")
-        return
-    depth, batch = rows.next_depth[drafting], rows.batch[drafting]
-    columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "once": np.ones_like(depth)}
-    found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
-    once = found.coefficients.pop("once")
-    terms |= found.coefficients
-    if once:
-        terms["sd_base_s"] = (terms["sd_base_s"] or 0.0) + once
-    if once is None:
-        notes.append("drafts of one depth only: their time is all in the draft_level terms, none in sd_base_s")
-    if terms["draft_level_per_request_s"] is None:
-        notes.append("draft_level_per_request_s is not identified: drafts at one batch size only")
-
-
-def _fit_idle(rows: _Rows, idle_seen: bool, terms: dict[str, float | None], notes: list[str]) -> None:
-    """sd_idle_s: measured as drafting time at depth 0, else by comparison, else inside base_s."""
-    idle = _idle(rows)
-    if idle.any():
-        terms["sd_idle_s"] = float(rows.draft_s[idle].mean())
-    elif terms.get("sd_idle_s") is not None:
-        return
-    elif idle_seen:
-        terms["sd_idle_s"] = 0.0
-        notes.append("plain iterations all had a drafter loaded: sd_idle_s is inside base_s and written 0")
-    else:
-        terms["sd_idle_s"] = None
-        notes.append("sd_idle_s is not identified: no plain iteration with a drafter loaded")
-
-
-def _idle(rows: _Rows) -> npt.NDArray[np.bool_]:
-    """Rows that recorded what a loaded drafter took to draft nothing."""
-    idle: npt.NDArray[np.bool_] = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
-    return idle
-
-
-def _predict(costs: LinearCosts, rows: _Rows) -> FloatArray:
-    """Duration of each row under the fit; terms that are None stand for nothing here."""
-    c = {name: getattr(costs, name) or 0.0 for name in LinearCosts.model_fields if name.endswith("_s")}
-    verify = c["base_s"] + c["per_request_s"] * rows.batch + c["per_token_s"] * rows.verified
-    verify += c["per_context_s"] * rows.context + c["prefill_per_token_s"] * rows.prefill
-    verify += c["sd_base_s"] * rows.spec + c["sd_idle_s"] * (rows.loaded & ~rows.spec)
-    return verify + rows.next_depth * (c["draft_level_s"] + c["draft_level_per_request_s"] * rows.batch)
-
-
-def _coverage(table: pd.DataFrame, steps: pd.DataFrame | None) -> list[str]:
-    """A note where the busiest worker's iterations leave part of the rollout time unexplained."""
-    if steps is None or steps["rollout_s"].isna().all():
-        return []
-    busiest = table.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
-    rollout = steps.dropna(subset=["rollout_s"]).set_index("rl_step")["rollout_s"]
-    share = float(busiest.reindex(rollout.index).sum() / rollout.sum())
-    if share > 0.98:
-        return []
-    return [f"the busiest worker's iterations cover {share:.1%} of rollout_s, the rest is not modelled"]
-
-
-def _text(found: Calibration) -> str:
-    terms = {name: value for name, value in found.costs.model_dump().items() if name.endswith("_s")}
-    lines = [f"{name:28s}{'not identified' if v is None else format(v, '.4g')}" for name, v in terms.items()]
-    notes = [f"note: {note}" for note in found.notes]
-    return "\n".join([*lines, "", table(found.residuals, found.sums), *notes])
+    return predict(costs, rows_of(trace.iterations, trace.steps))
 
 
 def command(
-    trace: Annotated[Path, typer.Argument(help="A recorded trace or RUN folder.")],
-    out: Annotated[Path, typer.Option(help="Where the cost model goes (JSON).")],
+    source: Annotated[
+        Path, typer.Argument(help="A recorded trace or RUN folder; or a .csv or .parquet of measured iterations.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Where the cost model goes (JSON).")] = None,
     acceptance_out: Annotated[
         Path | None, typer.Option(help="Where the acceptance model goes. [default: acceptance.json beside --out]")
     ] = None,
     rl_steps: Annotated[
         str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
     ] = None,
+    kind: Annotated[str, typer.Option(help=f"Kind of costs: {', '.join(KINDS)}.")] = "linear",
+    gpu: Annotated[str | None, typer.Option(help="GPU of the data, such as H100; a roofline needs it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the data, such as Qwen2.5-32B.")] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs that each worker ran on.")] = None,
+    acceptance: Annotated[str, typer.Option(help=f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch",
+    stages_out: Annotated[
+        Path | None, typer.Option(help="Fit inference, reward, train and sync times too, and write them here.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Fit step-time and acceptance models to a trace; print residuals per regime.
+    """Fit step times, acceptance and stage costs to a trace or a table; print residuals and errors on data left out.
+
+    A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth,
+    top_k and prefill_tokens where not 0, 1 and 0.
 
     Example: tltlab calibrate run/trace --out run/costs.json
     """
-    source = read(trace)
-    found = calibrate(source, parse_rl_steps(rl_steps, source.rl_steps))
-    found.costs.write(out)
-    beside = acceptance_out or out.parent / "acceptance.json"
-    if found.acceptance is not None:
-        found.acceptance.write(beside)
-    result = {
-        "costs": found.costs.model_dump(mode="json", exclude={"notes"}),
-        "residuals": found.residuals.to_dict("records"),
-        "sums": found.sums.to_dict("records"),
-        "notes": list(found.notes),
-        "out": str(out),
-        "acceptance_out": str(beside) if found.acceptance is not None else None,
-    }
-    emit(result, as_json=as_json, text=_text(found))
+    if out is None and acceptance_out is None and stages_out is None:
+        raise ConfigError("nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out or --stages-out")
+    known = hardware(gpu, model, tp)
+    if source.is_file():
+        if out is None or acceptance_out is not None or stages_out is not None or acceptance != "by-batch":
+            raise ConfigError(
+                f"{source} is a table of measured iterations: it tells costs (--out), not acceptance or stages"
+            )
+        fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, known))
+    else:
+        trace = read(source)
+        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
+        trace = trace if chosen is None else trace.select(chosen)
+        if out is not None and trace.iterations is None and trace.acceptance is not None:
+            raise ConfigError(
+                f"{source} has no iterations.parquet to fit costs to, but an acceptance.parquet: leave --out away "
+                "and say where acceptance goes with --acceptance-out"
+            )
+        if out is not None:
+            acceptance_out = acceptance_out or out.parent / "acceptance.json"
+        fits = _Fits(
+            costs=None if out is None else fit_trace(trace, kind, known),
+            acceptance=None if acceptance_out is None else fit_kind(trace, acceptance),
+            stages=None if stages_out is None else fit_stages(trace),
+        )
+        if fits.acceptance is not None and fits.acceptance.model is None:
+            if out is None:
+                raise ConfigError(f"{source}: {'; '.join(fits.acceptance.notes)}")
+            acceptance_out = None
+    fits.write(out, acceptance_out, stages_out)
+    emit(fits.json(out, acceptance_out, stages_out), as_json=as_json, text=fits.text())
+
+
+def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | None:
+    """What was measured on, None where nothing was named; ConfigError for a part of it or an unknown name."""
+    if gpu is None and model is None and tp is None:
+        return None
+    if gpu is None or model is None or tp is None:
+        missing = [f"--{name}" for name, value in (("gpu", gpu), ("model", model), ("tp", tp)) if value is None]
+        raise ConfigError(f"GPU, model and tp belong together: give {' and '.join(missing)} too")
+    return Hardware(gpu=gpu, model=model, tp=tp)
 
 
 def parse_rl_steps(text: str | None, known: list[int]) -> list[int] | None:
@@ -284,3 +169,95 @@ def parse_rl_steps(text: str | None, known: list[int]) -> list[int] | None:
         span = f"{known[0]}..{known[-1]}" if known else "none"
         raise ConfigError(f"--rl-steps {text}: the trace has none of these; its RL steps are {span}")
     return steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fits:
+    """What one call fitted; None is what it did not ask for."""
+
+    costs: CostFit | None = None
+    acceptance: AcceptanceFit | None = None
+    stages: StageFit | None = None
+
+    def write(self, out: Path | None, acceptance_out: Path | None, stages_out: Path | None) -> None:
+        if self.costs is not None and out is not None:
+            self.costs.costs.write(out)
+        if self.acceptance is not None and self.acceptance.model is not None and acceptance_out is not None:
+            self.acceptance.model.write(acceptance_out)
+        if self.stages is not None and stages_out is not None:
+            self.stages.costs.write(stages_out)
+
+    @property
+    def notes(self) -> list[str]:
+        return [*(self.costs.costs.notes if self.costs else ()), *(self.acceptance.notes if self.acceptance else ())]
+
+    def json(self, out: Path | None, acceptance_out: Path | None, stages_out: Path | None) -> dict[str, Any]:
+        """The keys of `tltlab calibrate --json`."""
+        keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages")
+        told: dict[str, Any] = dict.fromkeys(keys)
+        if (fit := self.costs) is not None:
+            told |= {
+                "kind": fit.kind,
+                "costs": fit.costs.model_dump(mode="json", exclude={"notes"}),
+                "residuals": _records(fit.residuals),
+                "sums": _records(fit.sums),
+                "cross_validation": _records(fit.cross_validation),
+                "held_out_error": fit.held_out_error,
+            }
+        if (accepted := self.acceptance) is not None:
+            told["acceptance"] = {
+                "kind": accepted.kind,
+                "held_out": _records(accepted.held_out),
+                "held_out_error": accepted.held_out_error,
+                "constant_error": accepted.constant_error,
+            }
+        if (stages := self.stages) is not None:
+            told["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
+        paths = {"out": out, "acceptance_out": acceptance_out, "stages_out": stages_out}
+        return told | {"notes": self.notes} | {name: None if p is None else str(p) for name, p in paths.items()}
+
+    def text(self) -> str:
+        """The same for people."""
+        parts = []
+        if (fit := self.costs) is not None:
+            parts += [
+                "\n".join(_terms(fit.costs)),
+                table(fit.residuals, fit.sums),
+                held_out_table(fit.cross_validation),
+            ]
+        if (accepted := self.acceptance) is not None and accepted.model is not None:
+            error, constant = accepted.held_out_error, accepted.constant_error
+            known = "not tested, there is one RL step only"
+            if error is not None:
+                known = f"tokens per draft on RL steps left out: error {error:.1%}; by the others' mean {constant:.1%}"
+            parts.append(f"acceptance {accepted.kind}: {known}")
+        if self.stages is not None:
+            parts.append(self.stages.table())
+        return "\n\n".join(parts) + "".join(f"\nnote: {note}" for note in self.notes)
+
+
+def _points(source: Path, rl_steps: str | None) -> pd.DataFrame:
+    points = read_step_times(source)
+    if rl_steps is None:
+        return points
+    if "rl_step" not in points:
+        raise ConfigError(f"--rl-steps {rl_steps}: {source} has no column rl_step")
+    chosen = parse_rl_steps(rl_steps, sorted(points["rl_step"].unique().tolist()))
+    return points[points["rl_step"].isin(chosen or [])].reset_index(drop=True)
+
+
+def _records(found: pd.DataFrame) -> list[dict[Any, Any]]:
+    """Rows for JSON: what is not known is null."""
+    return found.astype(object).where(found.notna(), None).to_dict("records")
+
+
+def _terms(costs: CostModel) -> list[str]:
+    if isinstance(costs, TableCosts):
+        knots = [(f"{k.tokens:g} tokens", k.seconds) for k in costs.forward]
+        knots += [(f"batch {k.batch}, attention fixed_s", k.fixed_s) for k in costs.attention]
+        knots += [(f"batch {k.batch}, per_context_s", k.per_context_s) for k in costs.attention]
+        named: dict[str, float | None] = dict(knots)
+    else:
+        named = costs.constants.model_dump() if isinstance(costs, RooflineCosts) else {}
+    named |= {name: value for name, value in costs.model_dump().items() if name.endswith("_s") and name != "switch_s"}
+    return [f"{name:32s}{'not identified' if value is None else format(value, '.4g')}" for name, value in named.items()]

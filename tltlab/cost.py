@@ -52,11 +52,11 @@ class CalibratedRange(BaseModel):
 class CostModel(BaseModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits.
 
-    `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` (tokens an iteration may compute; with it prompts
-    are prefilled in chunks beside decoding, which itself is not cut) are per worker, None unlimited. `graph_sizes` pads an iteration's tokens
-    up to the next size, beyond the largest nothing is padded. `switch_s` is what it takes to bring speculation in
-    after plain decoding, once in a rollout: the drafter then stays loaded (`sd_idle_s`). `calibrated` is what the fit's
-    data covered.
+    `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
+    tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
+    cut. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
+    is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
+    (`sd_idle_s`). `calibrated` is what the fit's data covered.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

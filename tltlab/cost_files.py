@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter, ValidationError
 
 from .cli import read_json
+from .complaints import dotted, faults
 from .cost import CostModel, LinearCosts
 from .cost_table import TableCosts
 from .errors import ConfigError
@@ -42,10 +43,10 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
     try:
         return _FILE.validate_python({"kind": "linear"} | value)
     except ValidationError as error:
-        found = "; ".join(
-            f"{'.'.join(map(str, e['loc'][1:]))}: {e['msg']} (got {e['input']!r})" for e in error.errors()
-        )
-        raise ConfigError(f"{where}: {found}") from error
+        # The first part of a place is the kind.
+        raise ConfigError(f"{where}: {faults(error, lambda place: dotted(place[1:]))}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _read(source: str | Path) -> Any:

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from .cost import CalibratedRange, CostModel, IterationCost, Seconds, padded
 from .errors import ConfigError
-from .hardware import gpu, model
-from .strategy import Strategy
+from .hardware import gpu, model, per_gpu_heads
+from .strategy import MODEL_FREE, Strategy
 
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
@@ -53,7 +53,8 @@ class Roofline(BaseModel):
 
     @model_validator(mode="after")
     def _known(self) -> Roofline:
-        gpu(self.gpu), model(self.model)
+        gpu(self.gpu)
+        per_gpu_heads(model(self.model), self.tp)
         return self
 
     def shape(self) -> Ideal:
@@ -102,6 +103,8 @@ class TableCosts(CostModel):
     below the knots, and beyond them goes on with the slope of the last doubling. `attention` gives `fixed` and, linear
     in b between the knots, the seconds that a token of context in every request takes, per_context(b)*b.
 
+    With `network_levels` the levels are those of a drafter with weights, and model-free ones pay `sd_base_s` alone.
+
     So times grow with v, S and d, and with b at the same context per request. A knot that falls by no more than `DIP`
     is noise and lifted to the one before; more is refused. `calibrated` is the span of the knots where not given.
     """
@@ -116,6 +119,7 @@ class TableCosts(CostModel):
     sd_idle_s: Seconds | None = None
     draft_level_s: Seconds | None = None
     draft_level_per_request_s: Seconds | None = None
+    network_levels: bool = False
     prefill_per_token_s: Seconds | None = None
 
     @field_validator("forward")
@@ -147,16 +151,22 @@ class TableCosts(CostModel):
             object.__setattr__(self, "calibrated", span)  # The model is frozen, and not yet in anyone's hands.
         return self
 
+    @property
+    def tensor_parallel(self) -> int:
+        return self.roofline.tp if self.roofline else 1
+
     def iteration(
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
     ) -> TableIteration:
-        fixed, depth = self.base_s, strategy.draft_depth
+        fixed = self.base_s
+        depth = 0 if self.network_levels and strategy.drafter in MODEL_FREE else strategy.draft_depth
         draft_fixed = draft_per_request = 0.0
         if strategy.speculates:
             fixed += self._need("sd_base_s")
+        if depth:
             draft_fixed = depth * self._need("draft_level_s")
             draft_per_request = depth * self._need("draft_level_per_request_s")
-        elif drafter_loaded:
+        if drafter_loaded and not strategy.speculates:
             fixed += self._need("sd_idle_s")
         return TableIteration(
             fixed_s=fixed,

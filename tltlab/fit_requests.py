@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from .acceptance_model import FloatArray
 from .acceptance_requests import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance, progress
 from .errors import ConfigError
-from .levenberg import least_squares
 from .schema import KEY
 
 CELL_TOKENS = 16
@@ -212,5 +212,9 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str, *, own_text: bool = True) -
     # One draft's tokens are kept or lost together more often than apart; the weights need only the right proportions.
     weight = np.sqrt(tried)
     start = np.array([-1.0, 0.0, -0.7, 4.0] if own_text else [-1.0, 0.0, -0.7])
-    found = least_squares(lambda p: weight * (model(p).alpha(siblings, position) - rate), start)
-    return model(found)
+
+    def residuals(p: FloatArray) -> FloatArray:
+        error: FloatArray = weight * (model(p).alpha(siblings, position) - rate)
+        return error
+
+    return model(least_squares(residuals, start, x_scale="jac", max_nfev=2000).x)

@@ -21,7 +21,7 @@ from .growing import (
     fixed_columns,
     forward_columns,
     forward_knots,
-    least_squares,
+    non_negative,
 )
 from .hardware import kv_capacity_tokens, model
 from .kernel_tables import Kernels
@@ -223,7 +223,7 @@ def _fit_points(rows: pd.DataFrame, roofline: Roofline | None) -> TableCosts:
     if depth.any():
         columns |= {"sd_base_s": (depth > 0).astype(np.float64)}
         columns |= {"draft_level_s": depth, "draft_level_per_request_s": depth * batch}
-    found = least_squares(columns, seconds)
+    found = non_negative(columns, seconds)
     notes: tuple[str, ...] = ()
     if depth.any():
         terms |= {name: found[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}

@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import numpy as np
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from .acceptance_measured import BatchAcceptance, FittedAcceptance
 from .acceptance_model import (
@@ -27,7 +28,6 @@ from .acceptance_model import (
 from .acceptance_requests import CurveAcceptance, SiblingAcceptance
 from .acceptance_tree import TreeAcceptance
 from .errors import ConfigError, TraceError
-from .levenberg import least_squares
 from .state import DrafterState
 from .strategy import Strategy
 
@@ -162,6 +162,7 @@ class FreshAcceptance(StoredModel):
     drafter: str = "learned"
     freshness: Freshness = Freshness()
     measured: Measured | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def drafters(self) -> tuple[str, ...]:
@@ -236,7 +237,7 @@ def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
 
     most = min(max(float(chance.max()), 1e-6), 1 - 1e-6)
     start = np.array([np.log(most / (1 - most)), 1.0, 1.0, np.log(1 + updates.max() / 4), np.log(1 + age.max() / 4)])
-    found = least_squares(lambda p: weight * (predicted(p) - chance), start)
+    found = least_squares(lambda p: weight * (predicted(p) - chance), start, x_scale="jac", max_nfev=2000).x
     top, freshness = model(found)
     notes = [] if aging else [f"{drafter}: one age only, so acceptance is taken not to fall with age"]
     notes += [] if training else [f"{drafter}: one number of updates only, so the gain from training is unknown"]

@@ -26,13 +26,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from .beg_mab import BegMab
 from .errors import ConfigError
-from .strategy import Strategy
-
-MODEL_FREE = ("ngram", "suffix")
-"""Drafters that run no model on the GPU and so capture nothing."""
+from .policy import Policy
+from .selector import Selector
+from .selectors import BatchTable
+from .strategy import MODEL_FREE, NO_SPECULATION, Strategy
 
 Count = Annotated[int, Field(gt=0)]
 
@@ -128,6 +130,42 @@ def plan_bucketed(
         drafter=tuple(DrafterRunner(strategy=s, batches=tuple(sorted(b))) for s, b in drafter.items()),
         max_batch=max_batch,
     )
+
+
+def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int]) -> CapturePlan:
+    """What an engine captures to run a policy: each strategy at the batches at which the policy may choose it.
+
+    A table's rows and BEG-MAB's buckets, with all their arms, are captured as `plan_bucketed` does; what other
+    selectors may choose at every batch. Speculation is captured up to the activation's `max_requests`; decoding plainly
+    is a strategy of one token, captured beyond that, where a policy chooses it, and at every batch where the activation
+    counts the remaining requests: a policy that never speculates has the target's plain graphs alone. Iterations in
+    which a hold keeps the other side of the threshold run without a graph.
+
+    >>> tree = FixedSpec(strategy=Strategy("learned", 8, 4, 48))
+    >>> policy = Policy(selector=tree, activation=Activation(max_requests=2))
+    >>> plan_for(policy, 8, (1, 2, 4, 8)).target_graphs
+    [(4, 1), (8, 1), (1, 48), (2, 48)]
+    """
+    last, rest = max_batch, False
+    if policy.activation:
+        last, rest = min(policy.activation.max_requests, max_batch), policy.activation.count == "remaining"
+    rows = [row for row in _rows(policy.selector.build(np.random.default_rng(0))) if row[0] <= last]
+    if rest:
+        rows += [(start, NO_SPECULATION) for start in dict.fromkeys(start for start, _ in rows)]
+    if last < max_batch:
+        rows.append((last + 1, NO_SPECULATION))
+    return plan_bucketed(rows, max_batch, sizes)
+
+
+def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
+    """(least batch, strategy) of all that a selector may choose; the first bucket holds all batches below it."""
+    starts: tuple[int, ...] = (1,)
+    arms: tuple[tuple[Strategy, ...], ...] = (tuple(selector.strategies),)
+    if isinstance(selector, BatchTable):
+        starts, arms = selector.thresholds, tuple((strategy,) for strategy in selector.rows)
+    elif isinstance(selector, BegMab):
+        starts, arms = selector.thresholds, selector.arms
+    return [(start, arm) for start, own in zip((1, *starts[1:]), arms, strict=True) for arm in own]
 
 
 def padding_waste(plan: CapturePlan, batches: Iterable[int]) -> float:

@@ -53,7 +53,7 @@ def attention_knots(
     )
 
 
-def least_squares(
+def non_negative(
     columns: dict[str, FloatArray], y: FloatArray, known: FloatArray | float = 0.0
 ) -> dict[str, float | None]:
     """Non-negative coefficients of least relative error of `known` + columns against y.

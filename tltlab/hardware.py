@@ -155,6 +155,23 @@ def kv_capacity_tokens(gpu: Gpu, model: ModelShape, tp: int, memory_fraction: fl
     return tokens
 
 
+def per_gpu_heads(model: ModelShape, tp: int) -> tuple[int, int]:
+    """Query and KV heads on each of `tp` GPUs; with more GPUs than KV heads each has one, and several the same.
+
+    Raises ConfigError where the heads, or the KV heads, cannot be shared out alike.
+
+    >>> per_gpu_heads(model("Qwen2.5-32B"), 4)
+    (10, 2)
+    """
+    if tp < 1 or model.heads % tp:
+        raise ConfigError(f"tp {tp} does not divide the {model.heads} heads of {model.name}")
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise ConfigError(
+            f"tp {tp} is neither a divisor nor a multiple of the {model.kv_heads} KV heads of {model.name}"
+        )
+    return model.heads // tp, max(1, model.kv_heads // tp)
+
+
 def _find(name: str, known: dict[str, _Named], what: str, fields: str) -> _Named:
     folded = {n.lower(): value for n, value in known.items()}
     if name.lower() not in folded:

@@ -8,7 +8,7 @@ are extracts of the tables of AIConfigurator (Apache-2.0), which gives them per 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,8 +20,9 @@ import pandas as pd
 from .cost_table import AttentionKnot, smooth_max
 from .errors import ConfigError
 from .fit import FloatArray
-from .growing import attention_knots, context_columns, fixed_columns, least_squares
-from .hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu
+from .growing import attention_knots, context_columns, fixed_columns, non_negative
+from .hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
+from .measured_data import measured_table
 
 _GRAPH = "vLLM_custom_graph"
 
@@ -48,9 +49,10 @@ class Kernels:
     def read(cls, data: Path, gpu_name: str) -> Kernels:
         """The tables of the GPU of that name; ConfigError where `data` has none of it."""
         device = gpu(gpu_name)
-        gemm = _rows(data, "gemm_bf16.parquet", device)
-        attention = _rows(data, "decode_attention_bf16.parquet", device)
-        reduce = _rows(data, "allreduce_bf16.parquet", device)
+        gemm = _rows(data, "gemm_bf16.parquet", device, ("m", "n", "k"))
+        shape_columns = ("batch_size", "num_heads", "num_key_value_heads", "step")
+        attention = _rows(data, "decode_attention_bf16.parquet", device, shape_columns)
+        reduce = _rows(data, "allreduce_bf16.parquet", device, ("num_gpus", "message_size"), ("kernel_source",))
         reduce = reduce[reduce["kernel_source"] == _GRAPH].sort_values("message_size")
         (tokens, n, k), times = _grid(gemm, ["m", "n", "k"])
         shapes = {}
@@ -157,7 +159,7 @@ class Kernels:
         batch, context, took = self.batches[rows], self.batches[rows] * self.past[columns], seconds[rows, columns]
         at = np.unique(batch)
         terms = {"fixed": np.ones_like(batch)} | context_columns(batch, context, at) | fixed_columns(batch, at)
-        knots = attention_knots(least_squares(terms, took), at)
+        knots = attention_knots(non_negative(terms, took), at)
         own = [knots[i] for i in np.searchsorted(at, batch)]
         off = np.array([k.fixed_s for k in own]) + np.array([k.per_context_s for k in own]) * context - took
         found = pd.DataFrame({"batch": batch.astype(int), "context_tokens": context, "error": np.abs(off / took)})
@@ -169,13 +171,6 @@ class Kernels:
             max_abs_error=("error", "max"),
             max_error_of_forward=("of_forward", "max"),
         )
-
-
-def per_gpu_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Query and KV heads on each GPU; with more GPUs than KV heads each has one, and several the same."""
-    if tp < 1 or shape.heads % tp:
-        raise ConfigError(f"tp {tp} does not divide the {shape.heads} heads of {shape.name}")
-    return shape.heads // tp, max(1, shape.kv_heads // tp)
 
 
 def leave_one_out(kernels: Kernels) -> pd.DataFrame:
@@ -252,11 +247,9 @@ def _mixed(x: FloatArray, low: int, at: int, high: int, y: FloatArray) -> FloatA
     return np.asarray((1 - share) * y[low] + share * y[high], np.float64)
 
 
-def _rows(data: Path, name: str, device: Gpu) -> pd.DataFrame:
+def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
     path = Path(data) / name
-    if not path.exists():
-        raise ConfigError(f"no {name} in {data}: give the folder of measured kernel tables")
-    table = pd.read_parquet(path)
+    table = measured_table(path, ("latency_ms", *columns), ("gpu", *texts))
     rows = table[table["gpu"].str.lower() == device.name.lower()]
     if rows.empty:
         raise ConfigError(f"{path} has no {device.name}: it has {_listed(table['gpu'].unique())}")

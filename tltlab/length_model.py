@@ -13,6 +13,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from .cli import read_json, write_json
+from .complaints import faults
 from .errors import ConfigError
 
 Floats = npt.NDArray[np.float64]
@@ -145,9 +146,7 @@ class LengthModel(BaseModel):
         try:
             return cls.model_validate(value)
         except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise ConfigError(f"{where}: {name} is {first['input']!r}: {first['msg']}") from error
+            raise ConfigError(f"{where}: {faults(error)}") from error
 
     @cached_property
     def _knots(self) -> tuple[Floats, Floats, Floats]:

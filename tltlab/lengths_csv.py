@@ -29,7 +29,8 @@ def tables_from_csv(
     Columns `rl_step`, `prompt_id`, `sample` and `prompt_tokens` are used where they are there; without `prompt_id`
     every `group_size` (default 1) rows in a row are the samples of one prompt, without `rl_step` all is one RL step.
     With `max_response_tokens` a response of that length was cut ("length"), a longer one is a fault; without, the
-    longest length is the cap and all responses count as finished ("stop"). Times and workers stay unknown.
+    longest length is the cap and all responses count as finished ("stop"). Times and workers stay unknown. The
+    manifest's `notes` say what was assumed.
     Raises TraceError naming the file, the column and the line.
 
     A file with the lines `length`, `310`, `4096`, `95` gives the prompts p0, p1 and p2 with one sample each.
@@ -56,6 +57,13 @@ def tables_from_csv(
         key["sample"] = key.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
     prompt_tokens = _whole(path, frame, "prompt_tokens", at_least=0) if "prompt_tokens" in frame else 0
     cut = lengths.to_numpy() == max_response_tokens if max_response_tokens is not None else np.zeros(len(frame), bool)
+    notes = []
+    if max_response_tokens is None:
+        notes.append(f"the cap is unknown: the longest response ({cap} tokens) is taken for it, all count as finished")
+    if "prompt_tokens" not in frame:
+        notes.append("prompt tokens are unknown: 0")
+    if "prompt_id" not in frame and (left := len(frame) % group):
+        notes.append(f"the last group is incomplete: {left} of {group} samples")
     manifest = Manifest(
         kind="imported",
         name=path.name.split(".")[0],
@@ -63,6 +71,7 @@ def tables_from_csv(
         num_workers=workers,
         max_response_tokens=cap,
         group_size=group_size,
+        notes="; ".join(notes) or None,
     )
     return manifest, tables_of_lengths(key, lengths.to_numpy(), np.asarray(prompt_tokens), cap, cut)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from .errors import ConfigError
-from .roofline import MODEL_FREE
+from .strategy import MODEL_FREE
 
 COLUMNS = (
     "kind", "source", "gpu", "model", "tp", "batch", "tokens_to_verify", "draft_depth", "draft_levels", "top_k",

@@ -29,6 +29,7 @@ from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab
 from .budget import AcceptanceBudget, DraftBudget, UniformBudget
 from .cli import read_json, write_json
+from .complaints import faults
 from .errors import ConfigError
 from .reward import RewardKind, Statistic
 from .selector import Selector
@@ -327,26 +328,13 @@ def _parse(path: Path, value: Any) -> Policy:
         # Defaults are for Python; a file must say what it is.
         return Policy.model_validate({"format": None, "version": None, **value})
     except ValidationError as error:
-        faults = [f"{_place(fault['loc'])}: {_say(fault)}" for fault in error.errors(include_url=False)]
-        raise ConfigError(f"{path}: {'; '.join(faults)}") from error
+        raise ConfigError(f"{path}: {faults(error, _place)}") from error
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
     # Inside the union pydantic's place goes on with the kind; the file has no such level.
     parts = [str(part) for i, part in enumerate(loc) if not (i == 1 and loc[0] in ("selector", "budget"))]
     return ".".join(parts) or "policy"
-
-
-def _say(fault: Any) -> str:
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    shown = fault["type"] not in (
-        "missing",
-        "extra_forbidden",
-        "value_error",
-        "union_tag_invalid",
-        "union_tag_not_found",
-    )
-    return f"{message} (got {fault['input']!r})" if shown else message
 
 
 def _chains(*depths: int) -> Strategies:

@@ -8,17 +8,15 @@ from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from .cost import CostModel, IterationCost, Seconds, padded
 from .errors import ConfigError
-from .hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model
-from .strategy import Strategy
+from .hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
+from .strategy import MODEL_FREE, Strategy
 
 Numbers = float | npt.NDArray[np.float64]
 Share = Annotated[float, Field(gt=0, le=1)]
-MODEL_FREE = frozenset({"ngram", "suffix"})
-"""Drafters that look tokens up instead of running a network: their levels cost no GPU time."""
 
 _Record = TypeVar("_Record", Gpu, ModelShape)
 
@@ -169,9 +167,18 @@ class RooflineCosts(CostModel):
         _resolve(value, model)
         return value
 
+    @model_validator(mode="after")
+    def _shared_out(self) -> RooflineCosts:
+        per_gpu_heads(_resolve(self.model, model), self.tp)
+        return self
+
     @property
     def ideal(self) -> Ideal:
         return Ideal.of(_resolve(self.gpu, gpu), _resolve(self.model, model), self.tp)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.tp
 
     def iteration(
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from .complaints import faults
 from .errors import TraceError
 
 FORMAT = "tltlab-trace"
@@ -158,9 +159,7 @@ class Manifest(BaseModel):
         try:
             return cls.model_validate({k: v for k, v in found.items() if k in cls.model_fields})
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise TraceError(f"{path}: {where}: {first['msg']}, got {first['input']!r}") from error
+            raise TraceError(f"{path}: {faults(error)}") from error
 
     def to_json(self) -> str:
         """The text of `manifest.json`; every field is there, None as null."""

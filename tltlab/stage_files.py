@@ -65,7 +65,10 @@ def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: stage costs are an object with the stages' terms, not {type(value).__name__}")
     found = checked(_FILE, {"kind": "linear"} | value, where)
-    return found.build() if isinstance(found, RooflineStages) else found
+    try:
+        return found.build() if isinstance(found, RooflineStages) else found
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def _read(source: str | Path) -> Any:

@@ -17,6 +17,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from .cli import write_json
+from .complaints import faults
 from .errors import ConfigError
 from .hardware import BYTES_PER_VALUE, Gpu, ModelShape
 
@@ -275,5 +276,6 @@ def checked(adapter: TypeAdapter[Any], value: dict[str, Any], where: str) -> Any
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        found = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']} (got {e['input']!r})" for e in error.errors())
-        raise ConfigError(f"{where}: {found}") from error
+        raise ConfigError(f"{where}: {faults(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -95,7 +95,7 @@ def test_a_fitted_file_reads_back(tmp_path: Path):
 def test_models_by_name():
     assert load_acceptance("constant:2.5") == ConstantAcceptance(tokens=2.5)
     assert load_acceptance("geometric:0.7") == GeometricAcceptance(alpha=0.7)
-    assert list(SHIPPED) == ["tlt-qwen2.5-32b", "seer-siblings"]
+    assert list(SHIPPED) == ["tlt-qwen2.5-32b", "tlt-qwen2.5-32b-fresh", "seer-siblings"]
     for name, model in SHIPPED.items():
         assert load_acceptance(name) is model
         assert load_acceptance(model.model_dump(mode="json")) == model
@@ -103,7 +103,9 @@ def test_models_by_name():
 
 
 def test_an_unknown_name_hears_which_there_are():
-    with pytest.raises(ConfigError, match=r"constant:A, geometric:ALPHA, 'trace', tlt-qwen2.5-32b, seer-siblings"):
+    with pytest.raises(
+        ConfigError, match=r"constant:A, geometric:ALPHA, 'trace', tlt-qwen2.5-32b, tlt-qwen2.5-32b-fresh, seer"
+    ):
         load_acceptance("tlt")
 
 

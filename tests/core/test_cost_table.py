@@ -473,3 +473,21 @@ def test_measurements_that_are_not_there_are_named(tmp_path: Path):
         fit_engine(tmp_path)
     with pytest.raises(ConfigError, match=r"tlt_sd_tables\.csv"):
         read_speedups(tmp_path)
+
+
+def test_where_levels_are_a_networks_a_model_free_drafter_has_none():
+    table = load_costs("h100-qwen2.5-32b-tp4-table")
+    ngram, learned = (table.iteration(Strategy.chain(name, 4)) for name in ("ngram", "learned"))
+    assert ngram.draft_s(8) == 0.0
+    assert learned.seconds(8, 1e4) == pytest.approx(ngram.seconds(8, 1e4) + learned.draft_s(8))
+    assert learned.draft_s(8) > 0
+    # A fit to a trace has the levels of the drafter that was recorded.
+    assert COSTS.iteration(Strategy.chain("ngram", 4)).draft_s(8) == COSTS.iteration(CHAIN).draft_s(8)
+
+
+def test_both_presets_of_one_server_switch_alike_and_say_their_context():
+    table, roofline = load_costs("h100-qwen2.5-32b-tp4-table"), load_costs("h100-qwen2.5-32b-tp4")
+    assert table.switch_s == roofline.switch_s == 1.4
+    for costs, context in ((table, "assume 2048 tokens"), (roofline, "assume 16384 tokens")):
+        assert any(context in note for note in costs.notes)
+        assert any("switch_s lies between" in note for note in costs.notes)

@@ -194,3 +194,18 @@ def test_the_state_of_the_drafters_settles_any_model():
     assert isinstance(replayed, TraceAcceptance)
     assert replayed.drafter_age == 3
     assert fresh(trace, {}) is trace
+
+
+def test_the_shipped_trees_come_with_an_assumed_freshness_too():
+    base, model = load_acceptance("tlt-qwen2.5-32b"), load_acceptance("tlt-qwen2.5-32b-fresh")
+    assert isinstance(model, FreshAcceptance)
+    assert model.base == base
+    assert model.freshness == Freshness()
+    assert "assumption" in model.notes[0]
+    tree = Strategy("learned", 8, 8, 48)
+    best = fresh(model, {"learned": DrafterState(age=0, updates=10**6)})
+    stale = fresh(model, {"learned": DrafterState(age=10**6, updates=10**6)})
+    assert best.tokens_per_iteration(tree) == pytest.approx(base.tokens_per_iteration(tree))
+    assert stale.tokens_per_iteration(tree) < best.tokens_per_iteration(tree)
+    with pytest.raises(ConfigError, match=r"tlt-qwen2.5-32b-fresh.*assumed effect of the drafter's age"):
+        load_acceptance("tlt-qwen2.5-32b-stale")

@@ -365,6 +365,17 @@ def test_a_folder_of_something_else_is_refused(tmp_path, form):
         import_dump(tmp_path, form=form, tokens=WORDS)
 
 
+def test_what_a_csv_does_not_say_is_noted(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("5\n9\n9\n2\n7\n")
+    notes = import_dump(path, group_size=2).manifest.notes
+    assert "the cap is unknown: the longest response (9 tokens) is taken for it" in notes
+    assert "prompt tokens are unknown: 0" in notes
+    assert "the last group is incomplete: 1 of 2 samples" in notes
+    path.write_text("length,prompt_tokens\n5,3\n9,4\n")
+    assert import_dump(path, group_size=2, max_response_tokens=9).manifest.notes is None
+
+
 def test_a_csv_of_lengths_goes_the_same_way(tmp_path):
     (tmp_path / "lengths.csv").write_text("5\n9\n9\n2\n")
     trace = import_dump(tmp_path / "lengths.csv", group_size=2, max_response_tokens=9)

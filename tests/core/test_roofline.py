@@ -55,7 +55,7 @@ def test_an_iteration_is_the_sum_of_its_terms(batch: int, tp: int):
 
 def test_verification_is_nearly_free_before_the_knee_and_proportional_after():
     sharp = COSTS.model_copy(update={"constants": TRUE.model_copy(update={"knee": 20.0, "link_efficiency": 1.0})})
-    took = [sharp.iteration(Strategy("learned", 8, 8, v)).without_context_s(1) for v in (2, 64, 2048, 4096)]
+    took = [sharp.iteration(TREE, tokens_to_verify=v).without_context_s(1) for v in (2, 64, 2048, 4096)]
     assert took[1] - took[0] < 0.05 * took[0]
     overhead = took[2] * 2 - took[3]
     assert took[3] - took[2] == pytest.approx(31.98e9 * 2 * 2048 / (4 * 989e12 * 0.7), rel=0.2)
@@ -117,7 +117,9 @@ def test_presets_are_positive_and_grow_with_batch_verification_context_and_depth
     costs = load_costs(name)
 
     def took(batch: int, context: float, depth: int, verify: int, top_k: int = top_k) -> float:
-        return costs.iteration(Strategy("learned", depth, top_k, verify)).seconds(batch, context)
+        # Of any width: not every depth and top_k has as many nodes.
+        shape = Strategy("learned", depth, top_k, 2)
+        return costs.iteration(shape, tokens_to_verify=verify).seconds(batch, context)
 
     base = took(batch, context, depth, verify)
     plain = costs.iteration(NO_SPECULATION).seconds(batch, context)
@@ -204,11 +206,11 @@ def test_a_constant_that_the_data_do_not_show_is_named():
 def test_speedups_without_context_get_a_fitted_one():
     depth, verify, batch = (a.ravel() for a in np.meshgrid([4, 8, 16], [16, 64, 128], [1, 4, 32]))
     tree = [
-        COSTS.iteration(Strategy("learned", int(d), 4, int(v))).seconds(int(b), 6000.0 * b)
+        COSTS.iteration(Strategy("learned", int(d), 8, int(v))).seconds(int(b), 6000.0 * b)
         for d, v, b in zip(depth, verify, batch, strict=True)
     ]
     plain = np.array([COSTS.iteration(NO_SPECULATION).seconds(int(b), 6000.0 * b) for b in batch])
-    cells = {"gpu": "H100", "model": "Qwen2.5-32B", "tp": 4, "batch_size": batch, "draft_depth": depth, "topk": 4}
+    cells = {"gpu": "H100", "model": "Qwen2.5-32B", "tp": 4, "batch_size": batch, "draft_depth": depth, "topk": 8}
     cells |= {"tokens_to_verify": verify, "accept_length": 5.0, "speedup": 5.0 * plain / np.array(tree)}
     rows = from_speedups(pd.DataFrame(cells), "table")
     assert predict(TRUE, rows, 6000.0) == pytest.approx(rows["measured"])

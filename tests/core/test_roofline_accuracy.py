@@ -6,8 +6,8 @@ import pytest
 
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
+from tltlab.roofline_accuracy import COLUMNS, fitted, presets, rows
 from tltlab.transfer import shares
-from tltlab.validation import COLUMNS, fitted, presets, rows
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,21 @@ def test_the_table_says_what_is_unseen_and_what_is_not(table):
     assert (table["note"].str.len() > 0).all()
 
 
+def test_table_4_above_batch_1_fits_a_long_context_better_than_that_of_the_released_benchmark(table):
+    long, short = (
+        table.loc["Table 4 above batch 1, speed-up"],
+        table.loc["Table 4 above batch 1, context held at 2,048"],
+    )
+    assert long["n_points"] == short["n_points"] == 12
+    assert long["mean_abs_error"] == pytest.approx(0.040, abs=0.002)
+    assert short["mean_abs_error"] == pytest.approx(0.084, abs=0.002)
+    assert "the most allowed" in long["note"]
+
+
 def test_the_presets_that_ship_are_those_of_the_fit(shared_data: Path):
     for name, made in presets(shared_data).items():
         shipped = load_costs(name)
+        assert shipped.notes == made.notes
         assert shipped.kv_capacity_tokens == made.kv_capacity_tokens
         for term, value in made.constants.model_dump().items():
             assert getattr(shipped.constants, term) == pytest.approx(value, rel=0.02)

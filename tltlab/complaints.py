@@ -1,0 +1,50 @@
+"""What is wrong with a value that pydantic refused, in one line for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+MOST_CHARS = 60
+_SAID = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
+"""Faults whose message or place says all: what was got is not shown again."""
+
+Place = tuple[int | str, ...]
+
+
+def dotted(place: Place) -> str:
+    """A place in nested data: its names and numbers with dots between them."""
+    return ".".join(map(str, place))
+
+
+def faults(error: ValidationError, place: Callable[[Place], str] = dotted) -> str:
+    """All faults, each with its place, which `place` writes; an empty one is left out. What was got is cut short.
+
+    A fault in `base_s` reads "base_s: Input should be a valid number, unable to parse string as a number (got 'fast')".
+    """
+    return "; ".join(_fault(each, place(each["loc"])) for each in error.errors(include_url=False))
+
+
+def shown(value: object) -> str:
+    """A value's repr, cut to 60 characters.
+
+    >>> shown("x" * 100)
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."
+    """
+    text = repr(value)
+    return text if len(text) <= MOST_CHARS else text[: MOST_CHARS - 3] + "..."
+
+
+def _fault(fault: Any, place: str) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if fault["type"] == "union_tag_invalid":
+        context = fault["ctx"]
+        name = str(context["discriminator"]).strip("'")
+        message = f"{name} is {shown(context['tag'])}, there are {context['expected_tags']}"
+    elif fault["type"] == "union_tag_not_found":
+        message = f"it does not say its {fault['ctx']['discriminator']}"
+    if fault["type"] not in _SAID:
+        message += f" (got {shown(fault['input'])})"
+    return f"{place}: {message}" if place else message
