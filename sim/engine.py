@@ -344,6 +344,8 @@ class Worker:
     def _chunk(self, limit: float) -> tuple[float, float]:
         """Iterations until a prompt may be done, and the prefill tokens in each."""
         chunk = max(0.0, self.token_budget - len(self.batch) * self._regime().cost.tokens_to_verify)
+        if self.limited and len(self.batch) == 1:
+            limit = 1  # A lone request always fits, but not beside prompts that hold room.
         left = self.prefilling[0][1]
         if chunk == 0.0 and left > 0:
             return limit, 0.0
