@@ -4,8 +4,9 @@ if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
 from .compare import compare
-from .replay import Scenario, SimResult, simulate
+from .replay import SimResult, simulate
 from .rl_step import RunResult, run_steps
+from .scenario import Scenario
 from .sweep import sweep
 from .topology import Colocated, Separate
 from .verify import Verification, verify

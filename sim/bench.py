@@ -17,7 +17,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import Trace
 
 from .baselines import closed_form_makespan_s, per_iteration_makespan_s
-from .replay import Scenario
+from .scenario import Scenario
 from .sweep import sweep
 
 COSTS = LinearCosts(

@@ -20,10 +20,10 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import read
 
 from .placement import PLACEMENTS
-from .replay import find_acceptance
 from .replay import simulate as run
 from .rl_step import run_steps
 from .rl_step import summary as whole_steps
+from .scenario import find_acceptance
 from .topology import load_topology
 
 

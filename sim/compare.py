@@ -11,7 +11,7 @@ import pandas as pd
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
 
-from .replay import PolicyLike, Scenario, budget_of
+from .scenario import PolicyLike, Scenario, budget_of
 from .sweep import sweep
 
 

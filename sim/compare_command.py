@@ -16,7 +16,7 @@ from tltlab.policy import load_policy
 from tltlab.trace import read
 
 from .placement import PLACEMENTS
-from .replay import Scenario
+from .scenario import Scenario
 
 
 def compare(

@@ -3,65 +3,32 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from tltlab import metrics
 from tltlab.acceptance import (
     Acceptance,
     AcceptanceModel,
     FreshAcceptance,
-    RequestAcceptance,
-    Settled,
-    TraceAcceptance,
-    fresh,
-    load_acceptance,
 )
-from tltlab.budget import DraftBudget, UniformBudget
-from tltlab.cli import read_json
-from tltlab.complaints import faults
 from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
-from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
-from tltlab.selector import Selector
 from tltlab.spot_training import SpotTraining
-from tltlab.state import DrafterState
-from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.trace import Manifest, Trace
 
 from . import record
-from .batch import Batch, FluidBatch
-from .bounds import largest_batch, lower_bound_s
-from .engine import Engine, LeaveIdle, Rollout
+from .engine import Rollout
 from .log import Columns
-from .placement import place
-from .rates import Rates
-from .regime import Regime, Regimes
-from .requests import Requests, requests_by_step
-from .shared_bound import shared_bound_s
-from .spot import SpotTrainer
-from .walk import ReplayBatch, SampledBatch
-
-Mode = Literal["fluid", "sampled"]
-
-
-class PolicyLike(Protocol):
-    """What the simulator needs of a policy; `tltlab.policy.Policy` is one."""
-
-    @property
-    def strategies(self) -> tuple[Strategy, ...]: ...
-
-    def build(self, rng: np.random.Generator) -> Selector: ...
+from .regime import Regime
+from .scenario import PolicyLike, Scenario, budget_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,204 +204,6 @@ def simulate(
         bounds_s=lambda: None if budget_of(chosen) else scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scenario:
-    """All of a simulation but the policy: what `sweep` holds fixed while policies change."""
-
-    steps: tuple[Requests, ...]
-    queues: tuple[list[list[int]], ...]
-    costs: CostModel
-    acceptance: Acceptance | None
-    workers: int
-    mode: str
-    seed: int
-    decision_block: int
-    costs_name: str
-    acceptance_name: str | None
-    spot: SpotTraining | None = None
-
-    @classmethod
-    def of(
-        cls,
-        trace: Trace,
-        *,
-        costs: CostModel | dict[str, Any] | str | Path | None = None,
-        acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
-        workers: int | None = None,
-        placement: str = "contiguous",
-        mode: str = "fluid",
-        seed: int = 0,
-        rl_steps: Sequence[int] | None = None,
-        decision_block: int = 1,
-        max_response_tokens: int | None = None,
-        spot: SpotTraining | dict[str, Any] | str | Path | None = None,
-    ) -> Scenario:
-        """The arguments are those of `simulate`."""
-        if mode not in get_args(Mode):
-            raise ConfigError(f"no mode named {mode!r}; there are {', '.join(get_args(Mode))}")
-        if decision_block < 1:
-            raise ConfigError(f"decision_block must be at least 1, got {decision_block}")
-        if seed < 0:
-            raise ConfigError(f"seed must be at least 0, got {seed}")
-        workers = _workers(trace, workers)
-        steps = tuple(requests_by_step(trace, rl_steps, max_response_tokens))
-        model = find_acceptance(trace, acceptance)
-        return cls(
-            steps=steps,
-            queues=tuple(place(step, workers, placement) for step in steps),
-            costs=_costs(trace, costs),
-            acceptance=model,
-            workers=workers,
-            mode=mode,
-            seed=seed,
-            decision_block=decision_block,
-            costs_name=_named(costs, _beside(trace, "costs.json") or "cpu-small (the default: the trace has no costs)"),
-            acceptance_name=None if model is None else _named(acceptance, "the trace's own"),
-            spot=None if spot is None else load_spot_training(spot),
-        )
-
-    def rollouts(
-        self, policy: PolicyLike, *, record_rewards: bool = False, entropy: Sequence[Sequence[int]] | None = None
-    ) -> tuple[Rollout, ...]:
-        """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does."""
-        entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
-        drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
-        budget = budget_of(policy)
-        trainer = None if self.spot is None else SpotTrainer(self.spot)
-        engine = Engine(
-            costs=self.costs,
-            selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
-            decision_block=self.decision_block,
-            record_rewards=record_rewards,
-            idle_use=trainer or LeaveIdle(),
-        )
-        done: list[Rollout] = []
-        before, state = None, DrafterState()
-        for step, queues in zip(self.steps, self.queues, strict=True):
-            known = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
-            model = None if self.acceptance is None else fresh(self.acceptance, known)
-            if not done or model is not before:
-                batches = _batches(model if drafters else None, self, budget)
-                engine.prepare(Regimes(policy.strategies, self.costs, model), batches)
-            before, engine.drafters = model, known
-            rollout = engine.rollout(step, queues)
-            if trainer is not None:
-                rollout.spot, state = trainer.result, trainer.drafter
-            else:
-                state = replace(state, age=state.age + 1)
-            done.append(rollout)
-        return tuple(done)
-
-    def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
-        """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
-
-        Where acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
-        """
-        model: Settled | None = None
-        if isinstance(self.acceptance, TraceAcceptance):
-            model = self.acceptance.at_best()
-        elif self.acceptance is not None:
-            best = DrafterState(age=0, updates=sys.maxsize)
-            model = fresh(self.acceptance, {s.drafter: best for s in strategies})
-        regimes = Regimes(strategies, self.costs, model)
-        met = regimes.up_to(max(map(len, self.steps), default=1))
-        # All gain alike in every iteration: then sharing a worker has an exact price.
-        alike = not any(s.speculates for s in strategies) or (
-            self.mode == "fluid" and isinstance(model, AcceptanceModel)
-        )
-        found = []
-        for step in self.steps:
-            bound_s = lower_bound_s(step, met, self.costs, self.workers, model, self.mode, self.seed)
-            if alike:
-                most = largest_batch(step, self.costs)
-                bound_s = max(bound_s, shared_bound_s(step, regimes, self.costs, self.workers, most))
-            found.append(bound_s)
-        return found
-
-
-def budget_of(policy: PolicyLike) -> DraftBudget | None:
-    """The policy's budget; None where every request is drafted what the strategy says."""
-    budget = policy.build_budget() if isinstance(policy, Policy) else UniformBudget()
-    return None if isinstance(budget, UniformBudget) else budget
-
-
-def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> SpotTraining:
-    """Spot training from itself, a dict, a JSON file, or "tlt" for the defaults. Raises ConfigError."""
-    if isinstance(source, SpotTraining):
-        return source
-    if source == "tlt":
-        return SpotTraining()
-    value = source if isinstance(source, dict) else read_json(Path(source))
-    try:
-        return SpotTraining.model_validate(value)
-    except ValidationError as error:
-        raise ConfigError(f"spot training: {faults(error)}") from error
-
-
-def _workers(trace: Trace, workers: int | None) -> int:
-    workers = trace.manifest.num_workers if workers is None else workers
-    if workers is None:
-        raise ConfigError("the trace's manifest has no num_workers: say how many to simulate with --workers")
-    if workers < 1:
-        raise ConfigError(f"workers must be at least 1, got {workers}")
-    return workers
-
-
-def _costs(trace: Trace, costs: CostModel | dict[str, Any] | str | Path | None) -> CostModel:
-    if costs is not None:
-        return load_costs(costs)
-    return load_costs(_beside(trace, "costs.json") or "cpu-small")
-
-
-def _named(source: object, default: str | Path) -> str:
-    """What a user called it, else its kind."""
-    if source is None:
-        return str(default)
-    if isinstance(source, dict):
-        return str(source.get("kind", "linear"))
-    return str(source) if isinstance(source, str | Path) else str(getattr(source, "kind", "trace"))
-
-
-def _beside(trace: Trace, name: str) -> Path | None:
-    """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
-    if trace.path is None:
-        return None
-    folders = [trace.path, trace.path.parent] if trace.path.name == "trace" else [trace.path]
-    return next((folder / name for folder in folders if (folder / name).is_file()), None)
-
-
-def find_acceptance(trace: Trace, source: Acceptance | dict[str, Any] | str | Path | None) -> Acceptance | None:
-    """What `simulate` takes `source` for: a model, "trace", or None for what the trace has (None: nothing)."""
-    if source == "trace" or source is None:
-        table = trace.acceptance
-        if table is not None and len(table):
-            return TraceAcceptance(table)
-        if source == "trace":
-            raise ConfigError("acceptance 'trace': the trace has no acceptance.parquet; annotate it or name a model")
-        beside = _beside(trace, "acceptance.json")
-        return load_acceptance(beside) if beside else None
-    return load_acceptance(source)
-
-
-def _batches(model: Settled | None, scenario: Scenario, budget: DraftBudget | None) -> Callable[[Requests], Batch]:
-    """How running requests gain tokens: all alike where that can be, else each for itself."""
-    if isinstance(model, RequestAcceptance) or (budget is not None and model is not None):
-        if isinstance(model, TraceAcceptance):
-            raise ConfigError("a budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
-        return Rates(
-            model=model,
-            costs=scenario.costs,
-            seed=scenario.seed,
-            sampled=scenario.mode == "sampled",
-            budget=budget,
-        )
-    if isinstance(model, TraceAcceptance):
-        return lambda requests: ReplayBatch(requests, model)
-    if model is not None and scenario.mode == "sampled":
-        return lambda requests: SampledBatch(requests, scenario.seed)
-    return FluidBatch
 
 
 def _name(policy: str | Path | PolicyLike) -> str:

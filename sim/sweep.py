@@ -14,7 +14,7 @@ from joblib import Parallel, delayed, parallel_config
 
 from tltlab.errors import ConfigError
 
-from .replay import PolicyLike, Scenario
+from .scenario import PolicyLike, Scenario
 
 
 def sweep(

@@ -20,8 +20,8 @@ from tltlab.errors import ConfigError
 from tltlab.policy import Policy
 from tltlab.trace import Trace, read
 
-from .replay import Scenario
 from .run_files import InForce, policies_in_force, repeats
+from .scenario import Scenario
 
 FORECASTS = 15
 INTERVAL = (10, 90)

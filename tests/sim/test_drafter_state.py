@@ -17,7 +17,7 @@ from tltlab.policy import AcceptanceBudgetSpec, FixedSpec, Policy
 from tltlab.selector import Selector
 from tltlab.sim import simulate
 from tltlab.sim.bench import COSTS
-from tltlab.sim.replay import load_spot_training
+from tltlab.sim.scenario import load_spot_training
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState, StepState
 from tltlab.strategy import Strategy

@@ -29,7 +29,7 @@ from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, Tab
 from tltlab.selector import Selector
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.placement import PLACEMENTS
-from tltlab.sim.replay import Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import Trace
 

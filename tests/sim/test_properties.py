@@ -13,7 +13,7 @@ from tltlab.lengths import of_lengths
 from tltlab.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.baselines import closed_form_makespan_s, per_iteration_makespan_s
-from tltlab.sim.replay import Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 COSTS = LinearCosts(

@@ -15,7 +15,7 @@ from tltlab.sim.bench import COSTS, example_table
 from tltlab.sim.bounds import largest_batch, lower_bound_s
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.regime import Regimes
-from tltlab.sim.replay import Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.shared_bound import envelope, shared_bound_s
 from tltlab.strategy import NO_SPECULATION
 

@@ -18,7 +18,7 @@ from tltlab.selectors import NoSpeculation
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine
 from tltlab.sim.regime import Regimes
-from tltlab.sim.replay import Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.spot import SpotTrainer
 from tltlab.spot_training import SpotTraining
 from tltlab.strategy import NO_SPECULATION

@@ -10,7 +10,7 @@ from tltlab.generate import log_normal
 from tltlab.policy import load_policy
 from tltlab.sim.bench import COSTS, example_bandit, random_tables
 from tltlab.sim.compare import compare
-from tltlab.sim.replay import Scenario
+from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
 
 
