@@ -37,7 +37,7 @@ class Verification:
     `forecast_high_s` (nan without two earlier steps), and `fitted_on`.
 
     Where the run did rollouts twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
-    distance from that: a second run finds caches warm, which is no noise. None where it did not.
+    distance from that: what all second runs have in common is no noise. None where it did not.
     """
 
     rows: pd.DataFrame
@@ -244,8 +244,9 @@ def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trac
         rows = np.flatnonzero(order == group)
         drawn[rows] = rng.choice(groups[rng.integers(len(groups))], size=len(rows), replace=True)
     caps = step.workload.merge(step.outcomes, how="right", on=["rl_step", "prompt_id", "sample", "turn"])
-    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "finish_reason", "worker"]].assign(
-        response_tokens=np.clip(drawn, 1, caps["max_response_tokens"].to_numpy())
+    most = caps["max_response_tokens"].to_numpy()
+    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "worker"]].assign(
+        response_tokens=np.clip(drawn, 1, most), finish_reason=np.where(drawn >= most, "length", "stop")
     )
     return Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
 
@@ -265,8 +266,8 @@ def text(found: Verification) -> str:
     twice = "no rollout was run twice"
     if found.repeat_spread is not None:
         twice = (
-            f"the same rollout run twice varies by {found.repeat_spread:.1%} around {found.repeat_bias:+.1%}, "
-            "as its second run finds warm caches"
+            f"a second run of the same rollout takes {found.repeat_bias:+.1%} of the first's time, give or take "
+            f"{found.repeat_spread:.1%}"
         )
     lines += [
         "",

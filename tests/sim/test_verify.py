@@ -101,7 +101,7 @@ def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: 
         (run / "repeats.json").unlink()
     assert found.repeat_bias == pytest.approx(-0.1)
     assert found.repeat_spread == pytest.approx(0.03 / 0.9)
-    assert "run twice" in text(found)
+    assert "second run" in text(found)
 
 
 def test_drawn_lengths_come_from_history_and_respect_the_cap():
