@@ -1,0 +1,68 @@
+"""The contract of a model-free drafter: it is told what requests generate, and proposes how they may go on.
+
+A drafter holds no clock and draws nothing: the same calls give the same drafts. Requests are named by the trace's key
+(rl_step, prompt_id, sample, turn): samples that share (rl_step, prompt_id) are a group, all that share prompt_id are of
+one problem. Drafts are greedy, so verification keeps each drafted token with the target's own probability of it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Key = tuple[int, str, int, int]
+
+
+class Draft(NamedTuple):
+    """Tokens to follow a request, and how many of them the drafter itself expects to be kept."""
+
+    tokens: list[int]
+    expected: float
+
+
+class Drafter(ABC):
+    """Proposes continuations from text it has seen. `open` a request, `extend` it as it grows, `close` it at its end.
+
+    >>> drafter.open((0, "p", 0, 0), [1, 2, 3])                                                     # doctest: +SKIP
+    >>> drafter.extend((0, "p", 0, 0), [7, 8, 9, 7])                                                # doctest: +SKIP
+    >>> drafter.propose((0, "p", 0, 0), depth=2)                                                    # doctest: +SKIP
+    Draft(tokens=[8, 9], expected=2.0)
+    """
+
+    def begin(self, rl_step: int) -> None:  # noqa: B027
+        """A rollout begins: what only served groups of earlier RL steps may be forgotten."""
+
+    @abstractmethod
+    def open(self, key: Key, tokens: Sequence[int]) -> None:
+        """Begin request `key` with its prompt; it must not be open already."""
+
+    @abstractmethod
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        """Take the tokens that request `key` has just generated."""
+
+    @abstractmethod
+    def propose(self, key: Key, depth: int) -> Draft:
+        """Up to `depth` tokens to follow request `key`; fewer, or none, where nothing matches."""
+
+    def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
+        """A draft of `num_drafted` tokens for `key` was verified and its first `num_accepted` were kept."""
+
+    @abstractmethod
+    def close(self, key: Key) -> None:
+        """Request `key` is over. Its text stays as long as the drafter's scope and window let it."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop everything: open requests and all that was learned."""
+
+    @property
+    @abstractmethod
+    def memory_bytes(self) -> int:
+        """About how much memory the index takes."""
+
+    def remember(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Take a whole response that was generated elsewhere: another worker's, or a recorded one."""
+        self.open(key, prompt)
+        self.extend(key, response)
+        self.close(key)
