@@ -1,39 +1,47 @@
-"""One real vLLM engine in this process, driven iteration by iteration under a policy."""
+"""One real vLLM engine under a policy: generate requests, get responses and the rows of what every iteration did."""
 
 from __future__ import annotations
 
-import copy
-import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch._dynamo
 
+from tltlab.drafter import Drafter, Key
+from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
+from tltlab.policy import FixedSpec, Policy
 from tltlab.selector import Selector
-from tltlab.selectors import Fixed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .vllm_plugin import LOCAL_BACKEND, TESTED_VLLM, speculative_sampling_is_sound
-
-Key = tuple[int, str, int, int]
+from .control import Control
+from .drafting import DrafterPool
+from .drafting import Response as Remembered
+from .vllm_adapter import llm as adapter
+from .vllm_adapter.options import Attachment, check_drafter, speculative_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens."""
+    """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
+
+    With `ignore_eos` it runs to its cap.
+    """
 
     key: Key
     prompt_token_ids: list[int]
     max_response_tokens: int
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Response:
-    """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`."""
+    """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
+
+    `finish_reason` is "stop", "length" or "abort".
+    """
 
     key: Key
     token_ids: list[int]
@@ -45,7 +53,10 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds."""
+    """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
+
+    `recorder_s` is the time spent choosing, sharing out and keeping the book, drafting not included.
+    """
 
     responses: list[Response]
     iterations: list[dict[str, Any]]
@@ -54,11 +65,25 @@ class Rollout:
     recorder_s: float
 
 
+class EngineDied(RunError):
+    """The engine failed in mid-rollout: `responses` came back whole, `lost` are the keys of those that did not."""
+
+    def __init__(self, message: str, responses: list[Response] | None = None, lost: list[Key] | None = None) -> None:
+        super().__init__(message, responses, lost)
+        self.responses = responses or []
+        self.lost = lost or []
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class Engine:
     """A vLLM engine with the policy's seam attached.
 
-    `vllm_args` pass through to `vllm.LLM` under vLLM's own names and win over the defaults here. With
-    `max_draft_depth` 0 the engine is built without speculation. Close it: it owns threads and memory.
+    `drafters` are the drafters by the names strategies use, at most one of them learned; by default `ngram` and
+    `suffix`. `max_draft_depth` is the deepest draft it is built for; with 0 there is no speculation. With
+    `own_process` vLLM runs its core in another process, and policies are given as `Policy`, not as objects. `vllm_args`
+    pass through to `vllm.LLM` under vLLM's own names and win over the defaults. Close it: it owns threads and memory.
     """
 
     def __init__(
@@ -66,163 +91,213 @@ class Engine:
         model: str,
         *,
         worker: int = 0,
+        drafters: Mapping[str, DrafterSpec | Drafter] | None = None,
         max_draft_depth: int = 8,
-        drafter: str = "ngram",
         seed: int = 0,
+        own_process: bool = False,
         vllm_args: Mapping[str, Any] | None = None,
     ) -> None:
-        # The policy lives beside the scheduler, so the engine core must run in this process.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        os.environ.setdefault("TQDM_DISABLE", "1")
-        import vllm
+        self.worker = worker
+        self.seed = seed
+        self.own_process = own_process
+        self.max_draft_depth = max_draft_depth
+        self.drafters = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
+        if own_process and any(isinstance(drafter, Drafter) for drafter in self.drafters.values()):
+            raise ConfigError("an engine core in its own process takes drafters as specs, not as objects")
+        self._pool = DrafterPool(self.drafters, max_draft_depth)
+        for name, spec in self.drafters.items():
+            if isinstance(spec, LearnedSpec):
+                check_drafter(model, name, spec)
+        attachment = Attachment(
+            drafters=self.drafters if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
+        )
+        self.llm = adapter.start(
+            model,
+            attachment=attachment.model_dump(mode="json"),
+            speculative=speculative_config(self.drafters, max_draft_depth),
+            own_process=own_process,
+            seed=seed,
+            vllm_args=vllm_args or {},
+        )
+        if not own_process:
+            adapter.set_control(self.llm, Control(self._pool, worker=worker))
 
-        if not vllm.__version__.startswith(TESTED_VLLM + "."):
-            raise ConfigError(f"tltlab's engine is tested with vLLM {TESTED_VLLM}.x, found {vllm.__version__}")
-        from .policy_scheduler import Control, PolicyScheduler
+    @property
+    def control(self) -> Control:
+        """What sits beside the scheduler; only for an engine core of this process."""
+        control = adapter.control_of(self.llm)
+        if control is None:
+            raise ConfigError("the engine core is in another process: its policy cannot be touched as an object")
+        return control
 
-        cpu = vllm.platforms.current_platform.is_cpu()
-        args: dict[str, Any] = {
-            "dtype": "float32" if cpu else "bfloat16",
-            "enforce_eager": cpu,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
-            "disable_log_stats": True,
-            "seed": seed,
-        }
-        if cpu:
-            # vLLM's own default takes 92 % of the machine's memory.
-            args["kv_cache_memory_bytes"] = 256 << 20
-        args |= dict(vllm_args or {})
-        if cpu and args["enforce_eager"]:
-            # Eager mode still compiles parts of the sampler on first use, which takes longer than the engine's start.
-            torch._dynamo.config.disable = True
-        if max_draft_depth:
-            args["speculative_config"] = {
-                "method": "custom_class",
-                "model": f"{PolicyScheduler.__module__}.NgramProposer",
-                "num_speculative_tokens": max_draft_depth,
-            }
-        try:
-            self.llm = vllm.LLM(
-                model=model,
-                scheduler_cls=PolicyScheduler,
-                weight_transfer_config=vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND),
-                **args,
-            )
-        except (ValueError, OSError, TypeError) as error:
-            raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
-        if max_draft_depth and not speculative_sampling_is_sound():
-            raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
-        self.llm.init_weight_transfer_engine({"init_info": {}})
-        core = self.llm.llm_engine.engine_core.engine_core
-        self.control = Control(worker, max_draft_depth, drafter)
-        core.scheduler.control = self.control
-        if max_draft_depth:
-            runner = core.model_executor.driver_worker.worker.model_runner
-            runner.drafter.control, runner.drafter.runner = self.control, runner
+    def set_policy(self, policy: Policy | Selector | None, seed: Sequence[int] | None = None) -> None:
+        """Choose by `policy` from the next iteration on, None for plain decoding.
 
-    def set_policy(self, selector: Selector) -> None:
-        """Choose with `selector` from the next iteration on; ConfigError if it may ask for what the engine lacks."""
-        self.control.set_selector(selector)
+        A `Policy` is built afresh and draws from a generator seeded with `seed`; a `Selector` is used as it is.
+        ConfigError where it may ask for what the engine lacks; the policy before then stays in force.
+        """
+        strategies = policy.strategies if policy is not None else ()
+        for strategy in strategies:
+            self._pool.check(strategy)
+        if self.own_process:
+            if isinstance(policy, Selector):
+                raise ConfigError("an engine core in its own process takes a Policy, not a selector object")
+            plain = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
+            adapter.call(self.llm, "set_policy", policy or plain, self._seed(seed))
+        elif isinstance(policy, Policy):
+            self.control.set_policy(policy, self._seed(seed))
+        else:
+            self.control.set_selector(policy)
+
+    def _seed(self, seed: Sequence[int] | None) -> list[int]:
+        return list(seed) if seed is not None else [self.seed, self.worker]
 
     def warm_up(self, temperature: float) -> None:
-        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first."""
-        deepest = Strategy.chain(self.control.drafter_name, self.control.max_depth)
+        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first.
+
+        Sets no policy; whatever was set before must be set again.
+        """
         requests = [
             GenerationRequest(key=(-1, "warm-up", n, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
             for n in range(4)
         ]
-        before = self.control.selector
-        for strategy in (NO_SPECULATION, deepest):
-            self.control.set_selector(Fixed(strategy))
+        deepest = [Strategy.chain(name, self.max_draft_depth) for name in self.drafters if self.max_draft_depth]
+        for strategy in (NO_SPECULATION, *deepest):
+            self.set_policy(Policy(selector=FixedSpec(strategy=strategy)))
             self.generate(requests, rl_step=-1, temperature=temperature)
+        self.forget()
         self.llm.reset_prefix_cache()
-        self.control.set_selector(before)
+        self.set_policy(None)
 
     def evaluate(self, requests: Sequence[GenerationRequest], *, temperature: float) -> Rollout:
         """Generate without speculation; the policy in force neither chooses nor learns."""
-        selector = self.control.selector
-        self.control.set_selector(None)
+        self._call("suspend")
         try:
             return self.generate(requests, rl_step=-1, temperature=temperature)
         finally:
-            self.control.set_selector(selector)
+            self._call("resume")
 
-    def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
-        """Generate every request to its end. Raises RunError when the engine loses one."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        rl_step: int,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        until: Callable[[int], bool] | None = None,
+    ) -> Rollout:
+        """Generate every request to its end; top_k 0 keeps the whole vocabulary.
 
+        `until` is asked after each iteration with the number of responses that have ended; at its first yes the others
+        are aborted and come back with what they have. ConfigError for a prompt that leaves no room or two requests of
+        one key. EngineDied, with what came back whole, when the engine fails or loses a request.
+        """
+        self._check(requests)
         engine = self.llm.llm_engine
-        by_id: dict[str, GenerationRequest] = {}
-        internal: dict[str, str] = {}
-        for number, request in enumerate(requests):
-            params = SamplingParams(
-                temperature=temperature,
-                max_tokens=request.max_response_tokens,
-                logprobs=0,
-                flat_logprobs=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            name = f"{rl_step}.{number}"
-            by_id[name] = request
-            internal[engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)] = name
-        start = self.control.begin(
-            rl_step,
-            {i: by_id[name].key for i, name in internal.items()},
-            {i: by_id[name].prompt_token_ids for i, name in internal.items()},
-        )
+        inside = self._call("seconds_inside")
+        self._call("begin", rl_step)
+        start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
-        inside = self.control.seconds_inside
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
-        iterations, decisions = self.control.end()
-        lost = [r.key for name, r in by_id.items() if name not in outputs]
-        if lost:
-            raise RunError(f"the engine lost {len(lost)} of {len(requests)} responses, the first with key {lost[0]}")
-        first = {internal[i]: seconds for i, seconds in self.control.first_token_s.items()}
-        responses = [
-            Response(
-                key=request.key,
-                token_ids=list(outputs[name][0].token_ids),
-                logprobs=list(outputs[name][0].logprobs.logprobs),
-                finish_reason=outputs[name][0].finish_reason,
-                t_first_token=first.get(name, outputs[name][1]),
-                t_finish=outputs[name][1],
-            )
-            for name, request in by_id.items()
-        ]
+        names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
+        failure: Exception | None = None
+        try:
+            for name, request in names.items():
+                params = adapter.sampling_params(
+                    request.key,
+                    temperature=temperature,
+                    top_p=top_p,
+                    top_k=top_k,
+                    max_tokens=request.max_response_tokens,
+                    ignore_eos=request.ignore_eos,
+                )
+                engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
+                if until is not None and until(len(outputs)):
+                    stopped = time.perf_counter() - start
+                    outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
+            iterations, decisions, first = self._call("end")
+            seconds_inside = self._call("seconds_inside") - inside
+        except Exception as error:
+            failure, first = error, {}
+        duration_s = time.perf_counter() - start
+        responses = [_response(names[name], *outputs[name], first) for name in names if name in outputs]
+        lost = [request.key for name, request in names.items() if name not in outputs]
+        if failure is not None or lost:
+            why = f": {type(failure).__name__}: {failure}" if failure is not None else ""
+            message = f"the engine lost {len(lost)} of {len(names)} responses, the first with key {lost[:1]}{why}"
+            raise EngineDied(message, responses, lost) from failure
         return Rollout(
             responses=responses,
             iterations=iterations,
             decisions=decisions,
-            duration_s=time.perf_counter() - start,
-            recorder_s=self.control.seconds_inside - inside,
+            duration_s=duration_s,
+            recorder_s=seconds_inside,
         )
 
+    def _check(self, requests: Sequence[GenerationRequest]) -> None:
+        room = self.llm.llm_engine.vllm_config.model_config.max_model_len
+        for request in requests:
+            if not 0 < len(request.prompt_token_ids) < room:
+                raise ConfigError(
+                    f"request {request.key}: a prompt of {len(request.prompt_token_ids)} tokens does not fit the "
+                    f"engine's context of {room}, which must hold it and at least one token more"
+                )
+        if len({request.key for request in requests}) < len(requests):
+            raise ConfigError("two requests of one rollout have the same key (rl_step, prompt_id, sample, turn)")
+
+    def remember(self, responses: Iterable[Remembered]) -> None:
+        """Show the drafters in use responses generated elsewhere or earlier: (key, prompt ids, response ids) each."""
+        self._call("remember", list(responses))
+
+    def forget(self) -> None:
+        """Drop all that model-free drafters know."""
+        self._call("forget")
+
     def snapshot(self) -> tuple[torch.Tensor, dict[str, Any]]:
-        """What a rollout depends on besides requests and weights: the random state and what the policy has learned."""
-        selector = self.control.selector
-        return torch.get_rng_state(), copy.deepcopy(selector.state_dict()) if selector else {}
+        """What a rollout depends on besides requests and weights: the random state, and what has been learned.
+
+        That is by the policy, its budget and the model-free drafters. Nothing may be running. ConfigError with
+        `own_process`: the random state that matters is then a worker's.
+        """
+        if self.own_process:
+            raise ConfigError("an engine core in its own process keeps its random state to itself: no snapshots")
+        return self._call("rng_state"), self._call("state_dict")
 
     def restore(self, state: tuple[torch.Tensor, dict[str, Any]]) -> None:
         """Go back to a `snapshot`, with nothing cached."""
-        torch.set_rng_state(state[0])
-        if self.control.selector:
-            self.control.selector.load_state_dict(state[1])
+        self._call("set_rng_state", state[0])
+        self._call("load_state_dict", state[1])
         self.llm.reset_prefix_cache()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones."""
-        self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"weights": list(weights)}})
-        self.llm.finish_weight_update(str(version))
-        self.llm.reset_prefix_cache()
+        adapter.update_weights(self.llm, weights, str(version), draft=False)
+
+    def update_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load new weights into the learned drafter; ConfigError where the engine has none."""
+        if self._pool.learned is None:
+            raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
+        adapter.update_weights(self.llm, weights, "", draft=True)
+        self._call("updated")
 
     def close(self) -> None:
-        """Release the engine's memory and threads."""
+        """Release the engine's memory, threads and processes."""
         self.llm.llm_engine.engine_core.shutdown()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return adapter.call(self.llm, name, *args)
+
+
+def _response(request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float]) -> Response:
+    return Response(
+        key=request.key,
+        token_ids=list(output.token_ids),
+        logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
+        finish_reason=output.finish_reason,
+        t_first_token=first.get(request.key, t_finish),
+        t_finish=t_finish,
+    )

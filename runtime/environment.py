@@ -8,9 +8,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
-import vllm
 
 from .recipe import Recipe
+from .vllm_adapter import installed_vllm
 
 
 def run_json(recipe: Recipe) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def run_json(recipe: Recipe) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    found = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": vllm.__version__}
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": installed_vllm()}
     for name in ("tltlab", "torch", "ray", "transformers", "simpy", "numpy"):
         try:
             found[name] = version(name)

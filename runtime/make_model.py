@@ -55,6 +55,9 @@ class Size:
 SIZES = {
     "tiny": Size(hidden=128, layers=2, mlp=256, steps=560, measured_prompts=32),
     "small": Size(hidden=128, layers=4, mlp=256, steps=1200),
+    # One pass of these twelve thin layers costs many of the one layer's, which can so be its draft model.
+    "deep": Size(hidden=96, layers=12, mlp=192, steps=1800),
+    "draft": Size(hidden=64, layers=1, mlp=256, steps=3000),
 }
 
 

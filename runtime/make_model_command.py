@@ -11,7 +11,13 @@ from tltlab.cli import Json, emit, progress
 
 
 def make_model(
-    size: Annotated[str, typer.Option(help="tiny (half a minute on one core) or small (two minutes).")] = "small",
+    size: Annotated[
+        str,
+        typer.Option(
+            help="tiny (half a minute on one core), small (two minutes), deep (five minutes: a target that is slow for "
+            "its size) or draft (half a minute: a draft model for deep)."
+        ),
+    ] = "small",
     task: Annotated[
         str,
         typer.Option(

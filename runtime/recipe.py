@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tltlab.drafters import DrafterSpec
 from tltlab.errors import ConfigError
 
 
@@ -30,8 +31,8 @@ class DataConfig(_Section):
 class RolloutConfig(_Section):
     """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
 
-    Every `repeat_every`-th rollout runs a second time, to no other end than to see how far the machine's time varies
-    on the very same work (`repeats.json`); 0 is never.
+    `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th rollout runs a second time,
+    to no other end than to see how far the machine's time varies on the very same work (`repeats.json`); 0 is never.
     """
 
     num_workers: int = Field(2, ge=1)
@@ -41,6 +42,7 @@ class RolloutConfig(_Section):
     max_response_tokens: int = Field(768, ge=1)
     max_draft_depth: int = Field(8, ge=0)
     policy: str = "none"
+    drafters: dict[str, DrafterSpec] = {}
     repeat_every: int = Field(0, ge=0)
     gpus_per_worker: float = Field(0.0, ge=0)
     vllm: dict[str, Any] = {}

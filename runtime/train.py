@@ -15,6 +15,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from transformers import AutoTokenizer
 
 from tltlab.cli import write_json
+from tltlab.drafters import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policy import Policy, load_policy
 from tltlab.recorder import Recorder
@@ -59,7 +60,8 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         self._owns_ray = start_ray()
         try:
-            self._workers, self._trainer = start_workers(self.recipe)
+            drafters = DEFAULT_DRAFTERS | self.policy.drafters | self.recipe.rollout.drafters
+            self._workers, self._trainer = start_workers(self.recipe, drafters)
             self._actors = [*self._workers, self._trainer]
             self._get([actor.start.remote() for actor in self._actors])
             self.set_policy(self.policy)
@@ -81,11 +83,6 @@ class GrpoRun:
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
-        if policy.budget is not None and policy.budget.kind != "uniform":
-            raise ConfigError(
-                f"policy {name or policy.selector.kind} has a budget of kind {policy.budget.kind!r}, and the engine "
-                "drafts alike for all requests: take the budget out, or simulate it"
-            )
         self._policy_name = name or policy.selector.kind
         self._get([w.set_policy.remote(policy, self.rl_step) for w in self._workers])
         self._policies = [p for p in self._policies if p["rl_step"] != self.rl_step]
@@ -108,10 +105,12 @@ class GrpoRun:
             for prompt in prompts
             for sample in range(rollout.group_size)
         ]
-        parts = self._share(requests, lambda worker, part: worker.generate.remote(part, rl_step))
+        repeats = bool(rollout.repeat_every) and rl_step % rollout.repeat_every == 0
+        parts = self._share(requests, lambda worker, part: worker.generate.remote(part, rl_step, repeatable=repeats))
         rollout_s = time.perf_counter() - t_step
-        if rollout.repeat_every and rl_step % rollout.repeat_every == 0:
+        if repeats:
             self._repeat(requests, parts, rl_step, rollout_s)
+        self._tell_others(requests, parts)
 
         start = time.perf_counter()
         responses = [r for part in parts for r in part.responses]
@@ -190,6 +189,19 @@ class GrpoRun:
             }
         )
         write_json(self.out / "repeats.json", {"repeats": self._repeats})
+
+    def _tell_others(self, requests: Sequence[GenerationRequest], parts: Any) -> None:
+        """Show each worker's drafters what the others generated: a prompt may come back on another worker."""
+        if len(self._workers) == 1:
+            return
+        prompts = {request.key: request.prompt_token_ids for request in requests}
+        texts = [[(r.key, prompts[r.key], r.token_ids) for r in part.responses] for part in parts]
+        self._get(
+            [
+                worker.remember.remote([text for n, part in enumerate(texts) if n != number for text in part])
+                for number, worker in enumerate(self._workers)
+            ]
+        )
 
     def evaluate(self, num_prompts: int | None = None) -> float:
         """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
+from tltlab.drafters import DrafterSpec
 from tltlab.policy import Policy
 
+from .drafting import Response as Remembered
 from .engine import Engine, GenerationRequest, Rollout
 from .recipe import Recipe
 from .trainer import Sample, Trainer
@@ -41,14 +43,14 @@ def start_ray() -> bool:
     return not address
 
 
-def start_workers(recipe: Recipe) -> tuple[list[Any], Any]:
-    """Start the rollout workers and the trainer; returns their handles. They start in parallel."""
+def start_workers(recipe: Recipe, drafters: Mapping[str, DrafterSpec]) -> tuple[list[Any], Any]:
+    """Start the rollout workers, each with `drafters`, and the trainer; their handles. They start in parallel."""
     rollout, train = recipe.rollout, recipe.train
     env = _WORKER_ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
     workers = [
         RolloutWorker.options(  # type: ignore[attr-defined]
             num_cpus=0, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": env}
-        ).remote(recipe, number)
+        ).remote(recipe, number, drafters)
         for number in range(rollout.num_workers)
     ]
     env |= {"OMP_NUM_THREADS": str(train.threads)}
@@ -68,9 +70,10 @@ def _user_paths() -> list[str]:
 class RolloutWorker:
     """One engine in its own process."""
 
-    def __init__(self, recipe: Recipe, number: int) -> None:
+    def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec]) -> None:
         self.recipe = recipe
         self.number = number
+        self.drafters = drafters
         self.temperature = recipe.rollout.temperature
 
     def start(self) -> None:
@@ -80,6 +83,7 @@ class RolloutWorker:
         self.engine = Engine(
             self.recipe.model,
             worker=self.number,
+            drafters=self.drafters,
             max_draft_depth=rollout.max_draft_depth,
             seed=self.recipe.seed + self.number,
             vllm_args=rollout.vllm,
@@ -87,24 +91,29 @@ class RolloutWorker:
         self.engine.warm_up(self.temperature)
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
-        rng = np.random.default_rng([self.recipe.seed, self.number, rl_step])
-        self.engine.set_policy(policy.build(rng))
+        self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
 
     def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self.engine.update_weights(weights.items(), version)
 
-    def generate(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
-        self.before = self.engine.snapshot()
+    def generate(self, requests: list[GenerationRequest], rl_step: int, *, repeatable: bool) -> Rollout:
+        """Roll out; `repeatable` keeps the state before, so that `repeat` can follow."""
+        if repeatable:
+            self.before = self.engine.snapshot()
         return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
 
     def repeat(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
-        """Do the last rollout again, from the state it started in, and leave no trace of it in policy or luck."""
+        """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it."""
         after = self.engine.snapshot()
         self.engine.restore(self.before)
         try:
             return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
         finally:
             self.engine.restore(after)
+
+    def remember(self, responses: list[Remembered]) -> None:
+        """Show the drafters what other workers generated."""
+        self.engine.remember(responses)
 
     def evaluate(self, requests: list[GenerationRequest]) -> Rollout:
         return self.engine.evaluate(requests, temperature=self.temperature)

@@ -11,7 +11,7 @@ import pandas as pd
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
 
-from .scenario import PolicyLike, Scenario, budget_of
+from .scenario import PolicyLike, Scenario, budgets_of
 from .sweep import sweep
 
 
@@ -57,7 +57,7 @@ def compare(
                 "ratio": ratio.estimate,
                 "ratio_low": ratio.low,
                 "ratio_high": ratio.high,
-                "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budget_of(policies[name]) else None,
+                "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budgets_of(policies[name], 1) else None,
             }
         )
     return pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True)

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tltlab.acceptance import AcceptanceModel, RequestAcceptance, per_request
-from tltlab.budget import DraftBudget
+from tltlab.budget import DraftBudget, refuse_trees
 from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
@@ -85,6 +85,8 @@ class RateBatch(Batch):
         self._refresh = refresh
         self._generated = np.zeros(len(requests))
         self._recent = np.full(len(requests), np.nan)
+        self._drafted = np.zeros(len(requests))
+        self._accepted = np.zeros(len(requests))
         self._running = np.zeros(0, np.int64)
         self._pending: list[int] = []
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
@@ -120,9 +122,14 @@ class RateBatch(Batch):
         return request, self.generated(request)
 
     def settle(self) -> None:
-        """The last macro-step is over: its finished requests count for their siblings from now on."""
+        """The last macro-step is over: its finished requests count for their siblings and budgets from now on."""
         if self._pending:
             self._groups.finish(self._pending)
+            if self._budget is not None:
+                for request in self._pending:
+                    drafted, accepted = round(self._drafted[request]), round(self._accepted[request])
+                    done = self._request_state(request, self.requests.response_tokens[request])
+                    self._budget.finished(done, drafted=drafted, accepted=accepted)
             self._pending = []
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
@@ -138,7 +145,7 @@ class RateBatch(Batch):
             gains, n = (self._drawn if self._sampled else self._expected)(regime, drafted, left, limit, room_tokens)
             if self._sampled:
                 self._draws[running] += n
-            self._remember(gains.mean(axis=1) - 1.0, n, drafted)
+            self._remember(gains.mean(axis=1) - 1.0, n, drafted, regime)
             total = gains.sum(axis=1)
             grown = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
         else:
@@ -207,8 +214,7 @@ class RateBatch(Batch):
     def _allotted(self, regime: Regime) -> tuple[Regime, Ints]:
         """The budget's share of each resident, and the regime with its cost."""
         strategy, batch = regime.strategy, len(self._running)
-        if strategy.top_k > 1:
-            raise ConfigError(f"budget: drafts of trees cannot be shared out, and {strategy} is one")
+        refuse_trees(strategy)
         assert self._budget is not None
         drafted = np.array(self._budget.allot(self._state(strategy), strategy), np.int64)
         if len(drafted) != batch or ((drafted < 0) | (drafted > strategy.draft_depth)).any():
@@ -230,16 +236,7 @@ class RateBatch(Batch):
         return self._regimes[key], drafted
 
     def _state(self, strategy: Strategy) -> StepState:
-        requests = [
-            RequestState(
-                key=self.requests.keys[r],
-                prompt_id=self.requests.keys[r][1],
-                generated_tokens=int(self._generated[r]),
-                max_response_tokens=self.requests.max_response_tokens[r],
-                recent_acceptance=self.recent_acceptance(r),
-            )
-            for r in self.running
-        ]
+        requests = [self._request_state(r, int(self._generated[r])) for r in self.running]
         return StepState(
             rl_step=self.requests.rl_step,
             batch=len(requests),
@@ -248,7 +245,21 @@ class RateBatch(Batch):
             requests=requests,
         )
 
-    def _remember(self, accepted: Floats, num_iterations: int, drafted: Ints | None) -> None:
+    def _request_state(self, request: int, generated: int) -> RequestState:
+        key = self.requests.keys[request]
+        return RequestState(
+            key=key,
+            prompt_id=key[1],
+            generated_tokens=generated,
+            max_response_tokens=self.requests.max_response_tokens[request],
+            recent_acceptance=self.recent_acceptance(request),
+        )
+
+    def _remember(self, accepted: Floats, num_iterations: int, drafted: Ints | None, regime: Regime) -> None:
+        share = regime.num_drafted / drafted.mean() if drafted is not None and drafted.any() else 1.0
+        each = regime.num_drafted if drafted is None else drafted * share
+        self._drafted[self._running] += num_iterations * each
+        self._accepted[self._running] += num_iterations * accepted
         asked = self._running if drafted is None else self._running[drafted > 0]
         now = accepted if drafted is None else accepted[drafted > 0]
         before = self._recent[asked]
@@ -258,15 +269,20 @@ class RateBatch(Batch):
 
 @dataclass(slots=True, kw_only=True)
 class Rates:
-    """Makes the batches of a simulation. Those of one rollout, known by its `Requests`, share their groups."""
+    """Makes the batches of a simulation. Those of one rollout, known by its `Requests`, share their groups.
+
+    `budgets` are those of the workers in order, none where the strategy alone says what is drafted: a rollout's first
+    batch gets the first one.
+    """
 
     model: AcceptanceModel | RequestAcceptance
     costs: CostModel
     seed: int = 0
     sampled: bool = False
-    budget: DraftBudget | None = None
+    budgets: Sequence[DraftBudget] = ()
     refresh: int = REFRESH_ITERATIONS
     _of: Requests | None = field(default=None, init=False)
+    _num_made: int = field(default=0, init=False)
     _groups: Groups | None = field(default=None, init=False)
     _asked: RequestAcceptance = field(init=False)
 
@@ -277,7 +293,9 @@ class Rates:
 
     def __call__(self, requests: Requests) -> RateBatch:
         if self._groups is None or self._of is not requests:
-            self._of, self._groups = requests, Groups(requests)
+            self._of, self._groups, self._num_made = requests, Groups(requests), 0
+        budget = self.budgets[self._num_made] if self.budgets else None
+        self._num_made += 1
         return RateBatch(
             requests,
             self._asked,
@@ -285,6 +303,6 @@ class Rates:
             seed=self.seed,
             sampled=self.sampled,
             costs=self.costs,
-            budget=self.budget,
+            budget=budget,
             refresh=self.refresh,
         )

@@ -28,7 +28,7 @@ from . import record
 from .engine import Rollout
 from .log import Columns
 from .regime import Regime
-from .scenario import PolicyLike, Scenario, budget_of
+from .scenario import PolicyLike, Scenario, budgets_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +201,7 @@ def simulate(
         scenario=scenario,
         wall_s=wall_s,
         # A budget drafts less than its strategy for some: the bound does not hold for it.
-        bounds_s=lambda: None if budget_of(chosen) else scenario.bounds_s(chosen.strategies),
+        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
     )
 

@@ -29,7 +29,7 @@ from tltlab.errors import ConfigError
 from tltlab.policy import Policy
 from tltlab.selector import Selector
 from tltlab.spot_training import SpotTraining
-from tltlab.state import DrafterState
+from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.trace import Trace
 
@@ -118,7 +118,7 @@ class Scenario:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does."""
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
-        budget = budget_of(policy)
+        budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SpotTrainer(self.spot)
         engine = Engine(
             costs=self.costs,
@@ -133,10 +133,11 @@ class Scenario:
             known = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
             model = None if self.acceptance is None else fresh(self.acceptance, known)
             if not done or model is not before:
-                batches = _batches(model if drafters else None, self, budget)
+                batches = _batches(model if drafters else None, self, budgets)
                 engine.prepare(Regimes(policy.strategies, self.costs, model), batches)
             before, engine.drafters = model, known
             rollout = engine.rollout(step, queues)
+            tell_each_other(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter
             else:
@@ -171,10 +172,25 @@ class Scenario:
         return found
 
 
-def budget_of(policy: PolicyLike) -> DraftBudget | None:
-    """The policy's budget; None where every request is drafted what the strategy says."""
-    budget = policy.build_budget() if isinstance(policy, Policy) else UniformBudget()
-    return None if isinstance(budget, UniformBudget) else budget
+def budgets_of(policy: PolicyLike, workers: int) -> list[DraftBudget]:
+    """A budget of the policy for each worker; none where every request is drafted what the strategy says."""
+    if not isinstance(policy, Policy) or isinstance(policy.build_budget(), UniformBudget):
+        return []
+    return [policy.build_budget() for _ in range(workers)]
+
+
+def tell_each_other(budgets: Sequence[DraftBudget], rollout: Rollout) -> None:
+    """After a rollout every worker's budget hears of what finished on the others, as drafters do in a real run."""
+    requests = rollout.requests
+    for worker, budget in enumerate(budgets):
+        for r in np.flatnonzero(rollout.worker_of != worker).tolist():
+            done = RequestState(
+                key=requests.keys[r],
+                prompt_id=requests.keys[r][1],
+                generated_tokens=requests.response_tokens[r],
+                max_response_tokens=requests.max_response_tokens[r],
+            )
+            budget.finished(done, drafted=0, accepted=0)
 
 
 def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> SpotTraining:
@@ -235,9 +251,9 @@ def find_acceptance(trace: Trace, source: Acceptance | dict[str, Any] | str | Pa
     return load_acceptance(source)
 
 
-def _batches(model: Settled | None, scenario: Scenario, budget: DraftBudget | None) -> Callable[[Requests], Batch]:
+def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftBudget]) -> Callable[[Requests], Batch]:
     """How running requests gain tokens: all alike where that can be, else each for itself."""
-    if isinstance(model, RequestAcceptance) or (budget is not None and model is not None):
+    if isinstance(model, RequestAcceptance) or (budgets and model is not None):
         if isinstance(model, TraceAcceptance):
             raise ConfigError("a budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
         return Rates(
@@ -245,7 +261,7 @@ def _batches(model: Settled | None, scenario: Scenario, budget: DraftBudget | No
             costs=scenario.costs,
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",
-            budget=budget,
+            budgets=budgets,
         )
     if isinstance(model, TraceAcceptance):
         return lambda requests: ReplayBatch(requests, model)

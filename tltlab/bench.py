@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from .cli import Json, emit, progress
+from .cli import Json, emit, progress, write_json
+from .errors import ConfigError
 
 app = typer.Typer(
     help="Benchmarks, as ratios within one run.",
@@ -71,4 +73,80 @@ def trace(
     from .stream_bench import bench_stream, text
 
     found = bench_stream(responses)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def drafter(
+    trace: Annotated[
+        Path | None, typer.Argument(help="A trace with tokens; without one the text is made up.", show_default=False)
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to take. [default: all of a trace, 2 made up]")
+    ] = None,
+    response_tokens: Annotated[int, typer.Option(min=2, help="Length of a made-up response.")] = 16_384,
+    depth: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Drafters that run no network: time and memory of their index, and how much of the text they foresee.
+
+    Example: tltlab bench drafter traces/subset-sum-small
+    """
+    from .drafter_bench import bench_drafters, text
+
+    found = bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def policy(
+    calls: Annotated[int, typer.Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every case runs, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Microseconds per decision of the shipped policies: choose and observe, and sharing out drafts.
+
+    Example: tltlab bench policy --calls 3000
+    """
+    from .policy_bench import bench_policies, text
+
+    found = bench_policies(calls, rounds)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def runtime(
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a deep model is trained first.")
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft model of the same vocabulary; one more mode may use it.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each rollout.")] = 24,
+    group_size: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="Drafters know the prompts from the second one on.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What speculation is worth in a real engine: off, fixed depths, a table and bandits on the same prompts.
+
+    Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
+    """
+    # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from tltlab.runtime.bench_runtime import bench_runtime, trained_model
+    from tltlab.runtime.speedups import text
+
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    if fast:
+        prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
+    folder = model or trained_model("tiny" if fast else "deep", progress)
+    found = bench_runtime(
+        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, progress=progress
+    )
+    if out is not None:
+        write_json(out, found)
     emit(found, as_json=as_json, text=text(found))

@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .errors import ConfigError
-from .state import StepState
+from .state import RequestState, StepState
 from .strategy import Strategy
 
 
 class DraftBudget(ABC):
     """Says how many tokens to draft for each running request under a chosen strategy.
 
-    Like a selector it holds no clock and draws nothing; the same state gives the same answer. It is asked for chains:
-    `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy verifies in all. A
-    budget of your own is checked by `tltlab.testing.check_budget`.
+    Like a selector it holds no clock and draws nothing; after the same calls the same state gives the same answer. It
+    is asked for chains: `draft_depth` is the most for one request, batch * (tokens_to_verify - 1) what the strategy
+    verifies in all. One method is enough for a budget of your own; `tltlab.testing.check_budget` checks it.
     """
 
     @abstractmethod
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
         """Tokens to draft for each request in order, `state.batch` numbers from 0 to `strategy.draft_depth`."""
+
+    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:  # noqa: B027
+        """Learn from a request that has ended with these `drafted` and `accepted` tokens over its whole response."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, as JSON types."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take back what `state_dict` gave."""
 
 
 class UniformBudget(DraftBudget):
@@ -33,7 +44,7 @@ class UniformBudget(DraftBudget):
     """
 
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
-        return [_even(strategy)] * state.batch
+        return even(state, strategy)
 
 
 class AcceptanceBudget(DraftBudget):
@@ -66,9 +77,8 @@ class AcceptanceBudget(DraftBudget):
     def allot(self, state: StepState, strategy: Strategy) -> list[int]:
         if not strategy.speculates:
             return [0] * state.batch
-        if strategy.top_k > 1:
-            raise ConfigError(f"budget: drafts of trees cannot be shared out, and {strategy} is one")
-        total = state.batch * _even(strategy)
+        refuse_trees(strategy)
+        total = sum(even(state, strategy))
         if self.max_draft_tokens is not None:
             total = min(total, self.max_draft_tokens)
         return [int(n) for n in share_out(self._chances(state), strategy.draft_depth, total, self.min_tokens)]
@@ -102,5 +112,12 @@ def share_out(chances: npt.NDArray[np.float64], depth: int, total: int, min_toke
     return given.astype(np.int64) + np.bincount(order % batch, minlength=batch)
 
 
-def _even(strategy: Strategy) -> int:
-    return max(0, strategy.tokens_to_verify - 1)
+def even(state: StepState, strategy: Strategy) -> list[int]:
+    """As many tokens for every request as the strategy says."""
+    return [max(0, strategy.tokens_to_verify - 1)] * state.batch
+
+
+def refuse_trees(strategy: Strategy) -> None:
+    """ConfigError for a tree: only chains can be cut anywhere."""
+    if strategy.top_k > 1:
+        raise ConfigError(f"budget: drafts of trees cannot be shared out, and {strategy} is one")

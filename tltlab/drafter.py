@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 Key = tuple[int, str, int, int]
 
@@ -60,6 +60,14 @@ class Drafter(ABC):
     @abstractmethod
     def memory_bytes(self) -> int:
         """About how much memory the index takes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What of finished responses outlives an RL step, as JSON types."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Forget everything, then take back what `state_dict` gave."""
+        self.forget()
 
     def remember(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> None:
         """Take a whole response that was generated elsewhere: another worker's, or a recorded one."""

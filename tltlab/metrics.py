@@ -99,6 +99,13 @@ def tail_window(trace: Trace, rl_step: int) -> tuple[float, float] | None:
     return _tail(next(_steps(trace.select([rl_step]))))
 
 
+def tail_start(ends: npt.ArrayLike) -> float:
+    """Where the tail of responses that end at `ends`, at least one, begins: at a time, or at a length, see
+    `tail_fraction`. Ends 1, 2, ..., 16: 15.0, after which one of 16 is left."""
+    ordered = np.sort(np.asarray(ends, np.float64))
+    return float(ordered[int(np.floor(len(ordered) * (1 - TAIL_SHARE)))])
+
+
 def mean_accept_length(trace: Trace) -> float | None:
     """Tokens per request and speculative iteration, bonus token included; None without speculation.
 
@@ -277,12 +284,11 @@ def _rows_by_step(frame: pd.DataFrame) -> dict[int, slice]:
 
 
 def _tail(step: _Step) -> tuple[float, float] | None:
-    finishes = np.sort(step.outcomes["t_finish"].dropna().to_numpy())
+    finishes = step.outcomes["t_finish"].dropna().to_numpy()
     if step.rollout_s is None or not len(finishes):
         return None
     end = step.start_s + step.rollout_s
-    first = int(np.floor(len(finishes) * (1 - TAIL_SHARE)))
-    return min(float(finishes[first]), end), end
+    return min(tail_start(finishes), end), end
 
 
 def num_workers(trace: Trace) -> int:

@@ -2,225 +2,64 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import os
 import re
-import sys
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_serializer,
-)
+from pydantic import Field, ValidationError
 from pydantic import model_validator as validator
 
 from .activation import Count, ElasticActivation
-from .bandits import EpsilonGreedy, Ucb1
-from .beg_mab import BegMab
 from .budget import AcceptanceBudget, DraftBudget, UniformBudget
 from .cli import read_json, write_json
 from .complaints import faults
+from .das import LengthAwareBudget
+from .drafters import SYSTEM_DRAFTERS, DrafterSpec
 from .errors import ConfigError
-from .reward import RewardKind, Statistic
 from .selector import Selector
-from .selectors import BatchTable, Explore, Fixed, NoSpeculation
+from .selector_specs import (
+    BegMabSpec,
+    Bucket,
+    CustomSpec,
+    EpsilonGreedySpec,
+    ExploreSpec,
+    FixedSpec,
+    GoodputSpec,
+    NoneSpec,
+    SelectorSpec,
+    Settings,
+    Strategies,
+    TableRow,
+    TableSpec,
+    Ucb1Spec,
+)
 from .strategy import NO_SPECULATION, Strategy
-from .testing import check_selector
 
-
-def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
-    try:
-        return build(value)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
-StrategyField = Annotated[Strategy, WrapValidator(_strategy)]
-Strategies = tuple[StrategyField, ...]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class _Spec(_Model, ABC):
-    """Settings of one selector. Whatever its constructor refuses is refused when the settings are read."""
-
-    @abstractmethod
-    def build(self, rng: np.random.Generator) -> Selector:
-        """A fresh selector that draws from `rng`."""
-
-    @validator(mode="after")
-    def _can_be_built(self) -> _Spec:
-        try:
-            self.build(np.random.default_rng(0))
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-
-class NoneSpec(_Spec):
-    kind: Literal["none"] = "none"
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return NoSpeculation()
-
-
-class FixedSpec(_Spec):
-    kind: Literal["fixed"] = "fixed"
-    strategy: StrategyField
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Fixed(self.strategy)
-
-
-class TableRow(_Model):
-    """`strategy` from `min_batch` requests up to the next row."""
-
-    min_batch: int
-    strategy: StrategyField
-
-
-class TableSpec(_Spec):
-    kind: Literal["table"] = "table"
-    rows: tuple[TableRow, ...]
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return BatchTable([(row.min_batch, row.strategy) for row in self.rows])
-
-
-class ExploreSpec(_Spec):
-    kind: Literal["explore"] = "explore"
-    strategies: Strategies
-    hold_iterations: int = 20
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Explore(self.strategies, self.hold_iterations, rng=rng)
-
-
-class EpsilonGreedySpec(_Spec):
-    kind: Literal["epsilon-greedy"] = "epsilon-greedy"
-    strategies: Strategies
-    epsilon: float = 0.1
-    window: int = 300
-    reward: RewardKind = "paper"
-    plain_rate: dict[int, float] | None = None
-    statistic: Statistic = "mean"
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return EpsilonGreedy(
-            self.strategies, self.epsilon, self.window, self.reward, self.plain_rate, self.statistic, rng=rng
-        )
-
-
-class Ucb1Spec(_Spec):
-    kind: Literal["ucb1"] = "ucb1"
-    strategies: Strategies
-    exploration: float = 1.0
-    window: int = 300
-    reward: RewardKind = "paper"
-    plain_rate: dict[int, float] | None = None
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Ucb1(self.strategies, self.exploration, self.window, self.reward, self.plain_rate)
-
-
-class Bucket(_Model):
-    """`strategies` to choose from at batch sizes from `min_batch` up to the next bucket."""
-
-    min_batch: int
-    strategies: Strategies
-
-
-class BegMabSpec(_Spec):
-    """Either explicit `buckets`, or the paper's grouping: `strategies` and a threshold per tokens_to_verify."""
-
-    kind: Literal["beg-mab"] = "beg-mab"
-    buckets: tuple[Bucket, ...] = ()
-    strategies: Strategies = ()
-    thresholds: tuple[int, ...] = ()
-    epsilon: float = 0.1
-    window: int = 300
-    reward: RewardKind = "paper"
-    plain_rate: dict[int, float] | None = None
-
-    @model_serializer(mode="wrap")
-    def _only_the_form_used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        unused = ("strategies", "thresholds") if self.buckets else ("buckets",)
-        return {name: value for name, value in dump(self).items() if name not in unused}
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        if bool(self.buckets) == bool(self.strategies or self.thresholds):
-            raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
-        settings = (self.epsilon, self.window, self.reward, self.plain_rate)
-        if self.buckets:
-            return BegMab([(bucket.min_batch, bucket.strategies) for bucket in self.buckets], *settings, rng=rng)
-        return BegMab.from_paper(self.strategies, self.thresholds, *settings, rng=rng)
-
-
-class CustomSpec(_Model):
-    """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
-
-    The class may take `rng`, a numpy Generator, and must then draw from nothing else. Modules are looked up as usual
-    and last in the current folder.
-    """
-
-    kind: Literal["custom"] = "custom"
-    path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    args: dict[str, Any] = {}
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        cls = self.load()
-        args = dict(self.args)
-        if "rng" in inspect.signature(cls).parameters:
-            args["rng"] = rng
-        try:
-            inspect.signature(cls).bind(**args)
-        except TypeError as error:
-            raise ConfigError(f"{self.path} cannot be built with args {self.args}: {error}") from error
-        return cls(**args)
-
-    def load(self) -> type[Selector]:
-        """Import the class; ConfigError when there is none or it is no Selector."""
-        module_name, _, name = self.path.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
-        try:
-            module = importlib.import_module(module_name)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"policy {self.path}: cannot import {module_name}: {error}") from error
-        found = getattr(module, name, None)
-        if found is None:
-            raise ConfigError(f"policy {self.path}: {module_name} ({module.__file__}) has no {name}")
-        if not (isinstance(found, type) and issubclass(found, Selector)):
-            raise ConfigError(f"policy {self.path}: {name} is not a subclass of tltlab.selector.Selector")
-        return found
-
-    def check(self) -> None:
-        """Run the contract suite on the class; ConfigError with the first broken promise."""
-        try:
-            check_selector(self.build)
-        except AssertionError as error:
-            raise ConfigError(f"policy {self.path} breaks the contract of Selector: {error}") from error
-
-
-SelectorSpec = Annotated[
-    NoneSpec | FixedSpec | TableSpec | ExploreSpec | EpsilonGreedySpec | Ucb1Spec | BegMabSpec | CustomSpec,
-    Field(discriminator="kind"),
+__all__ = [
+    "SHIPPED",
+    "AcceptanceBudgetSpec",
+    "Activation",
+    "BegMabSpec",
+    "Bucket",
+    "BudgetSpec",
+    "CustomSpec",
+    "EpsilonGreedySpec",
+    "ExploreSpec",
+    "FixedSpec",
+    "GoodputSpec",
+    "LengthAwareBudgetSpec",
+    "NoneSpec",
+    "Policy",
+    "TableRow",
+    "TableSpec",
+    "Ucb1Spec",
+    "UniformBudgetSpec",
+    "load_policy",
 ]
 
 
-class Activation(_Model):
+class Activation(Settings):
     """Settings of `ElasticActivation`."""
 
     kind: Literal["elastic"] = "elastic"
@@ -232,7 +71,7 @@ class Activation(_Model):
         return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
 
 
-class UniformBudgetSpec(_Model):
+class UniformBudgetSpec(Settings):
     """Every request is drafted what the strategy says."""
 
     kind: Literal["uniform"] = "uniform"
@@ -241,7 +80,7 @@ class UniformBudgetSpec(_Model):
         return UniformBudget()
 
 
-class AcceptanceBudgetSpec(_Model):
+class AcceptanceBudgetSpec(Settings):
     """Settings of `AcceptanceBudget`."""
 
     kind: Literal["acceptance"] = "acceptance"
@@ -253,14 +92,40 @@ class AcceptanceBudgetSpec(_Model):
         return AcceptanceBudget(self.min_tokens, self.max_draft_tokens, self.prior)
 
 
-BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec, Field(discriminator="kind")]
+class LengthAwareBudgetSpec(Settings):
+    """Settings of `LengthAwareBudget`."""
+
+    kind: Literal["length-aware"] = "length-aware"
+    base_s: float = 9.5e-3
+    token_s: float = 5e-5
+    reach: float = 0.9
+    efficiency: float = 0.7
+    quantiles: tuple[float, ...] = (1 / 3, 2 / 3)
+    window: int = 4096
+    replan_every: int = 64
+    count_target: bool = False
+
+    def build(self) -> DraftBudget:
+        return LengthAwareBudget(**self.model_dump(exclude={"kind"}))
+
+    @validator(mode="after")
+    def _can_be_built(self) -> LengthAwareBudgetSpec:
+        try:
+            self.build()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
-class Policy(_Model):
+BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec, Field(discriminator="kind")]
+
+
+class Policy(Settings):
     """A selector, when it is active, how drafts are shared out, and where it came from.
 
-    Without a `budget` every request is drafted what the strategy says. `provenance` says how the policy was found:
-    trace, costs, seed, objective, interval, ...
+    Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings
+    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`).
+    `provenance` says how the policy was found: trace, costs, seed, objective, interval, ...
 
     >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))
     >>> [str(strategy) for strategy in policy.strategies]
@@ -272,7 +137,8 @@ class Policy(_Model):
     selector: SelectorSpec
     activation: Activation | None = None
     budget: BudgetSpec | None = None
-    provenance: dict[str, Any] = {}
+    drafters: dict[str, DrafterSpec] = Field(default={})
+    provenance: dict[str, Any] = Field(default={})
 
     def build(self, rng: np.random.Generator) -> Selector:
         """A fresh selector that draws from `rng`; build one per worker."""
@@ -332,17 +198,19 @@ def _parse(path: Path, value: Any) -> Policy:
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
-    # Inside the union pydantic's place goes on with the kind; the file has no such level.
-    parts = [str(part) for i, part in enumerate(loc) if not (i == 1 and loc[0] in ("selector", "budget"))]
+    # Inside a union pydantic's place goes on with the kind; the file has no such level.
+    kind_at = {"selector": 1, "budget": 1, "drafters": 2}.get(str(loc[0])) if loc else None
+    parts = [str(part) for i, part in enumerate(loc) if i != kind_at]
     return ".".join(parts) or "policy"
 
 
-def _chains(*depths: int) -> Strategies:
-    return tuple(Strategy.chain("ngram", depth) for depth in depths)
+def _chains(*depths: int, drafter: str = "ngram") -> Strategies:
+    return tuple(Strategy.chain(drafter, depth) for depth in depths)
 
 
 _TABLE = zip((1, 5, 17, 33), (*_chains(8, 4, 2), NO_SPECULATION), strict=True)
 _BUCKETS = zip((1, 5, 17), (_chains(8, 4, 2, 0), _chains(4, 2, 1, 0), _chains(2, 1, 0)), strict=True)
+_BOTH = zip((1, 5, 17), ((8, 4), (4, 2), (2, 1)), strict=True)
 
 # The bandits learn from relative rewards: within a rollout the batch only falls, so tokens per second would favour
 # whatever arm ran early. UCB1's textbook exploration of 1 keeps trying arms that are clearly worse; 0.1 is calmer.
@@ -364,6 +232,22 @@ SHIPPED: dict[str, Policy] = {
             reward="relative",
         ),
         activation=Activation(),
+    ),
+    "beg-mab-suffix": Policy(
+        selector=BegMabSpec(
+            buckets=tuple(
+                Bucket(min_batch=b, strategies=(*_chains(*d, drafter="suffix"), *_chains(*d, 0))) for b, d in _BOTH
+            ),
+            reward="relative",
+        ),
+        activation=Activation(),
+    ),
+    "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
+    # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
+    "das": Policy(
+        selector=FixedSpec(strategy=Strategy.chain("suffix", 8)),
+        budget=LengthAwareBudgetSpec(),
+        drafters={"suffix": SYSTEM_DRAFTERS["das"]},
     ),
     "explore": Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8), hold_iterations=10)),
 }

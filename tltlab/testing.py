@@ -1,12 +1,12 @@
-"""The contracts of `Selector` and `DraftBudget` as checks: run them on a policy of your own in your tests.
+"""The contracts of `Selector`, `DraftBudget` and `Drafter` as checks: run them on your own in your tests.
 
     from tltlab.testing import check_selector
 
     def test_my_policy_keeps_the_contract():
         check_selector(lambda rng: MyPolicy(depth=4, rng=rng))
 
-Every broken promise raises AssertionError with a sentence that says which one and where. Exceptions of the policy
-itself come through as they are.
+Every broken promise raises AssertionError with a sentence that says which one and where. Exceptions of what is checked
+come through as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, overload
 import numpy as np
 
 from .budget import DraftBudget
+from .drafter import Draft, Drafter, Key
 from .selector import Selector
 from .state import DrafterState, RequestState, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
@@ -85,18 +86,11 @@ def check_reward_is_pure(factory: Factory) -> None:
 def check_state_round_trip(factory: Factory) -> None:
     original = factory(np.random.default_rng(7))
     _run(original, 0, NUM_ITERATIONS // 2)
-    state = original.state_dict()
-    assert isinstance(state, dict), f"state_dict must return a dict, got {type(state).__name__}"
-    try:
-        text = json.dumps(state, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise AssertionError(f"state_dict must hold JSON types only (no NaN, no infinity): {error}") from error
-    assert json.loads(text) == state, "state_dict changes on its way through JSON; use lists and string keys"
+    text = _json(original.state_dict())
     restored = factory(np.random.default_rng(8))
     _run(restored, 0, 5)
     restored.load_state_dict(json.loads(text))
-    again = json.dumps(restored.state_dict(), allow_nan=False)
-    assert again == text, "state_dict after load_state_dict is not the one that was loaded"
+    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
     goes_on = _run(original, NUM_ITERATIONS // 2, NUM_ITERATIONS)
     after_restore = _run(restored, NUM_ITERATIONS // 2, NUM_ITERATIONS)
     broken = "a restored selector goes on differently; state_dict must hold all that was learned, the rng too"
@@ -144,29 +138,143 @@ def check_budget(factory: Callable[[], DraftBudget]) -> None:
     """Check that the budgets `factory()` builds keep the promises of `DraftBudget`; AssertionError if one does not.
 
     They give each request of the batch a whole number of tokens from 0 to the draft depth, no more in all than the
-    strategy verifies, nothing without speculation, the same for the same state, and need no requests in the state.
+    strategy verifies, nothing without speculation, the same after the same calls, and need no requests in the state,
+    before and after they heard of finished requests; `state_dict` survives JSON and a restored budget goes on
+    identically.
     """
-    budget, again = factory(), factory()
+    budget = factory()
     assert isinstance(budget, DraftBudget), f"the factory built a {type(budget).__name__}, not a DraftBudget"
+    first, second = _share_out(budget), _share_out(factory())
+    for (where, allotted), (_, again) in zip(first, second, strict=True):
+        assert again == allotted, f"allot differs between two budgets built alike {where}"
+    check_budget_state_round_trip(factory)
+
+
+def check_budget_state_round_trip(factory: Callable[[], DraftBudget]) -> None:
+    original, restored = factory(), factory()
+    _share_out(original, 0, 2 * NUM_ITERATIONS // 3)
+    text = _json(original.state_dict())
+    _share_out(restored, NUM_ITERATIONS // 3, NUM_ITERATIONS // 3 + 5)
+    restored.load_state_dict(json.loads(text))
+    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
+    goes_on = _share_out(original, 2 * NUM_ITERATIONS // 3)
+    after_restore = _share_out(restored, 2 * NUM_ITERATIONS // 3)
+    for (where, allotted), (_, after) in zip(goes_on, after_restore, strict=True):
+        assert after == allotted, f"a restored budget goes on differently; state_dict must hold all {where}"
+
+
+def _share_out(budget: DraftBudget, start: int = 0, stop: int = NUM_ITERATIONS) -> list[tuple[str, list[int]]]:
+    """Ask and tell through iterations start ... stop - 1, after a third of them requests finish; where and what."""
     strategies = (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy("ngram", 8, 1, 5), Strategy("ngram", 8, 1, 2))
-    for i in range(NUM_ITERATIONS):
+    record = []
+    for i in range(start, stop):
         state = _budget_state(i)
         for strategy in strategies:
-            allotted = budget.allot(state, strategy)
             where = f"(state {i}, {strategy})"
-            assert len(allotted) == state.batch, (
-                f"allot gave {len(allotted)} numbers for {state.batch} requests {where}"
-            )
-            for tokens in allotted:
-                assert isinstance(tokens, int), f"allot must give ints, got {tokens!r} {where}"
-                assert 0 <= tokens <= strategy.draft_depth, (
-                    f"allot gave {tokens} tokens, outside [0, draft_depth = {strategy.draft_depth}] {where}"
-                )
-            most = state.batch * (strategy.tokens_to_verify - 1)
-            assert sum(allotted) <= most, (
-                f"allot gave {sum(allotted)} tokens in all, the strategy verifies {most} {where}"
-            )
-            assert again.allot(state, strategy) == allotted, f"allot differs between two budgets built alike {where}"
+            record.append((where, _allotted(budget, state, strategy, where)))
+        if i >= NUM_ITERATIONS // 3:
+            for j in range(i % 3):
+                request = replace(_requests(3, i * i % 997)[j], generated_tokens=i * i % 997 + 200 * j)
+                drafted = 0 if i % 5 == 0 else 3 * i
+                budget.finished(request, drafted=drafted, accepted=drafted // (j + 1))
+    return record
+
+
+def _allotted(budget: DraftBudget, state: StepState, strategy: Strategy, where: str) -> list[int]:
+    allotted = budget.allot(state, strategy)
+    assert len(allotted) == state.batch, f"allot gave {len(allotted)} numbers for {state.batch} requests {where}"
+    for tokens in allotted:
+        assert isinstance(tokens, int), f"allot must give ints, got {tokens!r} {where}"
+        assert 0 <= tokens <= strategy.draft_depth, (
+            f"allot gave {tokens} tokens, outside [0, draft_depth = {strategy.draft_depth}] {where}"
+        )
+    most = state.batch * (strategy.tokens_to_verify - 1)
+    assert sum(allotted) <= most, f"allot gave {sum(allotted)} tokens in all, the strategy verifies {most} {where}"
+    return allotted
+
+
+def check_drafter(factory: Callable[[], Drafter]) -> None:
+    """Check that the drafters `factory()` builds keep the promises of `Drafter`; AssertionError if one does not.
+
+    They draft at most as deep as asked, nothing at depth 0, in whole numbers, and expect no more than they draft;
+    proposing changes nothing; the same calls give the same drafts; one call with all tokens is as good as many. A
+    request may be empty, closed and opened again; `remember` needs no open request, `observe` no draft that was
+    proposed, `begin` leaves open requests alone, and `forget` and `load_state_dict({})` leave a drafter as good as new.
+    `state_dict` survives JSON, and loading it gives it back.
+    """
+    drafter, again, at_once, restored = factory(), factory(), factory(), factory()
+    assert isinstance(drafter, Drafter), f"the factory built a {type(drafter).__name__}, not a Drafter"
+    fresh = _drafts(drafter)
+    assert _drafts(again) == fresh, "two drafters built alike differ; a drafter draws nothing and holds no clock"
+    assert _drafts(at_once, split=1) == fresh, "drafts depend on how the tokens were cut into calls of extend"
+    assert drafter.memory_bytes >= 0, f"memory_bytes is {drafter.memory_bytes}"
+    text = _json(drafter.state_dict())
+    restored.load_state_dict(json.loads(text))
+    assert _json(restored.state_dict()) == text, "state_dict after load_state_dict is not the one that was loaded"
+    restored.load_state_dict({})
+    assert _drafts(restored) == fresh, "after load_state_dict({}) a drafter goes on differently from a new one"
+    drafter.forget()
+    assert _drafts(drafter) == fresh, "after forget() a drafter goes on differently from a new one"
+    stranger = (4, "never seen", 0, 0)
+    drafter.open(stranger, [])
+    _propose(drafter, stranger, 8)
+    drafter.begin(9)
+    drafter.extend(stranger, [5, 6, 7, 5, 6])
+    _propose(drafter, stranger, 8)
+    drafter.close(stranger)
+
+
+def _json(state: Any) -> str:
+    assert isinstance(state, dict), f"state_dict must return a dict, got {type(state).__name__}"
+    try:
+        text = json.dumps(state, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"state_dict must hold JSON types only (no NaN, no infinity): {error}") from error
+    assert json.loads(text) == state, "state_dict changes on its way through JSON; use lists and string keys"
+    return text
+
+
+def _drafts(drafter: Drafter, split: int = 4) -> list[Draft]:
+    """The drafts along a fixed story: two RL steps, two prompts, two samples each, one of them remembered."""
+    found = []
+    for rl_step in (0, 1):
+        drafter.begin(rl_step)
+        keys: list[Key] = [(rl_step, prompt_id, sample, 0) for prompt_id in ("p", "q") for sample in (0, 1)]
+        for key in keys:
+            drafter.open(key, _text(7, len(key[1])))
+        for i, key in enumerate(keys):
+            text = _text(40 + i, i)
+            for at in range(0, len(text), len(text) // split):
+                drafter.extend(key, text[at : at + len(text) // split])
+        for key in keys:
+            for depth in (0, 1, 3, 8):
+                found.append(_propose(drafter, key, depth))
+                drafter.observe(key, depth, depth // 2)
+        drafter.remember((rl_step, "q", 2, 0), _text(7, 1), _text(30, 5))
+        found.append(_propose(drafter, keys[-1], 8))
+        for key in keys:
+            drafter.close(key)
+        drafter.open(keys[0], _text(7, 1))
+        found.append(_propose(drafter, keys[0], 8))
+        drafter.close(keys[0])
+    return found
+
+
+def _text(length: int, seed: int) -> list[int]:
+    """Tokens that repeat themselves with a flaw now and then."""
+    return [(i % 5 + i // 11 + seed) % 9 for i in range(length)]
+
+
+def _propose(drafter: Drafter, key: Key, depth: int) -> Draft:
+    draft = drafter.propose(key, depth)
+    where = f"(request {key}, depth {depth})"
+    assert len(draft.tokens) <= depth, f"propose gave {len(draft.tokens)} tokens, deeper than asked {where}"
+    assert all(isinstance(token, int) for token in draft.tokens), f"tokens must be ints, got {draft.tokens} {where}"
+    assert 0 <= draft.expected <= len(draft.tokens) + 1e-6, (
+        f"expected is {draft.expected}, outside [0, {len(draft.tokens)} drafted] {where}"
+    )
+    assert drafter.propose(key, depth) == draft, f"proposing twice gave two drafts {where}"
+    return Draft(list(draft.tokens), draft.expected)
 
 
 def _budget_state(i: int) -> StepState:

@@ -1,4 +1,4 @@
-"""`tltlab trace ...`: look at, check, repair, import and generate traces."""
+"""`tltlab trace ...`: look at, check, repair, import, generate and annotate traces."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .annotate_command import annotate_trace
 from .cli import Json, emit
 from .describe import count
 from .describe import describe as describe_trace
@@ -16,7 +17,7 @@ from .recorder import repair as repair_recording
 from .trace import Trace, read
 
 app = typer.Typer(
-    help="Describe, validate, repair, import and generate traces.",
+    help="Describe, validate, repair, import, generate and annotate traces.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -68,6 +69,7 @@ def repair(
 
 
 app.command("import")(import_trace)
+app.command("annotate")(annotate_trace)
 app.command()(generate)
 
 

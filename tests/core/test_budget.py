@@ -141,3 +141,59 @@ def test_the_contract_check_finds_a_budget_that_does_not_repeat_itself():
 
     with pytest.raises(AssertionError, match="differs"):
         check_budget(moody)
+
+
+class Learner(UniformBudget):
+    """Halves its drafts after every other request that it hears of, unless `kind` breaks that."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.heard = 0
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        less = self.heard % 2 + 1
+        return [-n if self.kind == "negative" and self.heard else n // less for n in super().allot(state, strategy)]
+
+    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.heard += 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "right": {"heard": self.heard},
+            "forgetful": {},
+            "negative": {"heard": self.heard},
+            "tuple": {"heard": (self.heard,)},
+            "array": {"heard": np.int64(self.heard)},
+            "deaf": {"heard": self.heard},
+        }[self.kind]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.kind in ("right", "negative"):
+            self.heard = state["heard"]
+
+
+def test_a_budget_that_learns_can_keep_the_contract():
+    check_budget(lambda: Learner("right"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        ("negative", "outside"),
+        ("forgetful", "a restored budget goes on differently"),
+        ("tuple", "changes on its way through JSON"),
+        ("array", "JSON types only"),
+        ("deaf", "not the one that was loaded"),
+    ],
+)
+def test_the_contract_check_finds_what_a_learning_budget_gets_wrong(kind: str, broken: str):
+    with pytest.raises(AssertionError, match=broken):
+        check_budget(lambda: Learner(kind))
+
+
+def test_a_budget_need_not_learn():
+    budget = AcceptanceBudget()
+    budget.finished(state(1.0).requests[0], drafted=9, accepted=3)
+    assert budget.state_dict() == {}
+    budget.load_state_dict({})

@@ -7,6 +7,8 @@ from pydantic import ValidationError
 
 from tltlab.activation import ElasticActivation
 from tltlab.beg_mab import BegMab
+from tltlab.cost import LinearCosts
+from tltlab.drafters import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import (
     SHIPPED,
@@ -16,6 +18,7 @@ from tltlab.policy import (
     CustomSpec,
     ExploreSpec,
     FixedSpec,
+    GoodputSpec,
     Policy,
     TableRow,
     TableSpec,
@@ -55,13 +58,26 @@ def test_a_shipped_policy_survives_its_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_shipped_policy_drafts_with_ngrams_at_a_few_depths(name):
+def test_a_shipped_policy_drafts_without_a_network_at_a_few_depths(name):
     for strategy in load_policy(name).strategies:
-        assert strategy in [Strategy.chain("ngram", depth) for depth in (0, 1, 2, 4, 8)]
+        assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in (0, 1, 2, 4, 8)]
 
 
-def test_the_shipped_bandit_has_a_choice_in_each_bucket_and_drafts_deeper_for_smaller_batches():
-    buckets = load_policy("beg-mab").selector.buckets
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_policy_names_only_drafters_that_every_engine_has_or_it_brings_along(name):
+    policy = load_policy(name)
+    assert {s.drafter for s in policy.strategies if s.speculates} <= {*DEFAULT_DRAFTERS, *policy.drafters}
+
+
+def test_the_shipped_bandit_over_two_drafters_can_choose_between_them_in_every_bucket():
+    for bucket in load_policy("beg-mab-suffix").selector.buckets:
+        assert {s.drafter for s in bucket.strategies} == {"ngram", "suffix", "none"}
+        assert len(bucket.strategies) == 5
+
+
+@pytest.mark.parametrize("name", ["beg-mab", "beg-mab-suffix"])
+def test_the_shipped_bandits_have_a_choice_in_each_bucket_and_draft_deeper_for_smaller_batches(name):
+    buckets = load_policy(name).selector.buckets
     assert all(len(bucket.strategies) > 1 for bucket in buckets)
     deepest = [max(s.draft_depth for s in bucket.strategies) for bucket in buckets]
     assert deepest == sorted(deepest, reverse=True)
@@ -120,6 +136,7 @@ def test_the_file_is_the_one_of_the_manual(tmp_path):
         },
         "activation": {"kind": "elastic", "max_requests": 32, "count": "running", "hold_iterations": 10},
         "budget": None,
+        "drafters": {},
         "provenance": {"trace": "tiny", "seed": 3},
     }
 
@@ -168,12 +185,41 @@ def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
         ),
         ({"selector": {"kind": "fixed", "strategy": {"drafter": "ngram"}}}, ["selector.strategy.draft_depth: "]),
         ({"budget": {"kind": "fair"}}, ["budget: "]),
+        ({"budget": {"kind": "length-aware", "token_s": 0}}, ["budget: ", "token_s must be above 0"]),
+        ({"budget": {"kind": "length-aware", "efficiency": 2}}, ["budget: ", "at most 1 / reach"]),
+        ({"drafters": {"mine": {"kind": "oracle"}}}, ["drafters.mine: ", "'oracle'"]),
+        ({"drafters": {"mine": {"kind": "ngram", "min_match": "two"}}}, ["drafters.mine.min_match: "]),
+        (
+            {"selector": {"kind": "goodput", "strategies": [NGRAM_4], "costs": "b200"}},
+            ["selector: no cost model at b200"],
+        ),
+        (
+            {"selector": {"kind": "goodput", "strategies": [NGRAM_4], "costs": {"base_s": 1e-3}}},
+            ["selector: the cost model has no per_request_s"],
+        ),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(change, parts, tmp_path):
     message = error_of(write(tmp_path / "p.json", **{"selector": {"kind": "none"}, **change}))
     for part in parts:
         assert part in message
+
+
+def test_a_policy_brings_its_drafters_along(tmp_path):
+    own = {"mine": SuffixSpec(scopes=("group",)), "head": LearnedSpec(method="eagle3", model="checkpoints/head")}
+    policy = Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters=own)
+    policy.write(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json").drafters == own
+
+
+def test_goodput_takes_its_costs_by_name_or_written_out(tmp_path):
+    terms = LinearCosts(
+        base_s=4e-3, per_request_s=0, per_token_s=1e-4, per_context_s=0, sd_base_s=0, sd_idle_s=0, draft_level_s=0,
+        draft_level_per_request_s=0,
+    )  # fmt: skip
+    for costs in ("h100-qwen2.5-7b", terms.model_dump(mode="json")):
+        Policy(selector=GoodputSpec(strategies=(D8, D2), costs=costs)).write(tmp_path / "policy.json")
+        assert load_policy(tmp_path / "policy.json").strategies == (NO_SPECULATION, D8, D2)
 
 
 def test_a_file_must_say_what_it_is(tmp_path):

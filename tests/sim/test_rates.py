@@ -188,7 +188,7 @@ def test_fluid_is_within_one_percent_of_the_mean_of_sampled_runs(model, budget: 
         model = known(model, requests)
 
     def makespan(seed: int, sampled: bool) -> float:
-        rates = Rates(model=model, costs=COSTS, seed=seed, sampled=sampled, budget=budget)
+        rates = Rates(model=model, costs=COSTS, seed=seed, sampled=sampled, budgets=[budget] if budget else [])
         return run(requests, rates, chain).makespan_s
 
     sampled = np.mean([makespan(seed, True) for seed in range(10)])
@@ -253,7 +253,7 @@ class Fixed(DraftBudget):
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
     chain = Strategy("ngram", 6, 1, 4)
-    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budget=Fixed(0, 1, 5), sampled=sampled)
+    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Fixed(0, 1, 5)], sampled=sampled)
     batch = rates(group([900, 900, 900]))
     for request in range(3):
         batch.admit(request, 0.0)
@@ -273,7 +273,7 @@ def test_a_budget_sees_what_was_accepted_lately() -> None:
             seen.append([request.recent_acceptance for request in state.requests])
             return super().allot(state, strategy)
 
-    run(group([300, 300]), Rates(model=CURVES, costs=COSTS, budget=Watching()), CHAINS[0])
+    run(group([300, 300]), Rates(model=CURVES, costs=COSTS, budgets=[Watching()]), CHAINS[0])
     assert seen[0] == [None, None]
     first, second = seen[1]
     assert first is not None
@@ -287,7 +287,7 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
     model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"spread": 1.5, "drift": 0.0})})
 
     def first_hundred(budget: DraftBudget) -> float:
-        batch = Rates(model=model, costs=COSTS, budget=budget)(group([8000] * 24))
+        batch = Rates(model=model, costs=COSTS, budgets=[budget])(group([8000] * 24))
         for request in range(24):
             batch.admit(request, 0.0)
         return sum(batch.advance(nominal(chain).at(chain, 24), 10, np.inf).tokens for _ in range(10))
@@ -297,7 +297,7 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
 
 @pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
 def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -> None:
-    batch = Rates(model=CURVES, costs=COSTS, budget=Fixed(*tokens))(group([50, 50]))
+    batch = Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)])(group([50, 50]))
     batch.admit(0, 0.0)
     batch.admit(1, 0.0)
     with pytest.raises(ConfigError, match="the budget gave"):
@@ -307,7 +307,7 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -
 def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
     tree = Strategy("eagle", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
-    batch = Rates(model=model, costs=COSTS, budget=UniformBudget())(group([50]))
+    batch = Rates(model=model, costs=COSTS, budgets=[UniformBudget()])(group([50]))
     batch.admit(0, 0.0)
     regimes = Regimes((NO_SPECULATION, tree), COSTS, model)
     with pytest.raises(ConfigError, match="trees"):

@@ -1,7 +1,8 @@
 """What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
 
-Two defects of the CPU build of vLLM 0.32 are mended, and a weight-transfer backend for trainers on the same machine is
-registered. On CUDA only the backend applies. Only this module, `policy_scheduler` and `engine` know vLLM.
+Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
+registered; drafting is timed; and an engine core, in whatever process it runs, can be asked about its policy. On CUDA
+the mends do not apply.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import Any
 
 import torch
 
-TESTED_VLLM = "0.32"
+from .timing import time_drafting
+
 LOCAL_BACKEND = "tltlab-local"
 
 
 def register() -> None:
-    """Entry point: mend what is broken here and register the local weight transfer. Safe to call twice."""
+    """Entry point: everything the module's first lines say. Safe to call twice."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
@@ -25,6 +27,33 @@ def register() -> None:
     if current_platform.is_cpu():
         mend_speculative_sampling()
         mend_top_k_of_nothing()
+    time_drafting()
+    answer_for_the_policy()
+
+
+def answer_for_the_policy() -> None:
+    """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`,
+    and let what it records be finished before the engine core goes."""
+    from vllm.v1.engine.core import EngineCore
+
+    def tltlab(self: Any, message: bytes) -> bytes:
+        from .scheduler import call_control
+
+        return call_control(self.scheduler, message)
+
+    if hasattr(EngineCore, "tltlab"):
+        return
+    EngineCore.tltlab = tltlab  # type: ignore[attr-defined]
+    stock = EngineCore.shutdown
+
+    def shutdown(self: Any) -> None:
+        # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
+        close_recording = getattr(getattr(self, "scheduler", None), "close_recording", None)
+        if close_recording is not None:
+            close_recording()
+        stock(self)
+
+    EngineCore.shutdown = shutdown  # type: ignore[method-assign]
 
 
 def mend_speculative_sampling() -> None:
@@ -36,6 +65,10 @@ def mend_speculative_sampling() -> None:
     from vllm.utils import cpu_triton_utils
 
     cpu_triton_utils._expand_kernel_impl = expand_to_tokens
+    # An engine core in its own process has imported the sampler, and with it the old kernel, before plugins load.
+    from vllm.v1.sample import rejection_sampler
+
+    rejection_sampler.expand_kernel._impl = expand_to_tokens
 
 
 def speculative_sampling_is_sound() -> bool:
@@ -77,7 +110,8 @@ def mend_top_k_of_nothing() -> None:
 
 
 def local_weight_transfer() -> type:
-    """The weight-transfer engine for a trainer on the same machine: named tensors come with the update call itself.
+    """The weight-transfer engine for a trainer on the same machine: the weights come with the update call itself, as
+    named tensors or, into another process, as safetensors bytes.
 
     It reloads layer by layer as vLLM's own backends do: the CPU build empties the checkpoint-layout weights after
     packing them, so a plain `load_weights` finds nothing to load into.
@@ -96,6 +130,7 @@ def local_weight_transfer() -> type:
     @dataclass
     class LocalUpdate(WeightTransferUpdateInfo):
         weights: Any = None
+        safetensors: bytes | None = None
 
     class LocalWeightTransfer(WeightTransferEngine):
         init_info_cls = LocalInit
@@ -108,8 +143,13 @@ def local_weight_transfer() -> type:
             initialize_layerwise_reload(self.model)
 
         def receive_weights(self, update_info: LocalUpdate) -> None:
+            weights = update_info.weights
+            if update_info.safetensors is not None:
+                from safetensors.torch import load
+
+                weights = list(load(update_info.safetensors).items())
             with torch.no_grad():
-                self.model.load_weights(update_info.weights)
+                self.model.load_weights(weights)
 
         def finish_weight_update(self) -> None:
             finalize_layerwise_reload(self.model, self.model_config)

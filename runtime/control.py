@@ -1,0 +1,378 @@
+"""What sits between a policy and an engine's scheduler: it asks, it shares out drafts, it keeps the book of iterations.
+
+vLLM drafts at the end of iteration i what iteration i + 1 verifies. So the choice made in iteration i is judged by
+iteration i + 1, and its time is `duration[i+1] - draft_duration[i+1] + draft_duration[i]`: `Control` keeps that
+book, the policy sees only matching pairs of choice and outcome. Nothing here knows vLLM.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from tltlab.budget import DraftBudget, UniformBudget
+from tltlab.drafter import Key
+from tltlab.policy import Policy
+from tltlab.selector import Selector
+from tltlab.state import RequestState, StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .drafting import DrafterPool, Response
+
+Row = dict[str, Any]
+
+_LATELY = 0.2
+"""Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """One request in the engine. `output` grows by itself; drafters have been shown its first `shown` tokens.
+
+    `drafter` made the draft in flight; `recent` is the mean of accepted tokens over the last few drafts.
+    """
+
+    key: Key
+    prompt: Sequence[int]
+    output: Sequence[int]
+    max_tokens: int
+    shown: int = 0
+    drafter: str = ""
+    drafted: int = 0
+    accepted: int = 0
+    recent: float | None = None
+
+    def state(self) -> RequestState:
+        return RequestState(
+            key=self.key,
+            prompt_id=self.key[1],
+            generated_tokens=len(self.output),
+            max_response_tokens=self.max_tokens,
+            recent_acceptance=self.recent,
+        )
+
+
+class LiveRequests(Sequence[RequestState]):
+    """The requests of the batch, built only when a policy looks at them."""
+
+    def __init__(self, requests: list[Live]) -> None:
+        self._requests = requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [request.state() for request in self._requests[index]]
+        return self._requests[index].state()
+
+    def __iter__(self) -> Iterator[RequestState]:
+        return (request.state() for request in self._requests)
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduled:
+    """What the scheduler put into an iteration; per request its id, and the tokens it verifies where it drafted."""
+
+    request_ids: list[str]
+    drafts: Mapping[str, Sequence[int]]
+    waiting: int
+    context_tokens: int
+    prefill_tokens: int
+    free_kv_tokens: int
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """An iteration in flight: its row, the choice it verifies and the one it makes for the next."""
+
+    row: Row
+    start: float
+    verified: Strategy
+    decision: Row | None
+    draft_s_before: float | None
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    draft_s: float | None = 0.0
+    sampled: bool = False
+
+
+class Control:
+    """Asks a selector once per engine iteration, tells it the outcome, and keeps the iteration log of one engine.
+
+    `begin` opens a rollout, `end` closes it and returns the rows of `iterations.parquet` and `decisions.parquet`. Times
+    in them are seconds since `begin`. Requests come with `add` and leave with `finish`, at any time. With `overlapped`
+    the engine schedules an iteration before it knows the last one's outcome (asynchronous scheduling): durations then
+    run from output to output and drafting time is unknown.
+    """
+
+    def __init__(self, drafters: DrafterPool, *, worker: int = 0, overlapped: bool = False) -> None:
+        self.drafters = drafters
+        self.worker = worker
+        self.overlapped = overlapped
+        self.selector: Selector | None = None
+        self.budget: DraftBudget = UniformBudget()
+        self.seconds_inside = 0.0
+        self.live: dict[str, Live] = {}
+        self.keys: set[Key] = set()
+        self._begin(0)
+
+    def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
+        """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
+        self.set_selector(policy.build(np.random.default_rng(list(seed))), policy.build_budget())
+
+    def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
+        """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
+        running = [(live.key, live.prompt, live.output[: live.shown]) for live in self.live.values()]
+        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies, running)
+        self.selector = selector
+        self.budget = budget or UniformBudget()
+        self._shared_out = not isinstance(self.budget, UniformBudget)
+
+    def remember(self, responses: Sequence[Response]) -> None:
+        """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
+        self.drafters.remember(responses)
+        for key, prompt, response in responses:
+            live = Live(key=key, prompt=prompt, output=response, max_tokens=max(len(response), 1))
+            self.budget.finished(live.state(), drafted=0, accepted=0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned."""
+        selector = self.selector.state_dict() if self.selector is not None else {}
+        return copy.deepcopy(
+            {"selector": selector, "budget": self.budget.state_dict(), "drafters": self.drafters.state_dict()}
+        )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` gave; nothing may be running."""
+        if self.selector is not None:
+            self.selector.load_state_dict(state["selector"])
+        self.budget.load_state_dict(state["budget"])
+        self.drafters.load_state_dict(state["drafters"])
+
+    def suspend(self) -> None:
+        """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
+        self._suspended = self.selector, self.budget
+        self.set_selector(None)
+
+    def resume(self) -> None:
+        """Go back to the policy that `suspend` set aside."""
+        self.set_selector(*self._suspended)
+
+    def begin(self, rl_step: int) -> None:
+        """Open a rollout: its rows start empty and its clock at 0. Requests that still run go on."""
+        self._begin(rl_step)
+        self.drafters.begin(rl_step)
+
+    def _begin(self, rl_step: int) -> None:
+        self.rl_step = rl_step
+        self.iterations: list[Row] = []
+        self.decisions: list[Row] = []
+        self.first_token_s: dict[Key, float] = {}
+        self.origin = time.perf_counter()
+        self._last = self.origin
+        self._flight: deque[_Iteration] = deque()
+        self._open: _Iteration | None = None
+        self._chosen: Strategy = NO_SPECULATION
+        self._decision: Row | None = None
+        self._draft_s: float | None = 0.0
+
+    def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
+        """Close the rollout: rows of its iterations, its decisions, and when each response's first token came."""
+        self._close(time.perf_counter())
+        return self.iterations, self.decisions, self.first_token_s
+
+    def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
+        """A request enters the engine; `output` is a view that grows as it generates."""
+        live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_tokens=max_tokens)
+        self.keys.add(key)
+        self.drafters.open(key, prompt)
+        return live
+
+    def finish(self, request_id: str) -> Live | None:
+        """A request leaves, complete or aborted; what was known of it."""
+        live = self.live.pop(request_id, None)
+        if live is not None:
+            self.keys.discard(live.key)
+            self.drafters.extend(live.key, live.output[live.shown :])
+            self.drafters.close(live.key)
+            self.budget.finished(live.state(), drafted=live.drafted, accepted=live.accepted)
+        return live
+
+    def iteration_starts(self) -> None:
+        """The scheduler is about to put an iteration together."""
+        now = time.perf_counter()
+        if not self.overlapped:
+            self._close(now)
+        self._start = now
+        self.seconds_inside += time.perf_counter() - now
+
+    def scheduled(self, what: Scheduled) -> int:
+        """Log what the iteration runs and choose what it drafts at its end; the depth for the engine's workers."""
+        entered = time.perf_counter()
+        verified = self._chosen
+        row = {
+            "rl_step": self.rl_step,
+            "worker": self.worker,
+            "iteration": len(self.iterations) + len(self._flight),
+            "t_start": self._start - self.origin,
+            "batch": len(what.request_ids),
+            "num_waiting": what.waiting,
+            "context_tokens": what.context_tokens,
+            "prefill_tokens": what.prefill_tokens,
+            "drafter": verified.drafter,
+            "draft_depth": verified.draft_depth,
+            "top_k": verified.top_k,
+            "tokens_to_verify": verified.tokens_to_verify,
+        }
+        iteration = _Iteration(row, self._start, verified, self._decision, self._draft_s)
+        self._flight.append(iteration)
+        self._open = iteration
+        self._draft_s = None if self.overlapped else 0.0
+        self._decision = None
+        if self.selector is not None:
+            batch = [self.live[i] for i in what.request_ids]
+            self._state = StepState(
+                rl_step=self.rl_step,
+                worker=self.worker,
+                batch=len(batch),
+                waiting=what.waiting,
+                context_tokens=what.context_tokens,
+                free_kv_tokens=what.free_kv_tokens,
+                strategy=verified,
+                drafters=self.drafters,
+                requests=LiveRequests(batch),
+            )
+            chosen = self.selector.choose(self._state)
+            self.drafters.check(chosen)
+            self._chosen = chosen
+            self._decision = {
+                "bucket": self.selector.bucket_,
+                "drafter": chosen.drafter,
+                "draft_depth": chosen.draft_depth,
+                "top_k": chosen.top_k,
+                "tokens_to_verify": chosen.tokens_to_verify,
+                "propensity": self.selector.propensity_,
+            }
+        else:
+            self._chosen = NO_SPECULATION
+        row["next_draft_depth"] = self._chosen.draft_depth
+        depth = self.drafters.worker_depth(self._chosen)
+        self.seconds_inside += time.perf_counter() - entered
+        return depth
+
+    def allot(self, live: Sequence[Live]) -> list[int]:
+        """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""
+        strategy = self._chosen
+        if self._shared_out and live:
+            state = replace(self._state, batch=len(live), strategy=strategy, requests=LiveRequests(live))
+            shares = self.budget.allot(state, strategy)
+        else:
+            shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
+        # A draft is followed by one token of the target's own, so the last token is never worth drafting.
+        return [max(min(n, r.max_tokens - len(r.output) - 1), 0) for n, r in zip(shares, live, strict=True)]
+
+    def drafts(
+        self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
+    ) -> list[list[int]]:
+        """What each request is to verify next. `learned` are the workers' drafts, made in `learned_s` seconds.
+
+        Requests that are gone or have not generated yet get nothing.
+        """
+        start = time.perf_counter()
+        pool, strategy = self.drafters, self._chosen
+        drafts: list[list[int]] = [[] for _ in request_ids]
+        going = [(n, self.live[i]) for n, i in enumerate(request_ids) if i in self.live]
+        if pool.feeds:
+            # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
+            for live in self.live.values():
+                if live.shown < len(live.output):
+                    pool.extend(live.key, live.output[live.shown :])
+                    live.shown = len(live.output)
+        if strategy.speculates:
+            drafting = [(n, live) for n, live in going if live.output]
+            before = time.perf_counter()
+            shares = self.allot([live for _, live in drafting])
+            self.seconds_inside += time.perf_counter() - before
+            for (n, live), share in zip(drafting, shares, strict=True):
+                if share:
+                    live.drafter, drafts[n] = pool.propose(strategy, live.key, share, learned[n])
+        self._last = time.perf_counter()
+        self._draft_s = self._last - start + (learned_s or 0.0)
+        if self._open is not None:
+            self._open.draft_s = self._draft_s
+        return drafts
+
+    def sampled(self, what: Scheduled, counts: Mapping[str, int]) -> None:
+        """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
+        entered = time.perf_counter()
+        iteration = self._flight.popleft()
+        row, verified = iteration.row, iteration.verified
+        for request_id in what.request_ids:
+            live = self.live.get(request_id)
+            num_drafted = len(what.drafts.get(request_id, ()))
+            num_tokens = counts.get(request_id, 0)
+            kept = max(num_tokens - 1, 0) if num_drafted else 0
+            iteration.drafted.append(num_drafted)
+            iteration.accepted.append(kept)
+            if live is None:
+                continue
+            if num_drafted:
+                live.drafted += num_drafted
+                live.accepted += kept
+                live.recent = float(kept) if live.recent is None else live.recent + _LATELY * (kept - live.recent)
+                self.drafters.observe(live.drafter or verified.drafter, live.key, num_drafted, kept)
+            if num_tokens and not live.output and live.key not in self.first_token_s:
+                self.first_token_s[live.key] = entered - self.origin
+        row["num_drafted"] = sum(iteration.drafted)
+        row["num_accepted"] = sum(iteration.accepted)
+        row["num_generated"] = sum(counts.values())
+        row["accepted_per_request"] = iteration.accepted if verified.speculates else None
+        iteration.sampled = True
+        self._last = time.perf_counter()
+        if self.overlapped:
+            iteration.start = max(iteration.start, self.origin + self._end_of_last_row())
+            row["t_start"] = iteration.start - self.origin
+            iteration.draft_s = None
+            self._finish_row(iteration, self._last)
+        self.seconds_inside += time.perf_counter() - entered
+
+    def idle(self) -> None:
+        """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
+        self._close(self._last)
+        self._chosen, self._decision = NO_SPECULATION, None
+
+    def _end_of_last_row(self) -> float:
+        return self.iterations[-1]["t_start"] + self.iterations[-1]["duration"] if self.iterations else 0.0
+
+    def _close(self, now: float) -> None:
+        """Fix the duration of the open iteration, start to start."""
+        iteration, self._open = self._open, None
+        if iteration is not None and iteration.sampled and not self.overlapped:
+            self._finish_row(iteration, now)
+
+    def _finish_row(self, iteration: _Iteration, end: float) -> None:
+        row = iteration.row
+        row["duration"] = end - iteration.start
+        row["draft_duration"] = iteration.draft_s
+        self.iterations.append(row)
+        if iteration.decision is None or self.selector is None:
+            return
+        drafting = 0.0 if iteration.draft_s is None else (iteration.draft_s_before or 0.0) - iteration.draft_s
+        outcome = StepOutcome(
+            elapsed_s=row["duration"] + drafting,
+            batch=row["batch"],
+            drafted=iteration.drafted,
+            accepted=iteration.accepted,
+            had_prefill=row["prefill_tokens"] > 0,
+        )
+        key = {"rl_step": self.rl_step, "worker": self.worker, "iteration": row["iteration"]}
+        reward = self.selector.reward(iteration.verified, outcome)
+        self.decisions.append(key | iteration.decision | {"reward": reward})
+        self.selector.observe(iteration.verified, outcome)

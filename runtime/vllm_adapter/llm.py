@@ -1,0 +1,156 @@
+"""Starting a vLLM engine with a policy attached, and talking to what sits beside its scheduler, in whatever process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from tltlab.drafter import Key
+from tltlab.errors import ConfigError, RunError
+
+from ..control import Control
+from . import TESTED_VLLM
+from .options import scheduler_cls
+from .plugin import LOCAL_BACKEND
+
+
+def start(
+    model: str,
+    *,
+    attachment: Mapping[str, Any],
+    speculative: Mapping[str, Any] | None,
+    own_process: bool,
+    seed: int,
+    vllm_args: Mapping[str, Any],
+) -> Any:
+    """A `vllm.LLM` with the policy scheduler; `vllm_args` win over the defaults here. ConfigError if it fails."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    import vllm
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    if not vllm.__version__.startswith(TESTED_VLLM + "."):
+        raise ConfigError(f"tltlab's engine is tested with vLLM {TESTED_VLLM}.x, found {vllm.__version__}")
+    cpu = current_platform.is_cpu()
+    args: dict[str, Any] = {
+        "dtype": "float32" if cpu else "bfloat16",
+        "enforce_eager": cpu,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": seed,
+        "async_scheduling": False,
+    }
+    if cpu:
+        # vLLM's own default takes 92 % of the machine's memory.
+        args["kv_cache_memory_bytes"] = 256 << 20
+    args |= dict(vllm_args)
+    if cpu and args["enforce_eager"]:
+        # Eager mode still compiles parts of the sampler on first use, which takes longer than the engine's start.
+        torch._dynamo.config.disable = True
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if speculative is not None:
+        args.setdefault("speculative_config", dict(speculative))
+    args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
+    try:
+        llm = vllm.LLM(
+            model=model,
+            scheduler_cls=scheduler_cls(bool(args["async_scheduling"])),
+            weight_transfer_config=WeightTransferConfig(backend=LOCAL_BACKEND),
+            **args,
+        )
+    except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
+    if args.get("speculative_config") and not call(llm, "sampling_is_sound"):
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
+    llm.init_weight_transfer_engine({"init_info": {}})
+    return llm
+
+
+def control_of(llm: Any) -> Control | None:
+    """The engine's `Control` where the engine core runs in this process, else None."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return core.scheduler.control if core is not None else None
+
+
+def set_control(llm: Any, control: Control) -> None:
+    """Attach another `Control` to an engine core of this process."""
+    llm.llm_engine.engine_core.engine_core.scheduler.control = control
+
+
+def call(llm: Any, name: str, *args: Any) -> Any:
+    """Call a command of `scheduler.call_control` beside the engine's scheduler; RunError when it cannot be reached."""
+    message = pickle.dumps((name, args))
+    client = llm.llm_engine.engine_core
+    core = getattr(client, "engine_core", None)
+    if core is not None:
+        return pickle.loads(core.tltlab(message))
+    try:
+        return pickle.loads(client.call_utility("tltlab", message))
+    except Exception as error:
+        raise RunError(f"the engine core cannot be asked to {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def sampling_params(
+    key: Key, *, temperature: float, top_p: float, top_k: int, max_tokens: int, ignore_eos: bool
+) -> Any:
+    """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"tltlab": list(key)},
+    )
+
+
+def abort_all(llm: Any) -> dict[str, Any]:
+    """Abort every unfinished request; by request name what each has generated, with finish_reason "abort"."""
+    from vllm.v1.engine import FinishReason
+
+    engine = llm.llm_engine
+    outputs: dict[str, Any] = {}
+    for state in list(engine.output_processor.request_states.values()):
+        made = state.make_request_output(
+            new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+        )
+        outputs[state.external_req_id] = made.outputs[0]
+    engine.abort_request(list(outputs))
+    return outputs
+
+
+def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
+    """Load new weights in one of vLLM's weight-update sessions and forget cached prefixes of the old ones."""
+    if draft:
+        llm.start_draft_weight_update()
+    else:
+        llm.start_weight_update()
+    named = list(weights)
+    if control_of(llm) is None:
+        # Nested tensors do not survive the way into another process; bytes do.
+        from safetensors.torch import save
+
+        info: dict[str, Any] = {"safetensors": save({name: tensor.contiguous() for name, tensor in named})}
+    else:
+        info = {"weights": named}
+    try:
+        llm.update_weights({"update_info": info})
+    finally:
+        llm.finish_weight_update(version)
+    llm.reset_prefix_cache()

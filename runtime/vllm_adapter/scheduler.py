@@ -1,0 +1,224 @@
+"""vLLM's scheduler with a policy beside it: `PolicyScheduler`, and its twin for asynchronous scheduling.
+
+Both are given to vLLM as `scheduler_cls`; the policy comes in `additional_config["tltlab"]` (see `options`). The depth
+an iteration drafts at its end travels in `SchedulerOutput.num_spec_tokens_to_schedule` to the V1 and V2 model runner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from tltlab.drafter import Key
+
+from ..control import Control, Scheduled
+from ..environment import hardware
+from ..live_recording import LiveRecording
+from .options import Attachment
+from .plugin import speculative_sampling_is_sound
+
+EXTRA = "tltlab"
+"""Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
+
+
+class PolicyScheduler(Scheduler):
+    """Asks the policy before each iteration, trims or replaces the drafts after it. Plain without a policy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
+        if self.num_spec_tokens:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        settings = (self.vllm_config.additional_config or {}).get(EXTRA) or {}
+        attachment = Attachment.model_validate(settings)
+        self.control = attachment.control(overlapped=isinstance(self, AsyncScheduler))
+        self.recording: LiveRecording | None = None
+        if attachment.record is not None:
+            self.recording = LiveRecording(
+                attachment.record,
+                self.control,
+                model=self.vllm_config.model_config.model,
+                hardware=hardware(),
+                engine=f"vllm {vllm.__version__}",
+            )
+        self._anonymous: Counter[tuple[int, str]] = Counter()
+        self._in_flight: deque[Scheduled] = deque()
+
+    def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if known:
+            return
+        given = self._given_key(request)
+        if self.recording is not None:
+            self.recording.arrives(given[0] if given is not None else None)
+            if given is not None and not self.recording.is_new(given):
+                given = None
+        live = self.control.add(
+            request.request_id,
+            given or self._new_key(request),
+            list(request.prompt_token_ids or ()),
+            request._output_token_ids,
+            request.max_tokens,
+        )
+        if self.recording is not None:
+            self.recording.arrived(live)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.control.iteration_starts()
+        return super().schedule(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
+        if scheduler_output.num_scheduled_tokens:
+            entered = time.perf_counter()
+            what = self._scheduled(scheduler_output)
+            self._in_flight.append(what)
+            self.control.seconds_inside += time.perf_counter() - entered
+            scheduler_output.num_spec_tokens_to_schedule = self.control.scheduled(what)
+        super()._update_after_schedule(scheduler_output)
+
+    def _scheduled(self, output: SchedulerOutput) -> Scheduled:
+        requests = [self.requests[i] for i in output.num_scheduled_tokens]
+        drafts = output.scheduled_spec_decode_tokens
+        prefill = sum(
+            _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
+            for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+        )
+        return Scheduled(
+            request_ids=list(output.num_scheduled_tokens),
+            drafts=drafts,
+            waiting=len(self.waiting),
+            context_tokens=sum(request.num_tokens for request in requests),
+            prefill_tokens=prefill,
+            free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
+        )
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        if scheduler_output.num_scheduled_tokens:
+            entered = time.perf_counter()
+            what = self._in_flight.popleft()
+            index = model_runner_output.req_id_to_index
+            sampled = model_runner_output.sampled_token_ids
+            counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
+            self.control.seconds_inside += time.perf_counter() - entered
+            self.control.sampled(what, counts)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self.requests:
+            self.control.idle()
+            if self.recording is not None:
+                self.recording.flush()
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        draft_token_ids.draft_token_ids = self.control.drafts(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, getattr(draft_token_ids, "draft_s", None)
+        )
+        super().update_draft_token_ids(draft_token_ids)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        live = self.control.finish(request.request_id)
+        if self.recording is not None and live is not None:
+            self.recording.left(live, str(request.get_finished_reason()))
+        return super()._free_request(request, *args, **kwargs)
+
+    def close_recording(self) -> None:
+        """Turn what was recorded into a trace; nothing is recorded after."""
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.close()
+
+    def _given_key(self, request: Request) -> Key | None:
+        """The key that came with the request, unless one that runs has it already."""
+        params = request.sampling_params
+        given = (params.extra_args or {}).get(EXTRA) if params is not None else None
+        if given is None:
+            return None
+        rl_step, prompt_id, sample, turn = given
+        key = int(rl_step), str(prompt_id), int(sample), int(turn)
+        return None if key in self.control.keys else key
+
+    def _new_key(self, request: Request) -> Key:
+        """A key for a request that has none: its prompt's digest and a running number."""
+        tokens = ",".join(map(str, request.prompt_token_ids or ()))
+        prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
+        rl_step = self.control.rl_step
+        self._anonymous[rl_step, prompt_id] += 1
+        return rl_step, prompt_id, self._anonymous[rl_step, prompt_id] - 1, 0
+
+
+class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
+    """The same for asynchronous scheduling: an iteration is put together before the last one's tokens are known.
+
+    Drafts stay on the device, so only a learned drafter serves; budgets trim the placeholders that stand for them.
+    """
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        ids = [i for i in scheduler_output.num_scheduled_tokens if self.requests[i].spec_token_ids]
+        for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
+            request = self.requests[request_id]
+            request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
+    """Tokens of a scheduled request that are no decoding: its prompt, or after preemption prompt and output again."""
+    if request.num_output_tokens == 0:
+        return num_scheduled
+    return max(num_scheduled - num_drafts - 1, 0)
+
+
+class NoProposer:
+    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+def call_control(scheduler: PolicyScheduler, message: bytes) -> bytes:
+    """Carry out a pickled (name, args) on the engine's `Control`, beside which the engine runs; the pickled result."""
+    name, args = pickle.loads(message)
+    return pickle.dumps(_COMMANDS[name](scheduler.control, *args))
+
+
+def _rng_state(control: Control) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(control: Control, state: torch.Tensor) -> None:
+    torch.set_rng_state(state)
+
+
+_COMMANDS: Mapping[str, Callable[..., Any]] = {
+    "set_policy": Control.set_policy,
+    "begin": Control.begin,
+    "end": Control.end,
+    "suspend": Control.suspend,
+    "resume": Control.resume,
+    "remember": Control.remember,
+    "forget": lambda control: control.drafters.forget(),
+    "updated": lambda control: control.drafters.updated(),
+    "seconds_inside": lambda control: control.seconds_inside,
+    "state_dict": Control.state_dict,
+    "load_state_dict": Control.load_state_dict,
+    "sampling_is_sound": lambda control: speculative_sampling_is_sound(),
+    "rng_state": _rng_state,
+    "set_rng_state": _set_rng_state,
+}

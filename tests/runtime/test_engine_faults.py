@@ -1,0 +1,144 @@
+"""What goes wrong in an engine: nothing is lost, nothing comes twice, and the message says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tltlab.drafters import LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.vllm_adapter.options import check_drafter
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+pytestmark = pytest.mark.engine
+CONTEXT = 96
+SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 6)))
+SWITCHING = Policy(
+    selector=ExploreSpec(
+        strategies=(NO_SPECULATION, Strategy.chain("suffix", 6), Strategy.chain("ngram", 3)), hold_iterations=3
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[Engine]:
+    """An engine whose KV cache holds few requests at once, so that it must preempt."""
+    engine = Engine(
+        str(random_model),
+        max_draft_depth=6,
+        vllm_args={"max_model_len": CONTEXT, "max_num_seqs": 16, "block_size": 32, "num_gpu_blocks_override": 14},
+    )
+    yield engine
+    engine.close()
+
+
+def requests(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int = 0) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            key=(rl_step, f"p{n // 4}", n % 4, 0),
+            prompt_token_ids=[1, *([4 + n // 4, 5, 6] * prompt_tokens)[: prompt_tokens - 1]],
+            max_response_tokens=tokens,
+            ignore_eos=True,
+        )
+        for n in range(num)
+    ]
+
+
+def accounted(rollout: Rollout) -> bool:
+    """Whether the log's tokens are those that came back; drafts kept beyond a cap may add to the log."""
+    return sum(r["num_generated"] for r in rollout.iterations) >= sum(len(r.token_ids) for r in rollout.responses)
+
+
+@pytest.mark.parametrize("policy", [SUFFIX, SWITCHING])
+def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(engine: Engine, policy: Policy):
+    plenty = requests(12, 60)
+    engine.set_policy(None)
+    alone = {r.key: r.token_ids for one in plenty for r in engine.generate([one], rl_step=0, temperature=0.0).responses}
+    engine.set_policy(policy)
+    rollout = engine.generate(plenty, rl_step=0, temperature=0.0)
+    assert any(row["prefill_tokens"] for row in rollout.iterations[5:]), "the test needs preemption"
+    assert {r.key: r.token_ids for r in rollout.responses} == alone
+    assert accounted(rollout)
+    assert engine.control.live == {}
+
+
+def test_aborted_requests_come_back_with_what_they_have(engine: Engine):
+    engine.set_policy(SUFFIX)
+    asked = [*requests(3, 5), *requests(4, 60, rl_step=1)]
+    rollout = engine.generate(asked, rl_step=0, temperature=0.9, until=lambda finished: finished >= 3)
+    assert [r.key for r in rollout.responses] == [r.key for r in asked]
+    assert [r.finish_reason for r in rollout.responses] == ["length"] * 3 + ["abort"] * 4
+    assert all(0 < len(r.token_ids) < 60 for r in rollout.responses[3:])
+    assert engine.control.live == {}
+    again = engine.generate(requests(4, 8), rl_step=0, temperature=0.9)
+    assert [len(r.token_ids) for r in again.responses] == [8] * 4
+
+
+def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engine):
+    engine.set_policy(SUFFIX)
+    rollout = engine.generate(requests(2, 500), rl_step=0, temperature=0.9)
+    assert [len(r.token_ids) for r in rollout.responses] == [CONTEXT - 6] * 2
+    assert [r.finish_reason for r in rollout.responses] == ["length"] * 2
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_anything_runs(engine: Engine):
+    with pytest.raises(ConfigError, match="does not fit the engine's context of 96"):
+        engine.generate(requests(1, 5, prompt_tokens=CONTEXT), rl_step=0, temperature=0.9)
+
+
+def test_two_requests_of_one_key_are_refused(engine: Engine):
+    with pytest.raises(ConfigError, match="the same key"):
+        engine.generate([*requests(1, 5), *requests(1, 5)], rl_step=0, temperature=0.9)
+
+
+def test_a_policy_that_asks_for_more_than_the_engine_has_leaves_the_old_one_in_force(engine: Engine):
+    engine.set_policy(SUFFIX)
+    with pytest.raises(ConfigError, match="depths up to 6"):
+        engine.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 7))))
+    rollout = engine.generate(requests(4, 40), rl_step=0, temperature=0.0)
+    assert any(row["drafter"] == "suffix" for row in rollout.iterations)
+
+
+def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: Engine):
+    with pytest.raises(ConfigError, match="no learned drafter"):
+        engine.update_draft_weights([])
+
+
+def test_an_engine_that_dies_hands_over_what_is_whole(random_model: Path):
+    engine = Engine(str(random_model), max_draft_depth=2, vllm_args={"max_model_len": CONTEXT})
+    try:
+        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+        stock, iterations = scheduler.update_from_output, iter(range(100))
+
+        def dies(*args: object) -> object:
+            if next(iterations) == 12:
+                raise MemoryError("played")
+            return stock(*args)
+
+        scheduler.update_from_output = dies
+        with pytest.raises(EngineDied, match=r"lost 2 of 5 responses.*MemoryError") as caught:
+            engine.generate([*requests(3, 5), *requests(2, 60, rl_step=1)], rl_step=0, temperature=0.9)
+    finally:
+        engine.close()
+    assert [len(r.token_ids) for r in caught.value.responses] == [5, 5, 5]
+    assert caught.value.lost == [(1, "p0", 0, 0), (1, "p0", 1, 0)]
+
+
+def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path, tmp_path: Path):
+    config = (random_model / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"vocab_size": ', '"vocab_size": 1'))
+    with pytest.raises(ConfigError, match="vocab_size"):
+        check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
+    (tmp_path / "config.json").write_text(config.replace('"hidden_size": ', '"hidden_size": 1'))
+    check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="hidden_size"):
+        check_drafter(str(random_model), "learned", LearnedSpec(method="eagle", model=str(tmp_path)))
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot start"):
+        Engine(str(tmp_path / "nothing"), max_draft_depth=0)
