@@ -73,7 +73,7 @@ class Audited(Protocol):
 
 
 class Auditor:
-    """Audits engines of one set of models case by case: `num_samples` responses a case, an eighth for one at a time.
+    """Audits engines of one set of models: `num_samples` responses a case, an eighth of them where that is slow.
 
     A sound engine fails any of `num_checks` checks with a probability of `false_alarm_rate` (Bonferroni).
     """
@@ -250,7 +250,7 @@ def rounds(case: Case, batch: int, num_samples: int) -> list[list[Asked]]:
     """The requests of `case`, round by round; `batch` is what the engine runs at once."""
     sampling = case.sampling
     if case.composition == "alone":
-        return [[Asked(prompt=n % 2, sampling=sampling)] for n in range(num_samples // 8)]
+        return [[Asked(prompt=n % 2, sampling=sampling)] for n in range(max(num_samples // 8, 256))]
     if case.composition == "mixed":
         samplings = [Sampling(temperature=t) for t in TEMPERATURES if t != sampling.temperature][:2]
         samplings += [sampling, Sampling(temperature=sampling.temperature, top_p=0.8)]

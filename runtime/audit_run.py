@@ -55,7 +55,8 @@ def run_audit(
     started = time.perf_counter()
     if without_fix:
         check_there_is_a_fix()
-    args = settings(vllm_args)
+    # Policies speculate on small batches; 32 is where the shipped ones begin to.
+    args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
     with tempfile.TemporaryDirectory() as folder:
         models = make_tiny_models(Path(folder))
         if drafters and (policy is not None or "speculative_config" in args):

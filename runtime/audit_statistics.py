@@ -34,7 +34,7 @@ class Check:
 
     @property
     def p_value(self) -> float:
-        return float(chi2.sf(self.statistic, self.dof)) if self.dof else float(self.statistic == 0)
+        return float(chi2.sf(self.statistic, self.dof)) if self.dof else float(np.isfinite(self.statistic))
 
     def threshold(self, false_alarm_rate: float) -> float:
         """The statistic that a sound engine exceeds at this rate."""

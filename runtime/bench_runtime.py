@@ -51,14 +51,21 @@ def _learned(depth: int) -> Strategy:
     return Strategy.chain("learned", depth)
 
 
+def _ngram(depth: int) -> Strategy:
+    return Strategy.chain("ngram", depth)
+
+
+# By the batch size from which they are tried. Few arms in narrow buckets: a rollout has a few hundred iterations.
 _MODEL_FREE = {
-    1: (_suffix(8), _suffix(4), Strategy.chain("ngram", 8)),
-    17: (_suffix(8), _suffix(4)),
-    65: (_suffix(4), _suffix(8), _suffix(2)),
+    1: (_suffix(8), _suffix(4)),
+    5: (_suffix(8), _suffix(4)),
+    17: (_suffix(8), _suffix(4), _ngram(8)),
+    65: (_suffix(4), _ngram(4), _suffix(8)),
 }
 _WITH_LEARNED = {
-    1: (_suffix(8), _learned(8), _learned(4)),
-    17: (_learned(8), _suffix(8), _learned(4)),
+    1: (_suffix(8), _learned(8)),
+    5: (_suffix(8), _learned(8)),
+    17: (_suffix(8), _learned(8), _learned(4)),
     65: (_learned(4), _suffix(4)),
 }
 

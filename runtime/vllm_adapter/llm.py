@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Mapping
+from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any
 
 import torch
@@ -71,8 +73,26 @@ def start(
     if args.get("speculative_config") and not call(llm, "sampling_is_sound"):
         llm.llm_engine.engine_core.shutdown()
         raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
+    if own_process:
+        _wake_when_dead(llm.llm_engine.engine_core)
     llm.init_weight_transfer_engine({"init_info": {}})
     return llm
+
+
+def _wake_when_dead(client: Any) -> None:
+    """Wake whoever waits for an engine core whose process ends: vLLM's synchronous client would wait for ever."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    processes = [process.sentinel for process in client.resources.engine_manager.processes]
+
+    def watch() -> None:
+        wait(processes)
+        client.outputs_queue.put_nowait(EngineDeadError())
+        for pending in list(client.utility_results.values()):
+            if not pending.done():
+                pending.set_exception(EngineDeadError())
+
+    Thread(target=watch, daemon=True, name="tltlab-engine-watch").start()
 
 
 def control_of(llm: Any) -> Control | None:

@@ -65,6 +65,7 @@ def _timed(function: Any, watch_of: Callable[[tuple[Any, ...]], _Stopwatch]) -> 
         finally:
             watch.stop()
 
+    timed.timed_by_tltlab = True  # type: ignore[attr-defined]
     return timed
 
 
@@ -73,7 +74,7 @@ def _with_time(take: Any) -> Any:
     def take_draft_token_ids(self: Any) -> Any:
         watch = _stopwatch(self)
         speculator = getattr(self, "speculator", None)
-        if speculator is not None and not hasattr(speculator.propose, "__wrapped__"):
+        if speculator is not None and not hasattr(speculator.propose, "timed_by_tltlab"):
             # The V2 runner's drafter is an object of its own; its first drafts pass untimed.
             speculator.propose = _timed(speculator.propose, lambda args: watch)
         drafts = take(self)

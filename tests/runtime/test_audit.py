@@ -69,6 +69,9 @@ def test_rare_cells_are_pooled_until_they_expect_five():
     assert pooled(np.array([50.0, 30.0, 1.0])).tolist() == [1, 0, 0]
     assert pooled(np.array([50.0, 30.0])).tolist() == [1, 0]
     assert pooled(np.array([1.0, 1.0])).tolist() == [0, 0]
+    # Three samples are too few to tell anything by; that is no failure.
+    few = cells_check({(0,): 1, (1,): 2}, {(0,): 0.3, (1,): 0.7})
+    assert (few.dof, few.p_value, few.detectable_tv(1e-3)) == (0, 1.0, 1.0)
 
 
 def test_independent_checks_add_up():
