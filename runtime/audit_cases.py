@@ -65,6 +65,7 @@ class Drafting:
         specs: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
         if self.method:
             specs["learned"] = LearnedSpec(method=self.method, model=str(getattr(models, self.method)))
+        if self.method and not self.probabilistic:
             specs["hybrid"] = HybridSpec(first="suffix", otherwise="learned", min_expected=0.5)
         return specs
 

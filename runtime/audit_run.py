@@ -17,9 +17,11 @@ from tltlab.policy import Policy, load_policy
 
 from .audit import Auditor, unsampled
 from .audit_cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of, tiny_drafters
-from .audit_engine import AuditedEngine, settings, stock_sampler
+from .audit_engine import AuditedEngine, settings
 from .audit_models import TinyModels, make_tiny_models
 from .engine import Engine
+from .vllm_adapter import on_cpu
+from .vllm_adapter.plugin import unmended_sampling
 
 MAX_DEPTH = 8
 """The deepest draft of the default cases, and what their engines are built for."""
@@ -87,7 +89,7 @@ def run_audit(
                 vllm_args=plan.vllm_args,
             )
             try:
-                with stock_sampler() if without_fix else nullcontext():
+                with unmended_sampling() if without_fix else nullcontext():
                     audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
                     for row in run_plan(plan, auditor, audited):
                         rows.append(row)
@@ -115,9 +117,7 @@ def run_plan(plan: Plan, auditor: Auditor, engine: AuditedEngine) -> Iterator[di
 
 def check_there_is_a_fix() -> None:
     """ConfigError on CUDA, where nothing of vLLM's sampler is mended."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
+    if not on_cpu():
         raise ConfigError("--without-fix: on CUDA tltlab mends nothing in vLLM's sampler, so there is nothing to undo")
 
 

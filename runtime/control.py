@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from tltlab.budget import DraftBudget, UniformBudget
 from tltlab.drafter import Key
 from tltlab.policy import Policy
 from tltlab.selector import Selector
-from tltlab.state import RequestState, StepOutcome, StepState
+from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafting import DrafterPool, Response
@@ -33,47 +33,29 @@ _LATELY = 0.2
 
 @dataclass(slots=True, kw_only=True)
 class Live:
-    """One request in the engine. `output` grows by itself; drafters have been shown its first `shown` tokens.
+    """One request in the engine, as policies see it: it has the fields of `tltlab.state.RequestState`, always current.
 
-    `drafter` made the draft in flight; `recent` is the mean of accepted tokens over the last few drafts.
+    `output` grows by itself; drafters have been shown its first `shown` tokens; `drafter` made the draft in flight.
     """
 
     key: Key
     prompt: Sequence[int]
     output: Sequence[int]
-    max_tokens: int
+    max_response_tokens: int
+    recent_acceptance: float | None = None
+    length_class: int | None = None
     shown: int = 0
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
-    recent: float | None = None
 
-    def state(self) -> RequestState:
-        return RequestState(
-            key=self.key,
-            prompt_id=self.key[1],
-            generated_tokens=len(self.output),
-            max_response_tokens=self.max_tokens,
-            recent_acceptance=self.recent,
-        )
+    @property
+    def prompt_id(self) -> str:
+        return self.key[1]
 
-
-class LiveRequests(Sequence[RequestState]):
-    """The requests of the batch, built only when a policy looks at them."""
-
-    def __init__(self, requests: list[Live]) -> None:
-        self._requests = requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [request.state() for request in self._requests[index]]
-        return self._requests[index].state()
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return (request.state() for request in self._requests)
+    @property
+    def generated_tokens(self) -> int:
+        return len(self.output)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -109,7 +91,8 @@ class Control:
     `begin` opens a rollout, `end` closes it and returns the rows of `iterations.parquet` and `decisions.parquet`. Times
     in them are seconds since `begin`. Requests come with `add` and leave with `finish`, at any time. With `overlapped`
     the engine schedules an iteration before it knows the last one's outcome (asynchronous scheduling): durations then
-    run from output to output and drafting time is unknown.
+    run from output to output and drafting time is unknown. `seconds_inside` is all the time that keeping the book and
+    deciding took so far, `seconds_deciding` the policy's part of it.
     """
 
     def __init__(self, drafters: DrafterPool, *, worker: int = 0, overlapped: bool = False) -> None:
@@ -119,6 +102,7 @@ class Control:
         self.selector: Selector | None = None
         self.budget: DraftBudget = UniformBudget()
         self.seconds_inside = 0.0
+        self.seconds_deciding = 0.0
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self._begin(0)
@@ -139,8 +123,8 @@ class Control:
         """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
         self.drafters.remember(responses)
         for key, prompt, response in responses:
-            live = Live(key=key, prompt=prompt, output=response, max_tokens=max(len(response), 1))
-            self.budget.finished(live.state(), drafted=0, accepted=0)
+            live = Live(key=key, prompt=prompt, output=response, max_response_tokens=max(len(response), 1))
+            self.budget.finished(live, drafted=0, accepted=0)
 
     def state_dict(self) -> dict[str, Any]:
         """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned."""
@@ -190,7 +174,7 @@ class Control:
 
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """A request enters the engine; `output` is a view that grows as it generates."""
-        live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_tokens=max_tokens)
+        live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self.keys.add(key)
         self.drafters.open(key, prompt)
         return live
@@ -202,7 +186,7 @@ class Control:
             self.keys.discard(live.key)
             self.drafters.extend(live.key, live.output[live.shown :])
             self.drafters.close(live.key)
-            self.budget.finished(live.state(), drafted=live.drafted, accepted=live.accepted)
+            self.budget.finished(live, drafted=live.drafted, accepted=live.accepted)
         return live
 
     def iteration_starts(self) -> None:
@@ -247,9 +231,11 @@ class Control:
                 free_kv_tokens=what.free_kv_tokens,
                 strategy=verified,
                 drafters=self.drafters,
-                requests=LiveRequests(batch),
+                requests=batch,
             )
+            before = time.perf_counter()
             chosen = self.selector.choose(self._state)
+            self.seconds_deciding += time.perf_counter() - before
             self.drafters.check(chosen)
             self._chosen = chosen
             self._decision = {
@@ -271,12 +257,12 @@ class Control:
         """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""
         strategy = self._chosen
         if self._shared_out and live:
-            state = replace(self._state, batch=len(live), strategy=strategy, requests=LiveRequests(live))
+            state = replace(self._state, batch=len(live), strategy=strategy, requests=live)
             shares = self.budget.allot(state, strategy)
         else:
             shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
         # A draft is followed by one token of the target's own, so the last token is never worth drafting.
-        return [max(min(n, r.max_tokens - len(r.output) - 1), 0) for n, r in zip(shares, live, strict=True)]
+        return [max(min(n, r.max_response_tokens - len(r.output) - 1), 0) for n, r in zip(shares, live, strict=True)]
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
@@ -299,7 +285,9 @@ class Control:
             drafting = [(n, live) for n, live in going if live.output]
             before = time.perf_counter()
             shares = self.allot([live for _, live in drafting])
-            self.seconds_inside += time.perf_counter() - before
+            spent = time.perf_counter() - before
+            self.seconds_inside += spent
+            self.seconds_deciding += spent
             for (n, live), share in zip(drafting, shares, strict=True):
                 if share:
                     live.drafter, drafts[n] = pool.propose(strategy, live.key, share, learned[n])
@@ -314,22 +302,15 @@ class Control:
         entered = time.perf_counter()
         iteration = self._flight.popleft()
         row, verified = iteration.row, iteration.verified
-        for request_id in what.request_ids:
-            live = self.live.get(request_id)
-            num_drafted = len(what.drafts.get(request_id, ()))
-            num_tokens = counts.get(request_id, 0)
-            kept = max(num_tokens - 1, 0) if num_drafted else 0
-            iteration.drafted.append(num_drafted)
-            iteration.accepted.append(kept)
-            if live is None:
-                continue
-            if num_drafted:
-                live.drafted += num_drafted
-                live.accepted += kept
-                live.recent = float(kept) if live.recent is None else live.recent + _LATELY * (kept - live.recent)
-                self.drafters.observe(live.drafter or verified.drafter, live.key, num_drafted, kept)
-            if num_tokens and not live.output and live.key not in self.first_token_s:
-                self.first_token_s[live.key] = entered - self.origin
+        iteration.drafted = [0] * len(what.request_ids)
+        iteration.accepted = [0] * len(what.request_ids)
+        if what.drafts:
+            self._verified(iteration, what, counts)
+        if what.prefill_tokens:
+            for request_id in what.request_ids:
+                live = self.live.get(request_id)
+                if live is not None and counts[request_id] and not live.output:
+                    self.first_token_s.setdefault(live.key, entered - self.origin)
         row["num_drafted"] = sum(iteration.drafted)
         row["num_accepted"] = sum(iteration.accepted)
         row["num_generated"] = sum(counts.values())
@@ -342,6 +323,23 @@ class Control:
             iteration.draft_s = None
             self._finish_row(iteration, self._last)
         self.seconds_inside += time.perf_counter() - entered
+
+    def _verified(self, iteration: _Iteration, what: Scheduled, counts: Mapping[str, int]) -> None:
+        """Count what was kept of each request's draft, and let its drafter know."""
+        for n, request_id in enumerate(what.request_ids):
+            num_drafted = len(what.drafts.get(request_id, ()))
+            if not num_drafted:
+                continue
+            kept = max(counts[request_id] - 1, 0)
+            iteration.drafted[n], iteration.accepted[n] = num_drafted, kept
+            live = self.live.get(request_id)
+            if live is None:
+                continue
+            live.drafted += num_drafted
+            live.accepted += kept
+            recent = live.recent_acceptance
+            live.recent_acceptance = float(kept) if recent is None else recent + _LATELY * (kept - recent)
+            self.drafters.observe(live.drafter or iteration.verified.drafter, live.key, num_drafted, kept)
 
     def idle(self) -> None:
         """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
@@ -373,6 +371,8 @@ class Control:
             had_prefill=row["prefill_tokens"] > 0,
         )
         key = {"rl_step": self.rl_step, "worker": self.worker, "iteration": row["iteration"]}
+        before = time.perf_counter()
         reward = self.selector.reward(iteration.verified, outcome)
-        self.decisions.append(key | iteration.decision | {"reward": reward})
         self.selector.observe(iteration.verified, outcome)
+        self.seconds_deciding += time.perf_counter() - before
+        self.decisions.append(key | iteration.decision | {"reward": reward})

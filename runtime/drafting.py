@@ -35,6 +35,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
         self._states: dict[str, DrafterState] = {}
+        self._lately: dict[str, float] = {}
         self._in_use: tuple[str, ...] = ()
         learned = [name for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)]
         if len(learned) > 1:
@@ -104,7 +105,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         spec = self.specs[name]
         if isinstance(spec, HybridSpec):
             draft = self._drafter(spec.first).propose(key, depth)
-            lately = self._state(spec.otherwise).accept_estimate or 0.0
+            lately = self._lately.get(spec.otherwise, 0.0)
             if spec.choose(draft, min(lately, depth) if self._can(spec.otherwise) else 0.0):
                 return spec.first, draft.tokens
             name = spec.otherwise
@@ -119,10 +120,8 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def observe(self, name: str, key: Key, num_drafted: int, num_accepted: int) -> None:
         """`name` drafted `num_drafted` tokens for `key`, and the first `num_accepted` were kept."""
-        state = self._state(name)
-        before = state.accept_estimate
-        lately = float(num_accepted) if before is None else before + LATELY * (num_accepted - before)
-        self._states[name] = replace(state, accept_estimate=lately)
+        before = self._lately.get(name)
+        self._lately[name] = float(num_accepted) if before is None else before + LATELY * (num_accepted - before)
         if name in self._in_use:
             self._model_free[name].observe(key, num_drafted, num_accepted)
 
@@ -155,26 +154,27 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Drop what every model-free drafter knows and how well each did."""
         for drafter in self._model_free.values():
             drafter.forget()
-        self._states = {n: replace(s, accept_estimate=None) for n, s in self._states.items()}
+        self._lately = {}
 
     def state_dict(self) -> dict[str, Any]:
         """What the drafters in use know between rollouts, and how well all did."""
         return {
             "drafters": {name: self._drafter(name).state_dict() for name in self._in_use},
-            "states": dict(self._states),
+            "lately": dict(self._lately),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave, for the drafters in use then and now."""
         for name in self._in_use:
             self._drafter(name).load_state_dict(state["drafters"].get(name, {}))
-        self._states = dict(state["states"])
+        self._lately = dict(state["lately"])
 
     def updated(self) -> None:
         """The learned drafter has new weights."""
         assert self.learned is not None
         state = self._state(self.learned)
         self._states[self.learned] = DrafterState(age=0, updates=state.updates + 1)
+        self._lately.pop(self.learned, None)
 
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
@@ -209,7 +209,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         return (spec.trained or state.updates > 0) and (spec.max_age is None or state.age <= spec.max_age)
 
     def _state(self, name: str) -> DrafterState:
-        return self._states.get(name) or DrafterState()
+        return replace(self._states.get(name) or DrafterState(), accept_estimate=self._lately.get(name))
 
     def _fed(self) -> list[Drafter]:
         return [self._drafter(name) for name in self._in_use]

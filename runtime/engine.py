@@ -20,20 +20,23 @@ from .control import Control
 from .drafting import DrafterPool
 from .drafting import Response as Remembered
 from .vllm_adapter import llm as adapter
-from .vllm_adapter.options import Attachment, check_drafter, speculative_config
+from .vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
     """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
 
-    With `ignore_eos` it runs to its cap.
+    With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call.
     """
 
     key: Key
     prompt_token_ids: list[int]
     max_response_tokens: int
     ignore_eos: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,8 @@ class Response:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` is the time spent choosing, sharing out and keeping the book, drafting not included.
+    `recorder_s` is the time spent keeping the book, `policy_s` the time spent choosing, sharing out and learning;
+    drafting is in neither.
     """
 
     responses: list[Response]
@@ -63,6 +67,7 @@ class Rollout:
     decisions: list[dict[str, Any]]
     duration_s: float
     recorder_s: float
+    policy_s: float
 
 
 class EngineDied(RunError):
@@ -108,6 +113,7 @@ class Engine:
         for name, spec in self.drafters.items():
             if isinstance(spec, LearnedSpec):
                 check_drafter(model, name, spec)
+        check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
         attachment = Attachment(
             drafters=self.drafters if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
         )
@@ -195,7 +201,7 @@ class Engine:
         """
         self._check(requests)
         engine = self.llm.llm_engine
-        inside = self._call("seconds_inside")
+        inside, deciding = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
@@ -205,9 +211,9 @@ class Engine:
             for name, request in names.items():
                 params = adapter.sampling_params(
                     request.key,
-                    temperature=temperature,
-                    top_p=top_p,
-                    top_k=top_k,
+                    temperature=temperature if request.temperature is None else request.temperature,
+                    top_p=top_p if request.top_p is None else request.top_p,
+                    top_k=top_k if request.top_k is None else request.top_k,
                     max_tokens=request.max_response_tokens,
                     ignore_eos=request.ignore_eos,
                 )
@@ -220,7 +226,7 @@ class Engine:
                     stopped = time.perf_counter() - start
                     outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
-            seconds_inside = self._call("seconds_inside") - inside
+            inside_after, deciding_after = self._call("seconds")
         except Exception as error:
             failure, first = error, {}
         duration_s = time.perf_counter() - start
@@ -235,7 +241,8 @@ class Engine:
             iterations=iterations,
             decisions=decisions,
             duration_s=duration_s,
-            recorder_s=seconds_inside,
+            recorder_s=(inside_after - inside) - (deciding_after - deciding),
+            policy_s=deciding_after - deciding,
         )
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -274,7 +281,10 @@ class Engine:
         self.llm.reset_prefix_cache()
 
     def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones."""
+        """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones.
+
+        Requests that run go on with the keys and values they have, and their prefixes may stay cached until they end.
+        """
         adapter.update_weights(self.llm, weights, str(version), draft=False)
 
     def update_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

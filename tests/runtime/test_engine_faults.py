@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters import HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
-from tltlab.runtime.vllm_adapter.options import check_drafter
+from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine
@@ -137,6 +137,13 @@ def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path,
     check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
     with pytest.raises(ConfigError, match="hidden_size"):
         check_drafter(str(random_model), "learned", LearnedSpec(method="eagle", model=str(tmp_path)))
+
+
+def test_a_hybrid_beside_sampled_drafts_is_refused_since_it_would_not_be_lossless():
+    drafters = {"learned": LearnedSpec(method="eagle", model="a/head"), "hybrid": HybridSpec()}
+    check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
+    with pytest.raises(ConfigError, match="a hybrid cannot stand beside drafts that are sampled"):
+        check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
