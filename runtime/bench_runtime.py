@@ -93,7 +93,8 @@ def modes(*, learned: bool = False) -> list[Mode]:
 def _bandit(arms: Mapping[int, Sequence[Strategy]]) -> Policy:
     """BEG-MAB over `arms`, by the batch size from which they are tried, and no speculation."""
     buckets = tuple(Bucket(min_batch=b, strategies=(*tried, NO_SPECULATION)) for b, tried in arms.items())
-    return Policy(selector=BegMabSpec(buckets=buckets, epsilon=0.05, reward="relative"))
+    # Here a draft is often kept whole or not at all, so that medians mislead, and one unlucky try costs a rollout.
+    return Policy(selector=BegMabSpec(buckets=buckets, epsilon=0.05, reward="relative", statistic="mean", tries=8))
 
 
 def bench_runtime(
@@ -239,6 +240,7 @@ def measured(rollout: Rollout, *, mode: Mode, epoch: int, round_: int) -> Measur
         num_pairs=sum(len(row["accepted_per_request"]) for row in verifying),
         num_accepted=sum(row["num_accepted"] for row in verifying),
         recorder_s=rollout.recorder_s,
+        policy_s=rollout.policy_s,
     )
 
 

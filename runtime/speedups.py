@@ -46,6 +46,7 @@ class Measured:
     num_pairs: int
     num_accepted: int
     recorder_s: float
+    policy_s: float
 
     def rate(self, part: Part, per: str) -> float:
         """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
@@ -102,6 +103,7 @@ def _means(rollouts: list[Measured]) -> dict[str, Any]:
         "tail_ms_per_plain_iteration": _finite(1e3 * np.mean([r.rate("tail", JUDGED_BY) for r in rollouts])),
         "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
         "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
+        "policy_share": sum(r.policy_s for r in rollouts) / seconds,
     }
 
 
@@ -168,8 +170,8 @@ def text(found: dict[str, Any]) -> str:
     for epoch in sorted({row["epoch"] for row in found["modes"]}):
         lines += [
             f"epoch {epoch}, {'drafters know earlier responses' if epoch > 1 else 'drafters know nothing at first'}",
-            f"  {'mode':18s}{'seconds':>8s}{'tail':>7s}{'ms/iter':>9s}{'tokens/s':>10s}{'accept':>8s}{'policy':>8s}"
-            f"   {'speed-up':22s}in the tail",
+            f"  {'mode':18s}{'seconds':>8s}{'tail':>7s}{'ms/iter':>9s}{'tokens/s':>10s}"
+            f"{'accept':>8s}{'record':>8s}{'policy':>8s}   {'speed-up':22s}in the tail",
         ]
         for row in (row for row in found["modes"] if row["epoch"] == epoch):
             accept = "-" if row["mean_accept_length"] is None else f"{row['mean_accept_length']:.2f}"
@@ -177,7 +179,7 @@ def text(found: dict[str, Any]) -> str:
             lines.append(
                 f"  {row['mode']:18s}{row['seconds']:8.2f}{row['tail_seconds']:7.2f}"
                 f"{row['ms_per_plain_iteration']:9.2f}{row['tokens_per_s']:10.0f}{accept:>8s}"
-                f"{row['recorder_share']:8.1%}   {whole:22s}{tail}".rstrip()
+                f"{row['recorder_share']:8.1%}{row['policy_share']:8.1%}   {whole:22s}{tail}".rstrip()
             )
     rounds = found["modes"][0]["rollouts"]
     lines += [

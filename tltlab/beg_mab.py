@@ -24,7 +24,9 @@ class BegMab(Selector):
     `plain_rate` are explained in `Reward`.
 
     Rewards of an arm are pooled over all batch sizes of a bucket and filed under the bucket of the batch that ran; an
-    outcome whose strategy is no arm there is dropped. An unseen arm counts as best, ties go to the first in the list.
+    outcome whose strategy is no arm there is dropped. An arm with fewer than `tries` rewards counts as best, ties go to
+    the first in the list. The paper takes the median, and an arm once seen as it is. Where drafts are kept whole or not
+    at all, medians can rank arms unlike their tokens per second; the `statistic` "mean" does not.
     With `reward="relative"` and no `plain_rate`, every bucket with a choice needs no speculation as an arm, and it is
     tried first there, since nothing else has a reward before.
 
@@ -48,16 +50,20 @@ class BegMab(Selector):
         reward: RewardKind = "paper",
         plain_rate: Mapping[int, float] | None = None,
         statistic: Statistic = "median",
+        tries: int = 1,
         *,
         rng: np.random.Generator,
     ) -> None:
         if not 0.0 <= epsilon <= 1.0:
             raise ConfigError(f"epsilon is a probability, between 0 and 1, got {epsilon}")
+        if not 1 <= tries <= max(window, 1):
+            raise ConfigError(f"tries must be at least 1 and at most the window, {window}, got {tries}")
         self.thresholds = checked_thresholds([min_batch for min_batch, _ in buckets])
         self.arms = tuple(checked_strategies(tuple(strategies)) for _, strategies in buckets)
         self.strategies = tuple(dict.fromkeys(arm for arms in self.arms for arm in arms))
         self.epsilon = epsilon
         self.window = window
+        self.tries = tries
         self.rng = rng
         self.reward_ = Reward(reward, plain_rate)
         self.windows_ = tuple({arm: Window(window, statistic) for arm in arms} for arms in self.arms)
@@ -77,6 +83,8 @@ class BegMab(Selector):
         window: int = 300,
         reward: RewardKind = "paper",
         plain_rate: Mapping[int, float] | None = None,
+        statistic: Statistic = "median",
+        tries: int = 1,
         *,
         rng: np.random.Generator,
     ) -> BegMab:
@@ -99,7 +107,7 @@ class BegMab(Selector):
                 f"({', '.join(map(str, thresholds))})"
             )
         buckets = list(zip(thresholds, groups.values(), strict=True))
-        return cls(buckets, epsilon, window, reward, plain_rate, rng=rng)
+        return cls(buckets, epsilon, window, reward, plain_rate, statistic, tries, rng=rng)
 
     def choose(self, state: StepState) -> Strategy:
         bucket = self.bucket_ = bucket_of(self.thresholds, state.batch)
@@ -117,7 +125,8 @@ class BegMab(Selector):
         windows = self.windows_[bucket]
         if self.reward_.learns_plain and not windows[NO_SPECULATION].values:
             return NO_SPECULATION
-        return max(windows, key=lambda arm: windows[arm].value)
+        untried = next((arm for arm, window in windows.items() if len(window.values) < self.tries), None)
+        return untried or max(windows, key=lambda arm: windows[arm].value)
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
         reward = self.reward_(strategy, outcome)

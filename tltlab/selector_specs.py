@@ -150,6 +150,8 @@ class BegMabSpec(_Spec):
     window: int = 300
     reward: RewardKind = "paper"
     plain_rate: dict[int, float] | None = None
+    statistic: Statistic = "median"
+    tries: int = 1
 
     @model_serializer(mode="wrap")
     def _only_the_form_used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -159,7 +161,7 @@ class BegMabSpec(_Spec):
     def build(self, rng: np.random.Generator) -> Selector:
         if bool(self.buckets) == bool(self.strategies or self.thresholds):
             raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
-        settings = (self.epsilon, self.window, self.reward, self.plain_rate)
+        settings = (self.epsilon, self.window, self.reward, self.plain_rate, self.statistic, self.tries)
         if self.buckets:
             return BegMab([(bucket.min_batch, bucket.strategies) for bucket in self.buckets], *settings, rng=rng)
         return BegMab.from_paper(self.strategies, self.thresholds, *settings, rng=rng)

@@ -258,3 +258,25 @@ def test_a_decision_and_its_lesson_take_microseconds():
             mab.observe(strategy, outcomes[strategy][i % 64])
         best_us = min(best_us, (time.perf_counter() - start) * 1e3)
     assert best_us < 60.0, "about 6 us on an idle machine; the design asks for 20"
+
+
+def test_an_arm_is_tried_as_often_as_asked_before_it_is_judged():
+    mab = bandit([(1, [D4, D2])], epsilon=0.0, tries=3)
+    assert play(mab, {D4: 100.0, D2: 50.0}, 7) == [D4] * 3 + [D2] * 3 + [D4]
+
+
+@pytest.mark.parametrize(("statistic", "settles_on"), [("median", D2), ("mean", D4)])
+def test_drafts_kept_whole_or_not_at_all_are_ranked_by_their_mean(statistic: str, settles_on: Strategy):
+    mab = bandit([(1, [D4, D2])], epsilon=0.0, statistic=statistic, tries=10)
+    for n in range(20):
+        arm = mab.choose(at(1))
+        # Two of five drafts of four are kept whole, 1.6 tokens on average; the shorter ones keep one token each time.
+        kept = (4 if n % 5 in (0, 2) else 0) if arm == D4 else 1
+        mab.observe(arm, StepOutcome(elapsed_s=1.0, batch=1, drafted=(arm.draft_depth,), accepted=(kept,)))
+    assert mab.choose(at(1)) == settles_on
+
+
+@pytest.mark.parametrize("tries", [0, 301])
+def test_tries_beyond_the_window_are_refused(tries: int):
+    with pytest.raises(ConfigError, match="tries"):
+        bandit([(1, [D4, D2])], tries=tries)

@@ -133,6 +133,8 @@ def test_the_file_is_the_one_of_the_manual(tmp_path):
             "window": 300,
             "reward": "paper",
             "plain_rate": None,
+            "statistic": "median",
+            "tries": 1,
         },
         "activation": {"kind": "elastic", "max_requests": 32, "count": "running", "hold_iterations": 10},
         "budget": None,

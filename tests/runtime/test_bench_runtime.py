@@ -17,7 +17,7 @@ def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int
     return Measured(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
         plain_iterations=100, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_iterations=50, num_pairs=10,
-        num_accepted=25, recorder_s=0.01 * seconds,
+        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0,
     )  # fmt: skip
 
 
@@ -29,7 +29,12 @@ def rollout(lengths: list[int], finishes: list[float], iterations: list[dict]) -
         for n, (length, end) in enumerate(zip(lengths, finishes, strict=True))
     ]
     return Rollout(
-        responses=responses, iterations=iterations, decisions=[], duration_s=max(finishes) + 0.5, recorder_s=0.1
+        responses=responses,
+        iterations=iterations,
+        decisions=[],
+        duration_s=max(finishes) + 0.5,
+        recorder_s=0.1,
+        policy_s=0.2,
     )
 
 
@@ -135,7 +140,9 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     names = [mode.name for mode in modes()]
     assert [(m["mode"], m["epoch"]) for m in found["modes"]] == [(name, epoch) for epoch in (1, 2) for name in names]
     assert len(found["rows"]) == 3 * 2 * len(names)
-    assert all(0 < m["tail_seconds"] < m["seconds"] and 0 < m["recorder_share"] < 1 for m in found["modes"])
+    assert all(
+        0 < m["tail_seconds"] < m["seconds"] and 0 < m["recorder_share"] + m["policy_share"] < 1 for m in found["modes"]
+    )
     assert all(row["num_pairs"] == 0 for row in found["rows"] if row["mode"] == "off")
     tokens, drafts = ({e: sum(r[of] for r in found["rows"] if r["mode"] == "suffix 8" and r["epoch"] == e)
                        for e in (1, 2)} for of in ("num_tokens", "num_pairs"))  # fmt: skip
