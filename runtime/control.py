@@ -70,6 +70,14 @@ class Scheduled:
     free_kv_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """A choice in force: its columns in `decisions.parquet`, and the selector that made it and is told its outcome."""
+
+    row: Row
+    selector: Selector
+
+
 @dataclass(slots=True)
 class _Iteration:
     """An iteration in flight: its row, the choice it verifies and the one it makes for the next."""
@@ -77,7 +85,7 @@ class _Iteration:
     row: Row
     start: float
     verified: Strategy
-    decision: Row | None
+    decision: _Decision | None
     draft_s_before: float | None
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -88,11 +96,12 @@ class _Iteration:
 class Control:
     """Asks a selector once per engine iteration, tells it the outcome, and keeps the iteration log of one engine.
 
-    `begin` opens a rollout, `end` closes it and returns the rows of `iterations.parquet` and `decisions.parquet`. Times
-    in them are seconds since `begin`. Requests come with `add` and leave with `finish`, at any time. With `overlapped`
-    the engine schedules an iteration before it knows the last one's outcome (asynchronous scheduling): durations then
-    run from output to output and drafting time is unknown. `seconds_inside` is all the time that keeping the book and
-    deciding took so far, `seconds_deciding` the policy's part of it.
+    `begin` opens a rollout, `end` closes it and returns the rows of `iterations.parquet` and `decisions.parquet`;
+    outside of rollouts none are kept. Times in them are seconds since `begin`. Requests come with `add` and leave with
+    `finish`, at any time; `speechless` are those without a token yet. With `overlapped` the engine schedules an
+    iteration before it knows the last one's outcome (asynchronous scheduling): durations then run from output to output
+    and drafting time is unknown. `seconds_inside` is all the time that keeping the book and deciding took so far,
+    `seconds_deciding` the policy's part of it.
     """
 
     def __init__(self, drafters: DrafterPool, *, worker: int = 0, overlapped: bool = False) -> None:
@@ -105,7 +114,10 @@ class Control:
         self.seconds_deciding = 0.0
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
+        self.speechless: set[str] = set()
+        self._flight: deque[_Iteration] = deque()
         self._begin(0)
+        self._logs = False
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -154,6 +166,12 @@ class Control:
         self._begin(rl_step)
         self.drafters.begin(rl_step)
 
+    def advance(self, rl_step: int) -> None:
+        """Where nobody opens rollouts: let drafters forget what only served requests of RL steps before `rl_step`."""
+        if not self._logs and rl_step > self.rl_step:
+            self.rl_step = rl_step
+            self.drafters.begin(rl_step)
+
     def _begin(self, rl_step: int) -> None:
         self.rl_step = rl_step
         self.iterations: list[Row] = []
@@ -161,27 +179,34 @@ class Control:
         self.first_token_s: dict[Key, float] = {}
         self.origin = time.perf_counter()
         self._last = self.origin
-        self._flight: deque[_Iteration] = deque()
+        self._logs = True
+        self._number = 0
+        self._row_end_s = 0.0
+        # Overlapped, an iteration of requests that have ended may still be in flight: it is of no rollout.
+        self._strays = len(self._flight)
         self._open: _Iteration | None = None
-        self._chosen: Strategy = NO_SPECULATION
-        self._decision: Row | None = None
         self._draft_s: float | None = 0.0
+        if not self.live:
+            self._nothing_chosen()
 
     def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
         """Close the rollout: rows of its iterations, its decisions, and when each response's first token came."""
         self._close(time.perf_counter())
+        self._logs = False
         return self.iterations, self.decisions, self.first_token_s
 
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """A request enters the engine; `output` is a view that grows as it generates."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self.keys.add(key)
+        self.speechless.add(request_id)
         self.drafters.open(key, prompt)
         return live
 
     def finish(self, request_id: str) -> Live | None:
         """A request leaves, complete or aborted; what was known of it."""
         live = self.live.pop(request_id, None)
+        self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
             self.drafters.extend(live.key, live.output[live.shown :])
@@ -204,7 +229,7 @@ class Control:
         row = {
             "rl_step": self.rl_step,
             "worker": self.worker,
-            "iteration": len(self.iterations) + len(self._flight),
+            "iteration": self._number,
             "t_start": self._start - self.origin,
             "batch": len(what.request_ids),
             "num_waiting": what.waiting,
@@ -216,6 +241,7 @@ class Control:
             "tokens_to_verify": verified.tokens_to_verify,
         }
         iteration = _Iteration(row, self._start, verified, self._decision, self._draft_s)
+        self._number += 1
         self._flight.append(iteration)
         self._open = iteration
         self._draft_s = None if self.overlapped else 0.0
@@ -238,7 +264,7 @@ class Control:
             self.seconds_deciding += time.perf_counter() - before
             self.drafters.check(chosen)
             self._chosen = chosen
-            self._decision = {
+            columns = {
                 "bucket": self.selector.bucket_,
                 "drafter": chosen.drafter,
                 "draft_depth": chosen.draft_depth,
@@ -246,6 +272,7 @@ class Control:
                 "tokens_to_verify": chosen.tokens_to_verify,
                 "propensity": self.selector.propensity_,
             }
+            self._decision = _Decision(columns, self.selector)
         else:
             self._chosen = NO_SPECULATION
         row["next_draft_depth"] = self._chosen.draft_depth
@@ -306,11 +333,12 @@ class Control:
         iteration.accepted = [0] * len(what.request_ids)
         if what.drafts:
             self._verified(iteration, what, counts)
-        if what.prefill_tokens:
-            for request_id in what.request_ids:
-                live = self.live.get(request_id)
-                if live is not None and counts[request_id] and not live.output:
-                    self.first_token_s.setdefault(live.key, entered - self.origin)
+        if self.speechless:
+            for request_id in self.speechless.intersection(what.request_ids):
+                if counts[request_id]:
+                    self.speechless.discard(request_id)
+                    if self._logs:
+                        self.first_token_s[self.live[request_id].key] = entered - self.origin
         row["num_drafted"] = sum(iteration.drafted)
         row["num_accepted"] = sum(iteration.accepted)
         row["num_generated"] = sum(counts.values())
@@ -318,10 +346,13 @@ class Control:
         iteration.sampled = True
         self._last = time.perf_counter()
         if self.overlapped:
-            iteration.start = max(iteration.start, self.origin + self._end_of_last_row())
+            iteration.start = max(iteration.start, self.origin + self._row_end_s)
             row["t_start"] = iteration.start - self.origin
             iteration.draft_s = None
-            self._finish_row(iteration, self._last)
+            if self._strays:
+                self._strays -= 1
+            else:
+                self._finish_row(iteration, self._last)
         self.seconds_inside += time.perf_counter() - entered
 
     def _verified(self, iteration: _Iteration, what: Scheduled, counts: Mapping[str, int]) -> None:
@@ -344,10 +375,11 @@ class Control:
     def idle(self) -> None:
         """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
         self._close(self._last)
-        self._chosen, self._decision = NO_SPECULATION, None
+        self._nothing_chosen()
 
-    def _end_of_last_row(self) -> float:
-        return self.iterations[-1]["t_start"] + self.iterations[-1]["duration"] if self.iterations else 0.0
+    def _nothing_chosen(self) -> None:
+        self._chosen: Strategy = NO_SPECULATION
+        self._decision: _Decision | None = None
 
     def _close(self, now: float) -> None:
         """Fix the duration of the open iteration, start to start."""
@@ -359,8 +391,11 @@ class Control:
         row = iteration.row
         row["duration"] = end - iteration.start
         row["draft_duration"] = iteration.draft_s
-        self.iterations.append(row)
-        if iteration.decision is None or self.selector is None:
+        self._row_end_s = end - self.origin
+        if self._logs:
+            self.iterations.append(row)
+        decision = iteration.decision
+        if decision is None:
             return
         drafting = 0.0 if iteration.draft_s is None else (iteration.draft_s_before or 0.0) - iteration.draft_s
         outcome = StepOutcome(
@@ -372,7 +407,8 @@ class Control:
         )
         key = {"rl_step": self.rl_step, "worker": self.worker, "iteration": row["iteration"]}
         before = time.perf_counter()
-        reward = self.selector.reward(iteration.verified, outcome)
-        self.selector.observe(iteration.verified, outcome)
+        reward = decision.selector.reward(iteration.verified, outcome)
+        decision.selector.observe(iteration.verified, outcome)
         self.seconds_deciding += time.perf_counter() - before
-        self.decisions.append(key | iteration.decision | {"reward": reward})
+        if self._logs:
+            self.decisions.append(key | decision.row | {"reward": reward})

@@ -27,11 +27,16 @@ class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names strategies use; as a mapping it gives policies each one's state.
 
     `drafters` are specs, or `Drafter` objects of one's own; without any there are `ngram` and `suffix`. At most one is
-    learned. `max_depth` is the deepest draft the engine was built for. ConfigError for what cannot be run together.
+    learned. `max_depth` is the deepest draft the engine was built for. Without `beside` only an
+    engine's workers draft. ConfigError for what cannot be run together.
     """
 
-    def __init__(self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int) -> None:
+    def __init__(
+        self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int, *, beside: bool = True
+    ) -> None:
         self.max_depth = max_depth
+        self.beside = beside
+        self._rl_step = -1
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
         self._states: dict[str, DrafterState] = {}
@@ -87,6 +92,16 @@ class DrafterPool(Mapping[str, DrafterState]):
                 f"strategy {strategy}: the engine was built for draft depths up to {self.max_depth}; "
                 "raise max_draft_depth"
             )
+        if not self.runs(strategy.drafter):
+            raise ConfigError(
+                f"strategy {strategy}: with asynchronous scheduling or vLLM's V2 model runner drafts stay on the "
+                "device, so only a learned drafter without a fallback serves; leave async_scheduling off and set "
+                "VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+
+    def runs(self, name: str) -> bool:
+        """Whether drafter `name` can be asked: model-free drafts must reach the engine from `beside` it."""
+        return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
 
     @property
     def feeds(self) -> bool:
@@ -126,9 +141,11 @@ class DrafterPool(Mapping[str, DrafterState]):
             self._model_free[name].observe(key, num_drafted, num_accepted)
 
     def begin(self, rl_step: int) -> None:
+        """A rollout of `rl_step` begins. One that is done again, or an evaluation's -1, ages no drafter."""
         for drafter in self._fed():
             drafter.begin(rl_step)
-        if self.learned is not None:
+        later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
+        if later and self.learned is not None:
             state = self._state(self.learned)
             self._states[self.learned] = replace(state, age=state.age + 1 if state.updates else state.age)
 

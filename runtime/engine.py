@@ -117,16 +117,20 @@ class Engine:
         attachment = Attachment(
             drafters=self.drafters if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
         )
+        self._dead = ""
         self.llm = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
             speculative=speculative_config(self.drafters, max_draft_depth),
+            beside=any(not isinstance(drafter, LearnedSpec) for drafter in self.drafters.values()),
             own_process=own_process,
             seed=seed,
             vllm_args=vllm_args or {},
         )
         if not own_process:
-            adapter.set_control(self.llm, Control(self._pool, worker=worker))
+            overlapped = self.control.overlapped
+            adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
+        self._pool.beside = adapter.takes_drafts(self.llm)
 
     @property
     def control(self) -> Control:
@@ -167,7 +171,11 @@ class Engine:
             GenerationRequest(key=(-1, "warm-up", n, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
             for n in range(4)
         ]
-        deepest = [Strategy.chain(name, self.max_draft_depth) for name in self.drafters if self.max_draft_depth]
+        deepest = [
+            Strategy.chain(name, self.max_draft_depth)
+            for name in self.drafters
+            if self.max_draft_depth and self._pool.runs(name)
+        ]
         for strategy in (NO_SPECULATION, *deepest):
             self.set_policy(Policy(selector=FixedSpec(strategy=strategy)))
             self.generate(requests, rl_step=-1, temperature=temperature)
@@ -197,10 +205,16 @@ class Engine:
 
         `until` is asked after each iteration with the number of responses that have ended; at its first yes the others
         are aborted and come back with what they have. ConfigError for a prompt that leaves no room or two requests of
-        one key. EngineDied, with what came back whole, when the engine fails or loses a request.
+        one key, and for what vLLM refuses. EngineDied, with what came back whole, when the engine fails or loses a
+        request, and ever after. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
+        if self._dead:
+            raise EngineDied(f"close this engine and start another, for {self._dead}", [], [r.key for r in requests])
         engine = self.llm.llm_engine
+        if engine.has_unfinished_requests():
+            adapter.abort_all(self.llm)
+        params = [self._params(request, temperature, top_p, top_k) for request in requests]
         inside, deciding = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
@@ -208,18 +222,10 @@ class Engine:
         names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
         failure: Exception | None = None
         try:
-            for name, request in names.items():
-                params = adapter.sampling_params(
-                    request.key,
-                    temperature=temperature if request.temperature is None else request.temperature,
-                    top_p=top_p if request.top_p is None else request.top_p,
-                    top_k=top_k if request.top_k is None else request.top_k,
-                    max_tokens=request.max_response_tokens,
-                    ignore_eos=request.ignore_eos,
-                )
-                engine.add_request(name, {"prompt_token_ids": request.prompt_token_ids}, params)
+            for (name, request), settings in zip(names.items(), params, strict=True):
+                adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
             while engine.has_unfinished_requests():
-                for output in engine.step():
+                for output in self._step():
                     if output.finished:
                         outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
                 if until is not None and until(len(outputs)):
@@ -227,6 +233,8 @@ class Engine:
                     outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
             inside_after, deciding_after = self._call("seconds")
+        except ConfigError:
+            raise
         except Exception as error:
             failure, first = error, {}
         duration_s = time.perf_counter() - start
@@ -243,6 +251,23 @@ class Engine:
             duration_s=duration_s,
             recorder_s=(inside_after - inside) - (deciding_after - deciding),
             policy_s=deciding_after - deciding,
+        )
+
+    def _step(self) -> list[Any]:
+        try:
+            return list(self.llm.llm_engine.step())
+        except Exception as error:
+            self._dead = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise
+
+    def _params(self, request: GenerationRequest, temperature: float, top_p: float, top_k: int) -> Any:
+        return adapter.sampling_params(
+            request.key,
+            temperature=temperature if request.temperature is None else request.temperature,
+            top_p=top_p if request.top_p is None else request.top_p,
+            top_k=top_k if request.top_k is None else request.top_k,
+            max_tokens=request.max_response_tokens,
+            ignore_eos=request.ignore_eos,
         )
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
@@ -264,7 +289,7 @@ class Engine:
         """Drop all that model-free drafters know."""
         self._call("forget")
 
-    def snapshot(self) -> tuple[torch.Tensor, dict[str, Any]]:
+    def snapshot(self) -> tuple[Any, dict[str, Any]]:
         """What a rollout depends on besides requests and weights: the random state, and what has been learned.
 
         That is by the policy, its budget and the model-free drafters. Nothing may be running. ConfigError with
@@ -274,7 +299,7 @@ class Engine:
             raise ConfigError("an engine core in its own process keeps its random state to itself: no snapshots")
         return self._call("rng_state"), self._call("state_dict")
 
-    def restore(self, state: tuple[torch.Tensor, dict[str, Any]]) -> None:
+    def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
         """Go back to a `snapshot`, with nothing cached."""
         self._call("set_rng_state", state[0])
         self._call("load_state_dict", state[1])
@@ -284,15 +309,25 @@ class Engine:
         """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones.
 
         Requests that run go on with the keys and values they have, and their prefixes may stay cached until they end.
+        ConfigError for no weights; RunError where names or shapes are not the model's, and the engine is dead then.
         """
-        adapter.update_weights(self.llm, weights, str(version), draft=False)
+        self._load(weights, str(version), draft=False)
 
     def update_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load new weights into the learned drafter; ConfigError where the engine has none."""
         if self._pool.learned is None:
             raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
-        adapter.update_weights(self.llm, weights, "", draft=True)
+        self._load(weights, "", draft=True)
         self._call("updated")
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
+        if self._dead:
+            raise EngineDied(f"close this engine and start another, for {self._dead}")
+        try:
+            adapter.update_weights(self.llm, weights, version, draft=draft)
+        except RunError as error:
+            self._dead = str(error)
+            raise
 
     def close(self) -> None:
         """Release the engine's memory, threads and processes."""

@@ -262,6 +262,11 @@ def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
             f"no method is named: vLLM has one drafter per engine, and the policy's is {', '.join(plan.drafters)}, "
             "which it does not describe as one of vLLM's"
         )
+    if plan.drafts.get("method") in ("ngram", "suffix"):
+        yield (
+            "vLLM's own n-gram drafter searches the request alone, its suffix drafter the request and all responses "
+            "before it: what else the policy's drafter is set to search needs tltlab.runtime"
+        )
     if plan.drafts.get("method") == "suffix" and plan.schedule:
         yield "vLLM's suffix decoding takes one K only: the schedule needs tltlab.runtime's own drafter"
     if plan.drafters != plan.networks or policy.budget:

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from .acceptance_model import AcceptanceModel, FloatArray, only_chains, reach
+from .acceptance_model import AcceptanceModel, FloatArray, known_drafter, only_chains, reach
 from .errors import ConfigError
 from .strategy import Strategy
 
@@ -77,13 +77,14 @@ class FittedAcceptance(AcceptanceModel):
         depth, fitted = self._measured(strategy)
         return fitted.drafted * reach(strategy) / depth
 
+    @cached_property
+    def _measured_drafters(self) -> frozenset[str]:
+        return frozenset(name for name, depths in self.drafters_by_depth.items() if depths)
+
     def _measured(self, strategy: Strategy) -> tuple[int, FittedDepth]:
         only_chains(strategy, "fitted acceptance")
-        depths = self.drafters_by_depth.get(strategy.drafter)
-        if not depths:
-            raise ConfigError(
-                f"the acceptance model knows no drafter {strategy.drafter!r}, only {', '.join(self.drafters) or 'none'}"
-            )
+        known_drafter(strategy, self._measured_drafters, "the acceptance model")
+        depths = self.drafters_by_depth[strategy.drafter]
         enough = [d for d in sorted(depths) if d >= reach(strategy)]
         if not enough:
             raise ConfigError(

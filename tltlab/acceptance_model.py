@@ -235,4 +235,7 @@ def only_chains(strategy: Strategy, what: str) -> None:
 def known_drafter(strategy: Strategy, known: Any, what: str) -> None:
     """ConfigError unless the strategy's drafter is among the names `known`."""
     if strategy.drafter not in known:
-        raise ConfigError(f"{what} knows no drafter {strategy.drafter!r}, only {', '.join(sorted(known)) or 'none'}")
+        raise ConfigError(
+            f"{what} knows no drafter {strategy.drafter!r}, only {', '.join(sorted(known)) or 'none'}: "
+            "name a model such as geometric:0.7, which takes any"
+        )

@@ -26,10 +26,12 @@ from .drafters import DrafterSpec, HybridSpec, LearnedSpec
 from .errors import ConfigError, InputError
 from .schema import MANIFEST_FILE
 from .storage import fsync_file, fsync_folder, parquet_writer
+from .strategy import NO_SPECULATION
 from .trace import Trace, cannot_write, new_folder, read
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)
+_OLDEST = 2**31 - 1
 _LEARNED = ("learned", "draft_model", "eagle")
 _SPEC: TypeAdapter[Any] = TypeAdapter(DrafterSpec)
 
@@ -97,6 +99,10 @@ def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Ann
     """
     name, spec_text = _split_name(text)
     spec_text, age = _split_age(spec_text)
+    if name == NO_SPECULATION.drafter:
+        raise ConfigError(f"--drafter {text}: {name!r} stands for no speculation; give the drafter another name")
+    if age > _OLDEST:
+        raise ConfigError(f"--drafter {text}: an age of {age} RL steps does not fit the trace, at most {_OLDEST} does")
     kind, _, rest = spec_text.partition(":")
     if kind in _LEARNED:
         return DraftedBy(name or "learned", age), _learned(kind, rest, target)

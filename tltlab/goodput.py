@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .cost import CostModel
 from .errors import ConfigError
@@ -16,6 +17,7 @@ from .strategy import NO_SPECULATION, Strategy
 
 PRIOR_DRAFTS = 16.0
 """Drafts that the prior counts for."""
+_NEWTON_STEPS = 10
 
 
 class Goodput(Selector):
@@ -99,9 +101,7 @@ class Goodput(Selector):
         if strategy.speculates and strategy in self._tokens and len(outcome.accepted):
             depth = _reach(strategy)
             accepted = np.asarray(outcome.accepted, np.float64)
-            # Accepted 2.5 on average: the third position counts half. Whole numbers count whole.
-            each = np.minimum(np.maximum(accepted[:, None] - np.arange(depth), 0.0), 1.0)
-            kept = each.sum(axis=0).tolist()
+            kept = _kept(accepted, depth).sum(axis=0).tolist()
             reached = [float(len(accepted)), *kept[:-1]]
             for counts, new in ((self.reached_, reached), (self.kept_, kept)):
                 of_drafter = counts[strategy.drafter]
@@ -143,3 +143,24 @@ class Goodput(Selector):
 
 def _reach(strategy: Strategy) -> int:
     return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+
+
+def _kept(accepted: npt.NDArray[np.float64], depth: int) -> npt.NDArray[np.float64]:
+    """What was kept at each position, (requests, depth): 1s and then 0s that sum to `accepted` where it is whole.
+
+    Else it is an expected value, of the simulator's fluid mode, and the chances are those of the geometric distribution
+    with that mean: position i was kept with alpha^i.
+    """
+    position = np.arange(1, depth + 1)
+    kept = (position <= accepted[:, None]).astype(np.float64)
+    partly = accepted % 1.0 > 0.0
+    if partly.any():
+        # A budget may draft deeper for one request than the strategy verifies on average.
+        mean = np.minimum(accepted[partly, None], depth)
+        # Newton's method from above, on a sum that rises and is convex: it converges.
+        alpha = np.minimum(mean, 1.0)
+        for _ in range(_NEWTON_STEPS):
+            slope = (position * alpha ** (position - 1)).sum(axis=1, keepdims=True)
+            alpha = alpha - ((alpha**position).sum(axis=1, keepdims=True) - mean) / slope
+        kept[partly] = alpha**position
+    return kept

@@ -15,7 +15,7 @@ from .budget import AcceptanceBudget, DraftBudget, UniformBudget
 from .cli import read_json, write_json
 from .complaints import faults
 from .das import LengthAwareBudget
-from .drafters import SYSTEM_DRAFTERS, DrafterSpec
+from .drafters import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
 from .errors import ConfigError
 from .selector import Selector
 from .selector_specs import (
@@ -139,6 +139,17 @@ class Policy(Settings):
     budget: BudgetSpec | None = None
     drafters: dict[str, DrafterSpec] = Field(default={})
     provenance: dict[str, Any] = Field(default={})
+
+    @validator(mode="after")
+    def _drafters_can_serve(self) -> Policy:
+        known = DEFAULT_DRAFTERS | self.drafters
+        for name, spec in self.drafters.items():
+            if name in ("", NO_SPECULATION.drafter):
+                raise ValueError(f"drafters: {name!r} is no name for a drafter, no strategy could ask for it")
+            parts = (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else ()
+            if hybrids := [part for part in parts if isinstance(known.get(part), HybridSpec)]:
+                raise ValueError(f"drafters.{name}: a hybrid of {hybrids[0]!r}, which is a hybrid itself")
+        return self
 
     def build(self, rng: np.random.Generator) -> Selector:
         """A fresh selector that draws from `rng`; build one per worker."""

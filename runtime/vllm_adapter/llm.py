@@ -26,20 +26,29 @@ def start(
     *,
     attachment: Mapping[str, Any],
     speculative: Mapping[str, Any] | None,
+    beside: bool,
     own_process: bool,
     seed: int,
     vllm_args: Mapping[str, Any],
 ) -> Any:
-    """A `vllm.LLM` with the policy scheduler; `vllm_args` win over the defaults here. ConfigError if it fails."""
+    """A `vllm.LLM` with the policy scheduler; `vllm_args` win over the defaults here. ConfigError if it fails.
+
+    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes.
+    """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TQDM_DISABLE", "1")
+    if beside and speculative is not None:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     import vllm
     from vllm.config import WeightTransferConfig
     from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(TESTED_VLLM + "."):
         raise ConfigError(f"tltlab's engine is tested with vLLM {TESTED_VLLM}.x, found {vllm.__version__}")
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if vllm_args.get(name, 1) != 1:
+            raise ConfigError(f"{name}={vllm_args[name]}: an Engine is one scheduler with one batch; start several")
     cpu = current_platform.is_cpu()
     args: dict[str, Any] = {
         "dtype": "float32" if cpu else "bfloat16",
@@ -73,6 +82,9 @@ def start(
     if args.get("speculative_config") and not call(llm, "sampling_is_sound"):
         llm.llm_engine.engine_core.shutdown()
         raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
+    if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
     if own_process:
         _wake_when_dead(llm.llm_engine.engine_core)
     llm.init_weight_transfer_engine({"init_info": {}})
@@ -93,6 +105,12 @@ def _wake_when_dead(client: Any) -> None:
                 pending.set_exception(EngineDeadError())
 
     Thread(target=watch, daemon=True, name="tltlab-engine-watch").start()
+
+
+def takes_drafts(llm: Any) -> bool:
+    """Whether drafts made beside the scheduler reach the workers, which may keep their own on the device."""
+    config = llm.llm_engine.vllm_config
+    return not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 
 
 def control_of(llm: Any) -> Control | None:
@@ -122,22 +140,41 @@ def call(llm: Any, name: str, *args: Any) -> Any:
 def sampling_params(
     key: Key, *, temperature: float, top_p: float, top_k: int, max_tokens: int, ignore_eos: bool
 ) -> Any:
-    """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs."""
+    """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
+
+    ConfigError for what vLLM refuses.
+    """
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={"tltlab": list(key)},
-    )
+    try:
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"tltlab": list(key)},
+        )
+    except (ValueError, VLLMClientError) as error:
+        raise ConfigError(f"request {key}: {error}") from error
+
+
+def add_request(llm: Any, name: str, prompt_token_ids: list[int], params: Any) -> None:
+    """Hand a request to the engine; ConfigError where vLLM refuses it, and then nothing is left running."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt_token_ids}, params)
+    except (ValueError, VLLMClientError) as error:
+        abort_all(llm)
+        key = tuple(params.extra_args["tltlab"])
+        raise ConfigError(f"request {key}: {error}") from error
 
 
 def abort_all(llm: Any) -> dict[str, Any]:
@@ -156,12 +193,13 @@ def abort_all(llm: Any) -> dict[str, Any]:
 
 
 def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
-    """Load new weights in one of vLLM's weight-update sessions and forget cached prefixes of the old ones."""
-    if draft:
-        llm.start_draft_weight_update()
-    else:
-        llm.start_weight_update()
+    """Load new weights in one of vLLM's weight-update sessions and forget cached prefixes of the old ones.
+
+    ConfigError for no weights. RunError where vLLM cannot load them: the model is then half loaded and of no use.
+    """
     named = list(weights)
+    if not named:
+        raise ConfigError("a weight update needs weights, got none")
     if control_of(llm) is None:
         # Nested tensors do not survive the way into another process; bytes do.
         from safetensors.torch import save
@@ -170,7 +208,13 @@ def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], versio
     else:
         info = {"weights": named}
     try:
+        if draft:
+            llm.start_draft_weight_update()
+        else:
+            llm.start_weight_update()
         llm.update_weights({"update_info": info})
-    finally:
         llm.finish_weight_update(version)
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise RunError(f"vLLM cannot load these weights and is left with half of them ({said})") from error
     llm.reset_prefix_cache()

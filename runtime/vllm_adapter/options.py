@@ -15,6 +15,7 @@ from tltlab.policy import Policy, load_policy
 
 from ..control import Control
 from ..drafting import DrafterPool
+from ..graph_plan import plan_graphs
 
 _HERE = __package__
 
@@ -31,9 +32,14 @@ class Attachment(BaseModel):
     seed: int = 0
     record: str | None = None
 
-    def control(self, *, overlapped: bool) -> Control:
+    def of_replica(self, index: int) -> Attachment:
+        """The same for one of several data-parallel engines: a worker and a trace of its own."""
+        record = f"{self.record}-{index}" if self.record is not None and index else self.record
+        return self.model_copy(update={"worker": self.worker + index, "record": record})
+
+    def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
-        pool = DrafterPool(self.drafters, self.max_draft_depth)
+        pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
         control = Control(pool, worker=self.worker, overlapped=overlapped)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
@@ -45,6 +51,7 @@ def vllm_options(
     *,
     drafters: Mapping[str, DrafterSpec] | None = None,
     max_draft_depth: int | None = None,
+    max_batch: int | None = None,
     async_scheduling: bool = False,
     worker: int = 0,
     seed: int = 0,
@@ -53,9 +60,11 @@ def vllm_options(
     """Return keyword arguments for `vllm.LLM`, `AsyncEngineArgs` or, as JSON, for `vllm serve`, that run `policy`.
 
     `policy` is a shipped name, a policy file or a Policy; `drafters` add to, or replace, the ones it names. The engine
-    is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `async_scheduling`
-    (CUDA) only a learned drafter serves. Engines that share a run differ by `worker`. With `record` the engine writes a
-    trace into that folder. ConfigError for what vLLM cannot run.
+    is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
+    most so many requests at a time and captures the CUDA graphs of `graph_plan.plan_graphs`, whose memory
+    `tltlab export-policy` predicts. With `async_scheduling` (CUDA) only a learned drafter serves. Engines that share a
+    run differ by `worker`. With `record` the engine writes a trace into that folder. ConfigError for what vLLM cannot
+    run.
 
     >>> sorted(vllm_options("beg-mab"))
     ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
@@ -85,6 +94,13 @@ def vllm_options(
         "additional_config": {"tltlab": attachment.model_dump(mode="json")},
     }
     speculative = speculative_config(pool_specs, depth)
+    if max_batch is not None:
+        planned = plan_graphs(chosen, max_batch).settings()
+        options |= {name: planned[name] for name in ("max_num_seqs", "compilation_config")}
+        depths = planned.get("speculative_config", {}).get("num_speculative_tokens_per_batch_size")
+        if speculative is not None and depths is not None:
+            # The policy chooses; this says which depths to capture graphs for.
+            speculative["num_speculative_tokens_per_batch_size"] = depths
     if speculative is not None:
         options["speculative_config"] = speculative
     return options

@@ -153,7 +153,9 @@ def local_weight_transfer() -> type:
         WeightTransferInitInfo,
         WeightTransferUpdateInfo,
     )
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     @dataclass
     class LocalInit(WeightTransferInitInfo):
@@ -184,6 +186,14 @@ def local_weight_transfer() -> type:
                 self.model.load_weights(weights)
 
         def finish_weight_update(self) -> None:
+            for name, layer in self.model.named_modules():
+                info = get_layerwise_info(layer)
+                total = info.load_numel_total or 0
+                if isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod) and (
+                    info.can_load() and 0 < info.load_numel < total
+                ):
+                    # vLLM would fill the rest with memory that nobody has written.
+                    raise ValueError(f"{name} got {info.load_numel} of its {total} numbers")
             finalize_layerwise_reload(self.model, self.model_config)
 
         def shutdown(self) -> None:

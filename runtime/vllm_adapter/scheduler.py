@@ -13,16 +13,19 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import vllm
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
 from tltlab.drafter import Key
+from tltlab.errors import ConfigError
 
-from ..control import Control, Scheduled
+from ..control import Control, Live, Scheduled
 from ..environment import hardware
 from ..live_recording import LiveRecording
 from .options import Attachment
@@ -30,6 +33,11 @@ from .plugin import speculative_sampling_is_sound
 
 EXTRA = "tltlab"
 """Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
+
+NAMELESS_PER_STEP = 1024
+"""Requests without keys that count as one RL step where nothing says when one begins, so that drafters can forget."""
+
+logger = init_logger(__name__)
 
 
 class PolicyScheduler(Scheduler):
@@ -40,9 +48,18 @@ class PolicyScheduler(Scheduler):
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         if self.num_spec_tokens:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        parallel = self.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several "
+                "batches that are under way at once; use tensor parallelism"
+            )
         settings = (self.vllm_config.additional_config or {}).get(EXTRA) or {}
-        attachment = Attachment.model_validate(settings)
-        self.control = attachment.control(overlapped=isinstance(self, AsyncScheduler))
+        attachment = Attachment.model_validate(settings).of_replica(parallel.data_parallel_index)
+        overlapped = isinstance(self, AsyncScheduler)
+        # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
+        beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
+        self.control = attachment.control(overlapped=overlapped, beside=beside)
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
             self.recording = LiveRecording(
@@ -65,15 +82,34 @@ class PolicyScheduler(Scheduler):
             self.recording.arrives(given[0] if given is not None else None)
             if given is not None and not self.recording.is_new(given):
                 given = None
+        elif given is not None:
+            self.control.advance(given[0])
+        self._enter(request, given or self._new_key(request))
+
+    def _enter(self, request: Request, key: Key) -> None:
         live = self.control.add(
             request.request_id,
-            given or self._new_key(request),
+            key,
             list(request.prompt_token_ids or ()),
             request._output_token_ids,
             request.max_tokens,
         )
         if self.recording is not None:
             self.recording.arrived(live)
+
+    def _leave(self, request: Request) -> Live | None:
+        live = self.control.finish(request.request_id)
+        if self.recording is not None and live is not None:
+            self.recording.left(live, str(request.get_finished_reason() or "stop"))
+        return live
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        # A streaming session's next input: the output so far becomes prompt, and the request a turn of its own.
+        live = self._leave(session)
+        super()._update_request_as_session(session, update)
+        assert live is not None
+        rl_step, prompt_id, sample, turn = live.key
+        self._enter(session, (rl_step, prompt_id, sample, turn + 1))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         self.control.iteration_starts()
@@ -95,7 +131,7 @@ class PolicyScheduler(Scheduler):
         # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
         decoding = len(requests) + sum(map(len, drafts.values()))
         prefill = 0
-        if output.scheduled_new_reqs or output.total_num_scheduled_tokens != decoding:
+        if self.control.speechless or output.total_num_scheduled_tokens != decoding:
             prefill = sum(
                 _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
                 for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
@@ -130,12 +166,21 @@ class PolicyScheduler(Scheduler):
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, getattr(draft_token_ids, "draft_s", None)
         )
         super().update_draft_token_ids(draft_token_ids)
+        if len(self.running) > len(draft_token_ids.req_ids):
+            # What had no room in this iteration would else be verified with the draft of an earlier choice.
+            for request in self.running:
+                if request.spec_token_ids and request.request_id not in draft_token_ids.req_ids:
+                    request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        live = self.control.finish(request.request_id)
-        if self.recording is not None and live is not None:
-            self.recording.left(live, str(request.get_finished_reason()))
+        self._leave(request)
         return super()._free_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        if self.recording is not None:
+            # Trainers do this after each weight update, of which a scheduler hears nothing else.
+            self.recording.policy_version += 1
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def close_recording(self) -> None:
         """Turn what was recorded into a trace; nothing is recorded after."""
@@ -144,20 +189,30 @@ class PolicyScheduler(Scheduler):
             recording.close()
 
     def _given_key(self, request: Request) -> Key | None:
-        """The key that came with the request, unless one that runs has it already."""
+        """The key that came with the request, unless it is none or one that runs has it already."""
         params = request.sampling_params
         given = (params.extra_args or {}).get(EXTRA) if params is not None else None
         if given is None:
             return None
-        rl_step, prompt_id, sample, turn = given
-        key = int(rl_step), str(prompt_id), int(sample), int(turn)
+        try:
+            rl_step, prompt_id, sample, turn = given
+            key = int(rl_step), str(prompt_id), int(sample), int(turn)
+        except (TypeError, ValueError):
+            # Raising here would end the engine, and with it everybody's requests.
+            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, given)
+            return None
         return None if key in self.control.keys else key
 
     def _new_key(self, request: Request) -> Key:
         """A key for a request that has none: its prompt's digest and a running number."""
         tokens = ",".join(map(str, request.prompt_token_ids or ()))
         prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
+        before = self.control.rl_step
+        if self.recording is None and self._anonymous.total() >= NAMELESS_PER_STEP:
+            self.control.advance(before + 1)
         rl_step = self.control.rl_step
+        if rl_step != before:
+            self._anonymous.clear()
         self._anonymous[rl_step, prompt_id] += 1
         return rl_step, prompt_id, self._anonymous[rl_step, prompt_id] - 1, 0
 
@@ -178,7 +233,7 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
 def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
     """Tokens of a scheduled request that are no decoding: its prompt, or after preemption prompt and output again."""
-    if request.num_output_tokens == 0:
+    if request.num_output_tokens + request.num_output_placeholders == 0:
         return num_scheduled
     return max(num_scheduled - num_drafts - 1, 0)
 
@@ -202,12 +257,16 @@ def call_control(scheduler: PolicyScheduler, message: bytes) -> bytes:
     return pickle.dumps(_COMMANDS[name](scheduler.control, *args))
 
 
-def _rng_state(control: Control) -> torch.Tensor:
-    return torch.get_rng_state()
+def _rng_state(control: Control) -> Any:
+    """What tokens are drawn from: the V1 runner draws on its device, the V2 runner takes seeds from numpy."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
 
 
-def _set_rng_state(control: Control, state: torch.Tensor) -> None:
-    torch.set_rng_state(state)
+def _set_rng_state(control: Control, state: Any) -> None:
+    cpu, cuda, numpy = state
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(cuda)
+    np.random.set_state(numpy)
 
 
 _COMMANDS: Mapping[str, Callable[..., Any]] = {

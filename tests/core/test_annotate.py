@@ -359,6 +359,8 @@ def test_a_drafter_is_named_by_kind_settings_and_age(tmp_path):
         ("nowhere.json", "cannot be read"),
         ("{", "not JSON or TOML"),
         ('{"kind": "hybrid"}', "a hybrid is two drafters"),
+        ("none=ngram", "'none' stands for no speculation"),
+        ("ngram@2147483648", "at most 2147483647"),
     ],
 )
 def test_a_drafter_that_makes_no_sense_is_refused(text: str, complaint: str, tltlab, tiny):

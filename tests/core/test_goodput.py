@@ -78,12 +78,26 @@ def test_positions_that_were_never_drafted_keep_the_prior():
     assert policy.tokens(CHAINS[3]) == pytest.approx(3 + sum(0.6**i for i in range(1, 7)), rel=0.02)
 
 
-def test_expected_values_count_as_the_mean_of_what_they_stand_for():
-    """The simulator's fluid mode reports 1.5 accepted tokens where a sampled run reports 1 and 2."""
-    policy = goodput(CHAINS[2])
-    for _ in range(1000):
-        policy.observe(CHAINS[2], StepOutcome(elapsed_s=0.01, batch=2, drafted=(4.0, 4.0), accepted=(1.5, 1.5)))
-    assert policy.tokens(CHAINS[2]) == pytest.approx(2.5, rel=0.01)
+@pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
+def test_expected_values_teach_what_the_samples_they_stand_for_would(chance: float):
+    """The simulator's fluid mode reports the mean; from it the shallower chains must not look too good."""
+    policy = goodput(window=10_000)
+    mean = sum(chance**i for i in range(1, 9))
+    for _ in range(2000):
+        policy.observe(CHAINS[3], StepOutcome(elapsed_s=0.01, batch=2, drafted=(8.0, 8.0), accepted=(mean, mean)))
+    for chain in CHAINS:
+        tokens = 1.0 + sum(chance**i for i in range(1, chain.draft_depth + 1))
+        assert policy.tokens(chain) == pytest.approx(tokens, rel=0.02)
+
+
+def test_more_than_the_strategy_verifies_counts_as_all_of_it():
+    """A budget may draft 8 tokens for one request and none for another where the strategy verifies 4 of each."""
+    trimmed = Strategy("ngram", 8, 1, 5)
+    policy = goodput(trimmed, window=10_000)
+    for _ in range(2000):
+        policy.observe(trimmed, StepOutcome(elapsed_s=0.01, batch=1, drafted=(8.0,), accepted=(5.5,)))
+    assert policy.tokens(trimmed) == pytest.approx(5.0, rel=0.02)
+    assert policy.tokens(trimmed) <= 5.0
 
 
 def test_a_drafter_whose_drafts_are_refused_is_switched_off_and_tried_again_later():

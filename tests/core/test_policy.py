@@ -191,6 +191,11 @@ def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
         ({"budget": {"kind": "length-aware", "efficiency": 2}}, ["budget: ", "at most 1 / reach"]),
         ({"drafters": {"mine": {"kind": "oracle"}}}, ["drafters.mine: ", "'oracle'"]),
         ({"drafters": {"mine": {"kind": "ngram", "min_match": "two"}}}, ["drafters.mine.min_match: "]),
+        ({"drafters": {"none": {"kind": "ngram"}}}, ["drafters: 'none' is no name for a drafter"]),
+        (
+            {"drafters": {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "first": "ngram"}}},
+            ["drafters.a: a hybrid of 'b', which is a hybrid itself"],
+        ),
         (
             {"selector": {"kind": "goodput", "strategies": [NGRAM_4], "costs": "b200"}},
             ["selector: no cost model at b200"],

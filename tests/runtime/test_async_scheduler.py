@@ -56,15 +56,22 @@ class Overlapped:
         assert self.scheduler.control.overlapped
         self.scheduler.control.drafters = engine._pool
         self.scheduler.control.set_selector(selector, budget)
+        self.scheduler.control.begin(3)
         self.flight: deque = deque()
 
-    def add(self, name: str, tokens: int) -> None:
+    def add(self, name: str, tokens: int, *, resumable: bool = False, key: object = None) -> None:
         from vllm import SamplingParams
         from vllm.v1.request import Request
 
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args={"tltlab": [3, name, 0, 0]})
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args={"tltlab": key or [3, name, 0, 0]})
         self.scheduler.add_request(
-            Request(request_id=name, prompt_token_ids=[1, 5, 6], sampling_params=params, pooling_params=None)
+            Request(
+                request_id=name,
+                prompt_token_ids=[1, 5, 6],
+                sampling_params=params,
+                pooling_params=None,
+                resumable=resumable,
+            )
         )
 
     def schedule(self) -> object:
@@ -156,3 +163,75 @@ def test_every_token_is_counted_once_and_nothing_stays(engine: Engine):
         worker.finish(kept=2)
     assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
     assert worker.scheduler.control.live == {}
+
+
+def test_an_iteration_of_what_has_ended_is_of_no_rollout(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 1)
+    worker.schedule()
+    worker.add("b", 2)
+    worker.schedule()
+    worker.finish(kept=0)
+    from vllm.v1.request import RequestStatus
+
+    worker.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    worker.scheduler.control.begin(4)
+    worker.add("c", 1)
+    worker.schedule()
+    worker.finish(kept=0)
+    worker.finish(kept=0)
+    rows, _, first = worker.scheduler.control.end()
+    assert [(row["rl_step"], row["iteration"], row["num_generated"]) for row in rows] == [(4, 0, 1)]
+    assert [key[1] for key in first] == ["c"]
+
+
+def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 20)
+    worker.schedule()
+    worker.add("b", 20)
+    worker.schedule()
+    worker.finish(kept=0)
+    worker.finish(kept=0)
+    rows, _, _ = worker.scheduler.control.end()
+    assert [row["prefill_tokens"] for row in rows] == [3, 3]
+
+
+def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 2, resumable=True)
+    for _ in range(2):
+        worker.schedule()
+        worker.finish(kept=0)
+    (before,) = worker.scheduler.control.live.values()
+    assert (before.key, len(before.output)) == ((3, "a", 0, 0), 2)
+    worker.add("a", 4, resumable=True)
+    (after,) = worker.scheduler.control.live.values()
+    assert (after.key, list(after.output), after.max_response_tokens) == ((3, "a", 0, 1), [], 4)
+    # One of the two tokens has been computed and stays; then the new input.
+    assert list(after.prompt) == [1, 5, 6, 9, 1, 5, 6]
+    worker.schedule()
+    worker.finish(kept=0)
+    assert len(after.output) == 1
+
+
+@pytest.mark.parametrize("key", ["nonsense", [3, "a"], [3, "a", "first", 0], 7])
+def test_a_key_that_is_none_ends_no_engine(engine: Engine, key: object):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 2, key=key)
+    (live,) = worker.scheduler.control.live.values()
+    assert live.key[0] == 3
+    assert live.key[1] not in ("a", "nonsense")
+    worker.schedule()
+    worker.finish(kept=0)
+
+
+def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from tltlab.runtime.vllm_adapter import scheduler
+
+    monkeypatch.setattr(scheduler, "NAMELESS_PER_STEP", 3)
+    worker = Overlapped(engine, Told())
+    worker.scheduler.control.end()
+    for n in range(7):
+        worker.add(str(n), 2, key="none")
+    assert [live.key[0] for live in worker.scheduler.control.live.values()] == [3, 3, 3, 4, 4, 4, 5]

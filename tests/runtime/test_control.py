@@ -271,3 +271,50 @@ def test_a_policys_randomness_is_its_seeds():
     control = Control(DrafterPool({"parrot": Parrot()}, 4))
     control.set_policy(policy, [1, 2])
     assert control.state_dict()["drafters"]["drafters"] == {"parrot": {}}
+
+
+def test_a_choices_outcome_is_told_to_the_selector_that_made_it():
+    engine, before = played(chain(4), chain(4))
+    engine.iterate()
+    engine.iterate(kept=3)
+    after = Script(chain(2), chain(2))
+    engine.control.set_selector(after)
+    engine.iterate(kept=1)
+    engine.iterate(kept=1)
+    _, decisions, _ = engine.control.end()
+    assert [(s.draft_depth, list(o.accepted)) for s, o in before.told] == [(4, [3]), (4, [1])]
+    assert [(s.draft_depth, list(o.accepted)) for s, o in after.told] == [(2, [1])]
+    assert [d["draft_depth"] for d in decisions] == [4, 4, 2]
+
+
+def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
+    control = Control(DrafterPool({"ngram": NgramSpec(min_match=1)}, 4))
+    control.set_selector(Script(*[chain(2, "ngram")] * 4))
+    engine = Played(control)
+    engine.iterate()
+    engine.iterate()
+    assert len(control.end()[0]) == 2
+    engine.iterate()
+    engine.iterate()
+    assert len(control.iterations) == 2
+    control.finish("r")
+    assert control.drafters._drafter("ngram").memory_bytes > 0
+    control.advance(1)
+    assert control.drafters._drafter("ngram").memory_bytes == 0
+
+
+def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
+    pool = DrafterPool({"learned": LEARNED}, 4)
+    pool.updated()
+    for rl_step in (0, -1, 0, 1):
+        pool.begin(rl_step)
+    assert pool["learned"].age == 2
+
+
+def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
+    stood_in_for = LEARNED.model_copy(update={"fallback": "ngram"})
+    for learned, refused in ((LEARNED, "ngram"), (stood_in_for, "learned")):
+        pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, beside=False)
+        with pytest.raises(ConfigError, match="only a learned drafter"):
+            pool.use([chain(2, refused)])
+    DrafterPool({"learned": LEARNED, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from tltlab.drafters import HybridSpec, LearnedSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, RunError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
@@ -90,6 +92,29 @@ def test_a_prompt_that_leaves_no_room_is_refused_before_anything_runs(engine: En
         engine.generate(requests(1, 5, prompt_tokens=CONTEXT), rl_step=0, temperature=0.9)
 
 
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [({"prompt_token_ids": [1, 999]}, "out of vocabulary"), ({"max_response_tokens": 0}, "at least 1")],
+)
+def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad: dict, complaint: str):
+    fine = GenerationRequest(key=(0, "fine", 0, 0), prompt_token_ids=[1, 5], max_response_tokens=30, ignore_eos=True)
+    with pytest.raises(ConfigError, match=complaint):
+        engine.generate([fine, replace(fine, key=(0, "bad", 0, 0), **bad)], rl_step=0, temperature=0.9)
+    (other,) = engine.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
+    assert len(other.token_ids) == 4
+    assert engine.control.live == {}
+
+
+def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine):
+    def interrupted(finished: int) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
+    again = engine.generate(requests(2, 4), rl_step=0, temperature=0.9)
+    assert [len(r.token_ids) for r in again.responses] == [4, 4]
+
+
 def test_two_requests_of_one_key_are_refused(engine: Engine):
     with pytest.raises(ConfigError, match="the same key"):
         engine.generate([*requests(1, 5), *requests(1, 5)], rl_step=0, temperature=0.9)
@@ -126,6 +151,62 @@ def test_an_engine_that_dies_hands_over_what_is_whole(random_model: Path):
         engine.close()
     assert [len(r.token_ids) for r in caught.value.responses] == [5, 5, 5]
     assert caught.value.lost == [(1, "p0", 0, 0), (1, "p0", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("no.such.weight", 64),
+        ("model.layers.0.self_attn.k_proj.weight", 64),
+        ("model.layers.1.mlp.down_proj.weight", 5),
+    ],
+)
+def test_weights_that_are_not_the_models_end_the_engine_in_one_line(random_model: Path, name: str, rows: int):
+    engine = Engine(str(random_model), max_draft_depth=0, vllm_args={"max_model_len": CONTEXT})
+    try:
+        with pytest.raises(ConfigError, match="got none"):
+            engine.update_weights([], 1)
+        assert engine.generate(requests(1, 2), rl_step=0, temperature=0.9).responses
+        with pytest.raises(RunError, match="left with half of them"):
+            engine.update_weights([(name, torch.zeros(rows, 64))], 1)
+        with pytest.raises(EngineDied, match="start another"):
+            engine.generate(requests(1, 2), rl_step=0, temperature=0.9)
+    finally:
+        engine.close()
+
+
+def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_token_untold(random_model: Path):
+    arms = (NO_SPECULATION, Strategy.chain("suffix", 6), Strategy.chain("ngram", 1))
+    engine = Engine(
+        str(random_model),
+        max_draft_depth=6,
+        vllm_args={
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 48,
+            "long_prefill_token_threshold": 16,
+        },
+    )
+    try:
+        # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
+        rollout = engine.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
+        assert sum(row["prefill_tokens"] for row in rollout.iterations) == 34
+        assert all(r.t_first_token < 0.8 * r.t_finish for r in rollout.responses)
+        engine.set_policy(Policy(selector=ExploreSpec(strategies=arms, hold_iterations=1)))
+        rows = engine.generate(requests(16, 60), rl_step=0, temperature=0.0).iterations
+    finally:
+        engine.close()
+    assert any(row["batch"] < 16 for row in rows[4:-20]), "the test needs requests that find no room"
+    assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
+
+
+def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        Engine(str(random_model), vllm_args={"pipeline_parallel_size": 2})
+    with pytest.raises(ConfigError, match="data_parallel_size=2"):
+        Engine(str(random_model), vllm_args={"data_parallel_size": 2})
+    with pytest.raises(ConfigError, match="turns asynchronous scheduling off"):
+        Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
 
 
 def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path, tmp_path: Path):

@@ -163,6 +163,11 @@ def test_a_hold_and_drafters_that_vllm_cannot_have_are_noted():
     assert plan.networks == ("learned",)
 
 
+@pytest.mark.parametrize(("name", "noted"), [("fixed", True), ("das", True), ("none", False)])
+def test_what_vllm_searches_is_noted_to_be_its_own(name, noted):
+    assert any("searches the request alone" in note for note in plan_graphs(load_policy(name), 8).notes) == noted
+
+
 def test_trees_are_refused():
     policy = Policy(selector=FixedSpec(strategy=Strategy("learned", 8, 8, 48)))
     with pytest.raises(ConfigError, match=r"vLLM drafts chains only: strategy learned:8,8,48 is a tree"):

@@ -64,6 +64,7 @@ def test_history_and_weights_reach_it(engine: Engine, random_model: Path):
 
     engine.set_policy(None)
     plain = texts(generate(engine))
+    engine.forget()
     engine.set_policy(Policy(selector=FixedSpec(strategy=ARMS[0])))
     engine.remember([((0, f"p{n}", 9, 0), [1, 4 + n, 5], text) for n, text in enumerate(plain)])
     followed = generate(engine, rl_step=1)

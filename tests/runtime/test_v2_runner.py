@@ -39,10 +39,12 @@ try:
     plain = engine.generate(requests, rl_step=0, temperature=0.0)
     engine.set_policy(policy)
     rollout = engine.generate(requests, rl_step=0, temperature=0.0)
+    takes_drafts = engine._pool.beside
 finally:
     engine.close()
 texts = [[r.token_ids for r in part.responses] for part in (plain, rollout)]
 print(json.dumps({{"runner": [c.__module__ for c in type(runner).__mro__], "same": texts[0] == texts[1],
+                  "takes_drafts": takes_drafts,
                   "rows": rollout.iterations}}))
 """
 
@@ -55,6 +57,7 @@ def test_the_v2_runner_drafts_what_the_policy_chose_and_says_the_same(random_mod
     found = json.loads(done.stdout.splitlines()[-1])
     assert any(".gpu.model_runner" in module for module in found["runner"]), "this is not the V2 runner"
     assert found["same"]
+    assert not found["takes_drafts"], "it keeps its drafts on the device, so model-free drafters must be refused"
     rows = found["rows"]
     assert len({row["draft_depth"] for row in rows}) > 1
     for before, after in pairwise(rows):

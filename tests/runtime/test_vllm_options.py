@@ -13,7 +13,7 @@ from tltlab.drafters import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
-from tltlab.runtime.vllm_adapter.options import serve_arguments
+from tltlab.runtime.vllm_adapter.options import Attachment, serve_arguments
 from tltlab.strategy import Strategy
 
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
@@ -103,6 +103,14 @@ def test_vllm_serve_takes_the_same_options():
     assert parsed.async_scheduling is False
 
 
+def test_graphs_are_captured_for_every_depth_the_policy_may_choose():
+    options = vllm_options("table", max_batch=64)
+    assert options["max_num_seqs"] == 64
+    assert {9, 18, 36} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
+    schedule = options["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert {depth for _, _, depth in schedule} == {8, 4, 2, 0}
+
+
 def test_options_survive_json():
     options = vllm_options("beg-mab", worker=1, seed=5)
     assert json.loads(json.dumps(options)) == options
@@ -118,3 +126,11 @@ def test_what_vllm_cannot_run_is_refused():
         vllm_options("beg-mab", max_draft_depth=2)
     with pytest.raises(ConfigError, match="has the drafters"):
         vllm_options(Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))))
+
+
+def test_data_parallel_engines_have_workers_and_traces_of_their_own():
+    ours = Attachment(worker=2, record="out/trace")
+    assert [(a.worker, a.record) for a in (ours.of_replica(0), ours.of_replica(1))] == [
+        (2, "out/trace"),
+        (3, "out/trace-1"),
+    ]
