@@ -24,7 +24,7 @@ from .engine import Engine, GenerationRequest, Rollout
 from .environment import hardware, versions
 from .make_model import MAX_RESPONSE_TOKENS, make_model
 from .recipe import DataConfig
-from .speedups import Kind, Measured, summarise
+from .speedups import Kind, Measured, PlainSteps, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
@@ -187,7 +187,7 @@ class _Bench:
             for epoch in range(1, epochs + 1)
         }
         order = np.random.default_rng(seed)
-        found = []
+        done: list[tuple[Mode, int, int, Rollout]] = []
         for round_ in range(rounds + 1):
             for epoch in range(1, epochs + 1):
                 for n in order.permutation(len(chosen)):
@@ -196,9 +196,13 @@ class _Bench:
                     engine.control.set_selector(*learning[mode.name, epoch])
                     engine.forget()
                     engine.remember(self._told(history[: epoch - 1]))
-                    found.append(measured(self.rollout(engine), mode=mode, epoch=epoch, round_=round_))
-            seconds = sum(row.seconds for row in found if row.round == round_)
+                    done.append((mode, epoch, round_, self.rollout(engine)))
+            seconds = sum(rollout.duration_s for _, _, n, rollout in done if n == round_)
             progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
+        plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "off" for row in rollout.iterations])
+        found = [
+            measured(rollout, plain, mode=mode, epoch=epoch, round_=round_) for mode, epoch, round_, rollout in done
+        ]
         names = [mode.name for mode in chosen]
         return sorted(found, key=lambda row: (row.epoch, names.index(row.mode), row.round))
 
@@ -220,7 +224,7 @@ class _Bench:
         return [(r.key, prompts[r.key[1]], r.token_ids) for old in rollouts for r in old.responses]
 
 
-def measured(rollout: Rollout, *, mode: Mode, epoch: int, round_: int) -> Measured:
+def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, round_: int) -> Measured:
     """The figures of a rollout; its tail is `tltlab.metrics.tail_fraction`'s."""
     lengths = [len(response.token_ids) for response in rollout.responses]
     tail = tail_start([response.t_finish for response in rollout.responses])
@@ -233,10 +237,10 @@ def measured(rollout: Rollout, *, mode: Mode, epoch: int, round_: int) -> Measur
         num_responses=len(lengths),
         seconds=rollout.duration_s,
         num_tokens=sum(lengths),
-        plain_iterations=max(lengths),
+        plain_s=plain.seconds(lengths),
         tail_seconds=rollout.duration_s - tail,
         tail_tokens=sum(row["num_generated"] for row in rollout.iterations if row["t_start"] >= tail),
-        tail_plain_iterations=max(lengths) - tail_start(lengths),
+        tail_plain_s=plain.seconds(lengths, beyond=tail_start(lengths)),
         num_pairs=sum(len(row["accepted_per_request"]) for row in verifying),
         num_accepted=sum(row["num_accepted"] for row in verifying),
         recorder_s=rollout.recorder_s,

@@ -23,7 +23,8 @@ class LiveRecording:
     """Takes down what enters and leaves one engine; durable each time the engine falls idle, a trace once closed.
 
     A killed engine leaves a recording that `tltlab trace repair` finishes. `policy_version` counts how often the
-    prefix cache was reset, which trainers do after each weight update. Rewards and log-probs are not known here and stay null.
+    prefix cache was reset, which trainers do after each weight update. Rewards and log-probs are not known here and
+    stay null.
     """
 
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from sklearn.isotonic import IsotonicRegression
 
 from tltlab.bootstrap import paired_interval
 
 Kind = Literal["off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
-PER_SECONDS = ("duration", "per_token", "per_plain_iteration")
-"""What is compared: seconds of a rollout, per token generated, and per iteration that plain decoding would take."""
-JUDGED_BY = "per_plain_iteration"
+PER_SECONDS = ("duration", "per_token", "per_plain_second")
+"""What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
+JUDGED_BY = "per_plain_second"
 
 TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW = 1.7, 1.3, 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One rollout of one mode. Seconds, tokens and plain iterations are of the whole rollout and of its tail.
+    """One rollout of one mode. Seconds, tokens and plain seconds are of the whole rollout and of its tail.
 
-    A plain iteration yields one token for every running response, so plain decoding of these responses would take as
-    many as the longest has tokens, and its tail as many as the longest has beyond the length at which the tail begins.
-    The longest of a few hundred sampled responses varies by a third, and durations with it; seconds per plain iteration
-    hardly vary with it, so their ratio is that of the durations that equal lengths would give. `num_pairs` are the
-    (request, iteration) pairs of iterations that verified drafts, as in `tltlab.metrics.mean_accept_length`.
+    `plain_s` is what plain decoding of the same lengths would take (`PlainSteps`), `tail_plain_s` its tail's part. The
+    longest of a few hundred sampled responses varies by a third, and durations with it; seconds per plain second hardly
+    vary with it, so their ratio is that of the durations that equal lengths would give. `num_pairs` are the (request,
+    iteration) pairs of iterations that verified drafts, as in `tltlab.metrics.mean_accept_length`.
     """
 
     mode: str
@@ -39,10 +39,10 @@ class Measured:
     num_responses: int
     seconds: float
     num_tokens: int
-    plain_iterations: float
+    plain_s: float
     tail_seconds: float
     tail_tokens: int
-    tail_plain_iterations: float
+    tail_plain_s: float
     num_pairs: int
     num_accepted: int
     recorder_s: float
@@ -54,11 +54,31 @@ class Measured:
         seconds = self.seconds if whole else self.tail_seconds
         if per == "duration":
             return seconds
-        tokens, iterations = (
-            (self.num_tokens, self.plain_iterations) if whole else (self.tail_tokens, self.tail_plain_iterations)
-        )
-        amount = tokens if per == "per_token" else iterations
+        tokens, plain_s = (self.num_tokens, self.plain_s) if whole else (self.tail_tokens, self.tail_plain_s)
+        amount = tokens if per == "per_token" else plain_s
         return seconds / amount if amount > 0 else math.nan
+
+
+class PlainSteps:
+    """What plain decoding of given lengths takes, by what plain iterations took: step times that rise with the batch.
+
+    `rows` are the iterations of plain rollouts. Step times are fitted by isotonic regression (scikit-learn), prompts
+    take the mean of what prefilling took.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        steps = [(row["batch"], row["duration"]) for row in rows if not row["prefill_tokens"]]
+        prefills = [row["duration"] for row in rows if row["prefill_tokens"]]
+        batches, seconds = np.array(steps).T
+        self._step_s = IsotonicRegression(out_of_bounds="clip").fit(batches, seconds)
+        self._prefill_s = float(np.sum(prefills)) / max(sum(row["iteration"] == 0 for row in rows), 1)
+
+    def seconds(self, lengths: Sequence[int], beyond: float = 0.0) -> float:
+        """Seconds of a rollout of these lengths in tokens, or of its part beyond the length `beyond`."""
+        ends = np.unique(np.maximum(np.array([beyond, *lengths]), beyond))
+        running = np.array([sum(length > start for length in lengths) for start in ends[:-1]], np.float64)
+        decoding = float(np.diff(ends) @ self._step_s.predict(running)) if len(running) else 0.0
+        return decoding + (self._prefill_s if beyond == 0 else 0.0)
 
 
 def summarise(rollouts: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
@@ -99,8 +119,8 @@ def _means(rollouts: list[Measured]) -> dict[str, Any]:
         "tail_seconds": sum(r.tail_seconds for r in rollouts) / len(rollouts),
         "num_tokens": sum(r.num_tokens for r in rollouts) / len(rollouts),
         "tokens_per_s": sum(r.num_tokens for r in rollouts) / seconds,
-        "ms_per_plain_iteration": _finite(1e3 * np.mean([r.rate("rollout", JUDGED_BY) for r in rollouts])),
-        "tail_ms_per_plain_iteration": _finite(1e3 * np.mean([r.rate("tail", JUDGED_BY) for r in rollouts])),
+        "plain_s": sum(r.plain_s for r in rollouts) / len(rollouts),
+        "tail_plain_s": sum(r.tail_plain_s for r in rollouts) / len(rollouts),
         "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
         "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
         "policy_share": sum(r.policy_s for r in rollouts) / seconds,
@@ -170,7 +190,7 @@ def text(found: dict[str, Any]) -> str:
     for epoch in sorted({row["epoch"] for row in found["modes"]}):
         lines += [
             f"epoch {epoch}, {'drafters know earlier responses' if epoch > 1 else 'drafters know nothing at first'}",
-            f"  {'mode':18s}{'seconds':>8s}{'tail':>7s}{'ms/iter':>9s}{'tokens/s':>10s}"
+            f"  {'mode':18s}{'seconds':>8s}{'tail':>7s}{'plain':>7s}{'tokens/s':>10s}"
             f"{'accept':>8s}{'record':>8s}{'policy':>8s}   {'speed-up':22s}in the tail",
         ]
         for row in (row for row in found["modes"] if row["epoch"] == epoch):
@@ -178,14 +198,15 @@ def text(found: dict[str, Any]) -> str:
             whole, tail = (_interval(ratios.get((row["mode"], epoch, part))) for part in ("rollout", "tail"))
             lines.append(
                 f"  {row['mode']:18s}{row['seconds']:8.2f}{row['tail_seconds']:7.2f}"
-                f"{row['ms_per_plain_iteration']:9.2f}{row['tokens_per_s']:10.0f}{accept:>8s}"
+                f"{row['plain_s']:7.2f}{row['tokens_per_s']:10.0f}{accept:>8s}"
                 f"{row['recorder_share']:8.1%}{row['policy_share']:8.1%}   {whole:22s}{tail}".rstrip()
             )
     rounds = found["modes"][0]["rollouts"]
     lines += [
         "",
-        "ms/iter: per iteration that plain decoding of the same responses would take; speed-ups are of it, with 95 %",
-        f"intervals over {rounds} rounds" + (", too narrow below ten" if rounds < 10 else ""),
+        "plain: what plain decoding of the same responses would take, from the step times of the plain rollouts; a",
+        f"speed-up is its ratio to the seconds, over that of plain decoding, with 95 % intervals over {rounds} rounds"
+        + (", too narrow below ten" if rounds < 10 else ""),
     ]
     for goal in found["goals"]:
         lines.append(

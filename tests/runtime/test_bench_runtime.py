@@ -10,13 +10,13 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.runtime.bench_runtime import bench_runtime, measured, modes
 from tltlab.runtime.engine import Response, Rollout
-from tltlab.runtime.speedups import Measured, summarise, text
+from tltlab.runtime.speedups import Measured, PlainSteps, summarise, text
 
 
 def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> Measured:
     return Measured(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
-        plain_iterations=100, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_iterations=50, num_pairs=10,
+        plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
         num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0,
     )  # fmt: skip
 
@@ -45,27 +45,42 @@ def iteration(t_start: float, generated: int, drafted: int, accepted: list[int])
     }  # fmt: skip
 
 
-def test_the_tail_begins_when_fewer_than_an_eighth_run_and_plain_decoding_takes_the_longest_length():
+PLAIN = PlainSteps(
+    [{"iteration": 0, "batch": 16, "duration": 0.3, "prefill_tokens": 99}]
+    + [{"iteration": 1, "batch": batch, "duration": 0.01 + 0.01 * batch, "prefill_tokens": 0} for batch in range(1, 17)]
+)
+
+
+def test_plain_decoding_takes_a_step_for_each_token_and_fewer_requests_make_it_shorter():
+    assert PLAIN.seconds([2, 2, 5]) == pytest.approx(0.3 + 2 * 0.04 + 3 * 0.02)
+    assert PLAIN.seconds([2, 2, 5], beyond=2) == pytest.approx(3 * 0.02)
+    assert PLAIN.seconds([2, 2, 5], beyond=5) == 0.0
+
+
+def test_the_tail_begins_when_fewer_than_an_eighth_run():
     rows = [iteration(0.0, 16, 0, []), iteration(1.0, 30, 64, [1] * 14 + [0, 0]), iteration(4.0, 5, 8, [4])]
     # 16 responses: the tail begins at the 15th finish, when one is left.
-    found = measured(rollout([2] * 14 + [10, 40], [2.0] * 14 + [4.0, 6.0], rows), mode=modes()[0], epoch=2, round_=3)
+    ran = rollout([2] * 14 + [10, 40], [2.0] * 14 + [4.0, 6.0], rows)
+    found = measured(ran, PLAIN, mode=modes()[0], epoch=2, round_=3)
     assert (found.mode, found.kind, found.epoch, found.round) == ("off", "off", 2, 3)
-    assert (found.seconds, found.num_tokens, found.plain_iterations) == (6.5, 78, 40)
-    assert (found.tail_seconds, found.tail_tokens, found.tail_plain_iterations) == (2.5, 5, 30)
+    assert (found.seconds, found.num_tokens) == (6.5, 78)
+    assert found.plain_s == pytest.approx(0.3 + 2 * 0.17 + 8 * 0.03 + 30 * 0.02)
+    assert (found.tail_seconds, found.tail_tokens) == (2.5, 5)
+    assert found.tail_plain_s == pytest.approx(30 * 0.02)
     assert (found.num_pairs, found.num_accepted) == (17, 18)
 
 
-def test_speed_ups_are_of_seconds_per_plain_iteration_so_longer_responses_do_not_count_as_slowness():
+def test_speed_ups_are_of_seconds_per_plain_second_so_longer_responses_do_not_count_as_slowness():
     slow = row("off", "off", seconds=2.0, tail_seconds=1.0)
     longer = Measured(**{name: getattr(slow, name) for name in slow.__slots__} | {
-        "mode": "bandit", "kind": "adaptive", "plain_iterations": 200, "tail_plain_iterations": 150,
+        "mode": "bandit", "kind": "adaptive", "plain_s": 2.0, "tail_plain_s": 1.5,
     })  # fmt: skip
     static = row("suffix 4", "static", seconds=4.0, tail_seconds=2.0)
     found = summarise([slow, static, longer])
     ratios = {(s["mode"], s["part"], s["measure"]): s["ratio"] for s in found["speedups"]}
     assert ratios["bandit", "rollout", "duration"] == 1.0
-    assert ratios["bandit", "rollout", "per_plain_iteration"] == 2.0
-    assert ratios["bandit", "tail", "per_plain_iteration"] == 3.0
+    assert ratios["bandit", "rollout", "per_plain_second"] == 2.0
+    assert ratios["bandit", "tail", "per_plain_second"] == 3.0
     assert ratios["suffix 4", "rollout", "per_token"] == 0.5
 
 
