@@ -54,13 +54,14 @@ def recorded(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 @pytest.mark.engine
 def test_plain_vllm_writes_a_valid_trace_of_what_it_did(recorded: Path):
     trace = tltlab.read(recorded)
-    assert trace.rl_steps == [0, 7]
-    lengths = trace.outcomes.groupby("rl_step")["response_tokens"].agg(list)
-    assert lengths[0] == [100] * 6
-    assert lengths[7] == [10] * 3
-    assert list(trace.outcomes.query("rl_step == 7")["prompt_id"]) == ["p0", "p1", "p2"]
-    assert sorted(trace.outcomes.query("rl_step == 0")["sample"]) == [0, 0, 0, 1, 1, 1]
-    assert [list(tokens) for tokens in trace.tokens["prompt_token_ids"][-3:]] == PROMPTS
+    # A busy machine may hand in requests so slowly that the engine falls idle in between: then that is a rollout more.
+    nameless, named = trace.outcomes.query("rl_step < 7"), trace.outcomes.query("rl_step == 7")
+    assert trace.rl_steps[0] == 0
+    assert list(nameless["response_tokens"]) == [100] * 6
+    assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
+    assert list(named["response_tokens"]) == [10] * 3
+    assert sorted(named["prompt_id"]) == ["p0", "p1", "p2"]
+    assert sorted(list(tokens) for tokens in trace.tokens["prompt_token_ids"][-3:]) == sorted(PROMPTS)
     assert trace.manifest.engine is not None
     assert trace.manifest.engine.startswith("vllm ")
 
@@ -69,7 +70,7 @@ def test_plain_vllm_writes_a_valid_trace_of_what_it_did(recorded: Path):
 def test_the_policy_speculated_in_the_other_process(recorded: Path):
     rows = tltlab.read(recorded).iterations
     assert rows["num_drafted"].sum() > 0
-    assert rows.query("rl_step == 0")["num_generated"].sum() == 6 * 100
+    assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
 
 
 def test_the_engine_is_built_for_the_deepest_draft_of_the_policy():
