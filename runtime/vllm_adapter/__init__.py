@@ -6,11 +6,21 @@ the policy in `additional_config`, new weights through its weight-transfer sessi
 another process through its utility messages. No vLLM source is copied or replaced.
 """
 
+import os
+
 TESTED_VLLM = "0.32"
+
+
+def keep_quiet() -> None:
+    """Have vLLM, before it is imported, log errors only, and to standard error: standard output is for results."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def on_cpu() -> bool:
     """Whether vLLM runs on the CPU here."""
+    keep_quiet()
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
@@ -18,6 +28,7 @@ def on_cpu() -> bool:
 
 def installed_vllm() -> str:
     """The version of vLLM here. Its distribution has another name in the CPU build, so metadata does not tell."""
+    keep_quiet()
     import vllm
 
     return str(vllm.__version__)

@@ -16,7 +16,7 @@ from tltlab.drafter import Key
 from tltlab.errors import ConfigError, RunError
 
 from ..control import Control
-from . import TESTED_VLLM
+from . import TESTED_VLLM, keep_quiet
 from .options import scheduler_cls
 from .plugin import LOCAL_BACKEND
 
@@ -36,8 +36,7 @@ def start(
     With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    keep_quiet()
     if beside and speculative is not None:
         os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     import vllm

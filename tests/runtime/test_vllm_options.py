@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,10 @@ def test_data_parallel_engines_have_workers_and_traces_of_their_own():
         (2, "out/trace"),
         (3, "out/trace-1"),
     ]
+
+
+def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
+    monkeypatch.delenv("VLLM_LOGGING_STREAM")
+    keep_quiet()
+    assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"
