@@ -14,6 +14,7 @@ from tltlab.drafters import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
+from tltlab.runtime.vllm_adapter import keep_quiet
 from tltlab.runtime.vllm_adapter.options import Attachment, serve_arguments
 from tltlab.strategy import Strategy
 
