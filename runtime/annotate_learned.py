@@ -11,6 +11,7 @@ other weights the target's hidden states, and with them an EAGLE head's drafts, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     return Eagle(EagleHead.load(model), _language_model(target))
 
 
-class TeacherForced:
+class TeacherForced(ABC):
     """Annotates responses one by one; subclasses say what is kept along one text."""
 
     vocabulary: int
@@ -74,9 +75,9 @@ class TeacherForced:
             kept.append(row.numpy().astype(np.uint8))
         return kept
 
+    @abstractmethod
     def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:
         """Of text (T), the tokens kept of a draft at each position from `start` on: (T - start) integers."""
-        raise NotImplementedError
 
 
 class DraftModel(TeacherForced):

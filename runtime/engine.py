@@ -235,7 +235,7 @@ class Engine:
             inside_after, deciding_after = self._call("seconds")
         except ConfigError:
             raise
-        except Exception as error:
+        except Exception as error:  # whatever an engine dies of, what came back whole is handed over
             failure, first = error, {}
         duration_s = time.perf_counter() - start
         responses = [_response(names[name], *outputs[name], first) for name in names if name in outputs]
