@@ -23,6 +23,7 @@ from tltlab.acceptance import (
 from tltlab.budget import DraftBudget, UniformBudget
 from tltlab.cli import read_json
 from tltlab.complaints import faults
+from tltlab.coordinator import CoordinatorConfig
 from tltlab.cost import CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
@@ -71,6 +72,7 @@ class Scenario:
     costs_name: str
     acceptance_name: str | None
     spot: SpotTraining | None = None
+    coordinator: CoordinatorConfig | None = None
 
     @classmethod
     def of(
@@ -87,8 +89,9 @@ class Scenario:
         decision_block: int = 1,
         max_response_tokens: int | None = None,
         spot: SpotTraining | dict[str, Any] | str | Path | None = None,
+        coordinator: CoordinatorConfig | None = None,
     ) -> Scenario:
-        """The arguments are those of `simulate`."""
+        """The arguments are those of `simulate`; `coordinator` says which idle workers train, None: the default."""
         if mode not in get_args(Mode):
             raise ConfigError(f"no mode named {mode!r}; there are {', '.join(get_args(Mode))}")
         if decision_block < 1:
@@ -110,16 +113,25 @@ class Scenario:
             costs_name=_named(costs, _beside(trace, "costs.json") or "cpu-small (the default: the trace has no costs)"),
             acceptance_name=None if model is None else _named(acceptance, "the trace's own"),
             spot=None if spot is None else load_spot_training(spot),
+            coordinator=coordinator,
         )
 
     def rollouts(
-        self, policy: PolicyLike, *, record_rewards: bool = False, entropy: Sequence[Sequence[int]] | None = None
+        self,
+        policy: PolicyLike,
+        *,
+        record_rewards: bool = False,
+        entropy: Sequence[Sequence[int]] | None = None,
+        drafter: Sequence[DrafterState] | None = None,
     ) -> tuple[Rollout, ...]:
-        """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does."""
+        """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
+
+        `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
+        """
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
-        trainer = None if self.spot is None else SpotTrainer(self.spot)
+        trainer = None if self.spot is None else SpotTrainer(self.spot, self.coordinator)
         engine = Engine(
             costs=self.costs,
             selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
@@ -129,7 +141,8 @@ class Scenario:
         )
         done: list[Rollout] = []
         before, state = None, DrafterState()
-        for step, queues in zip(self.steps, self.queues, strict=True):
+        for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
+            state = state if drafter is None else drafter[at]
             known = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
             model = None if self.acceptance is None else fresh(self.acceptance, known)
             if not done or model is not before:

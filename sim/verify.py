@@ -1,27 +1,33 @@
 """Predicted against measured: every RL step of a run from what the other steps taught, and what history foresaw.
 
-A step is predicted from its recorded lengths and its policy; costs and acceptance are fitted to other steps only.
-Beside it stands a forecast as one has it before the step: fitted to earlier steps, with lengths drawn from theirs.
+A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run tells them;
+costs, acceptance, freshness and training rates are fitted to other steps only. Beside it stands a forecast as one has
+it before the step: fitted to earlier steps, with lengths drawn from theirs.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from tltlab.acceptance import BatchAcceptance, FreshAcceptance
 from tltlab.calibrate import Calibration, calibrate, iteration_times
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy
+from tltlab.spot_training import SpotTraining
 from tltlab.trace import Trace, read
 
+from . import verify_spot
+from .engine import Rollout
 from .run_files import InForce, policies_in_force, repeats
 from .scenario import Scenario
+from .verify_spot import SpotRun
 
 FORECASTS = 15
 INTERVAL = (10, 90)
@@ -34,7 +40,9 @@ class Verification:
     Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
     `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
     machine was than in the steps of the fit), `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
-    `forecast_high_s` (nan without two earlier steps), and `fitted_on`.
+    `forecast_high_s` (nan without two earlier steps), and `fitted_on`. Of a run with spot training also `updates` of
+    the drafter and `used_share` of the idle worker-seconds that went into them, `predicted_updates` and
+    `predicted_used_share` (nan where the step did not train: that is the schedule's decision and not predicted).
 
     Where the run did rollouts twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
     distance from that: what all second runs have in common is no noise. None where it did not.
@@ -48,6 +56,11 @@ class Verification:
     forecast_coverage: float | None
     repeat_spread: float | None
     repeat_bias: float | None
+
+    @property
+    def spot_median_error(self) -> float | None:
+        """Median absolute error of predicted drafter updates; None without spot training."""
+        return verify_spot.median_error(self.rows)
 
     @property
     def goal(self) -> float:
@@ -66,6 +79,7 @@ class Verification:
             "repeat_bias": self.repeat_bias,
             "goal": self.goal,
             "met": self.median_error <= self.goal,
+            **({"spot_median_error": self.spot_median_error} if "updates" in self.rows else {}),
             "num_steps": len(self.rows),
             "steps": json.loads(self.rows.to_json(orient="records")),
         }
@@ -86,12 +100,13 @@ def verify(
     if len(known) < 3:
         raise ConfigError(f"{run}: {len(known)} RL steps are too few: two to fit on and one to predict are needed")
     measured = _measured(trace)
+    spot = SpotRun(trace=trace)
     forces = policies_in_force(trace)
     rows = []
     for step in known if rl_steps is None else rl_steps:
         if step not in known:
             raise ConfigError(f"{run}: no RL step {step}; there are {known[0]}..{known[-1]}")
-        rows.append(_row(trace, forces, step, measured[step], window, samples, seed))
+        rows.append(_row(trace, spot, forces[step], step, measured[step], window, samples, seed))
     if not rows:
         raise ConfigError(f"{run}: no RL step was asked for")
     table = pd.DataFrame(rows)
@@ -145,21 +160,28 @@ def nearest(known: Sequence[int], step: int, window: int) -> list[int]:
 
 
 def _row(
-    trace: Trace, forces: dict[int, InForce], step: int, measured_s: float, window: int, samples: int, seed: int
+    trace: Trace,
+    spot: SpotRun,
+    force: InForce,
+    step: int,
+    measured_s: float,
+    window: int,
+    samples: int,
+    seed: int,
 ) -> dict[str, Any]:
-    force = forces[step]
     fit_on, fitted = _fitted(trace, nearest(trace.rl_steps, step, len(trace.rl_steps)), window, force.policy, step)
     # Only a policy that learns or draws lots has a past that matters.
     since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
     spans = [s for s in trace.rl_steps if since <= s <= step]
-    predicted_s = float(
-        np.mean([_simulate(trace.select(spans), force, fitted, seed + k) for k in range(samples)])
-    ) + _overhead_s(trace, fit_on)
+    past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
+    training = spot.model(step, fit_on)
+    made = [_simulate(past, spot, force, fitted, accepted, seed + k, training) for k in range(samples)]
+    predicted_s = float(np.mean([rollout.makespan_s for rollout in made])) + _overhead_s(trace, fit_on)
     own = trace.select([step])
     assert own.iterations is not None
     times = own.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, own))
     busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
-    forecast = _forecast(trace, force, step, window, seed)
+    forecast = _forecast(trace, spot, force, step, window, seed)
     return {
         "rl_step": step,
         "policy": force.name,
@@ -171,6 +193,7 @@ def _row(
         "forecast_low_s": forecast[1],
         "forecast_high_s": forecast[2],
         "fitted_on": fit_on,
+        **spot.columns(step, [rollout.spot for rollout in made]),
     }
 
 
@@ -182,23 +205,50 @@ def _fitted(
     speculates = any(s.speculates for s in policy.strategies)
     for size in range(min(window, len(by_distance)), len(by_distance) + 1):
         chosen = sorted(by_distance[:size])
-        fitted = calibrate(trace.select(chosen))
+        fitted = _of_one_shape(calibrate(trace.select(chosen)), trace.select(chosen), policy)
         if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
             return chosen, fitted
     raise ConfigError(f"RL step {step} speculates, and too little in the other steps does: what it costs is not known")
 
 
-def _simulate(trace: Trace, force: InForce, fitted: Calibration, seed: int) -> float:
+def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibration:
+    """The same where every draft of the data and of the policy has one shape: what its tokens cost is in other terms
+    then, and nothing else is asked of these costs."""
+    assert trace.iterations is not None
+    drafts = trace.iterations.loc[trace.iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]
+    shapes = set(drafts.itertuples(index=False, name=None))
+    asked = {(s.draft_depth, s.top_k, s.tokens_to_verify) for s in policy.strategies if s.speculates}
+    if fitted.costs.per_token_s is not None or len(shapes) != 1 or shapes != asked:
+        return fitted
+    inside = {"per_token_s": 0.0, "sd_base_s": fitted.costs.sd_base_s or 0.0}
+    return replace(fitted, costs=fitted.costs.model_copy(update=inside))
+
+
+def _simulate(
+    trace: Trace,
+    spot: SpotRun,
+    force: InForce,
+    fitted: Calibration,
+    accepted: BatchAcceptance | FreshAcceptance | None,
+    seed: int,
+    training: SpotTraining | None = None,
+) -> Rollout:
+    """The last RL step of `trace`, after those before it."""
+    last = trace.rl_steps[-1]
     scenario = Scenario.of(
         trace,
         costs=fitted.costs,
-        acceptance=fitted.acceptance,
+        acceptance=accepted,
         placement="recorded",
         mode="sampled",
         seed=seed,
+        spot=training,
+        coordinator=None if training is None else spot.coordinator(last),
     )
     entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
-    return scenario.rollouts(force.policy, entropy=entropy)[-1].makespan_s
+    # A learning policy's past counts as drafted by today's drafter where it is not told by which.
+    drafter = [spot.states.get(step, spot.states[last]) for step in trace.rl_steps] if last in spot.states else None
+    return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
 
 
 def _overhead_s(trace: Trace, rl_steps: list[int]) -> float:
@@ -210,7 +260,9 @@ def _overhead_s(trace: Trace, rl_steps: list[int]) -> float:
     return float(beside.loc[rl_steps].median())
 
 
-def _forecast(trace: Trace, force: InForce, step: int, window: int, seed: int) -> tuple[float, float, float]:
+def _forecast(
+    trace: Trace, spot: SpotRun, force: InForce, step: int, window: int, seed: int
+) -> tuple[float, float, float]:
     """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
     earlier = [s for s in trace.rl_steps if s < step]
     if len(earlier) < 2:
@@ -221,9 +273,11 @@ def _forecast(trace: Trace, force: InForce, step: int, window: int, seed: int) -
         return (float("nan"),) * 3
     overhead_s = _overhead_s(trace, fit_on)
     rng = np.random.default_rng([seed, step])
-    history = trace.select(fit_on)
+    history, accepted = trace.select(fit_on), spot.acceptance(fitted.acceptance, step, fit_on, earlier)
     made = [
-        _simulate(drawn_lengths(trace.select([step]), history, rng), force_from(force, step), fitted, seed + k)
+        _simulate(
+            drawn_lengths(trace.select([step]), history, rng), spot, force_from(force, step), fitted, accepted, seed + k
+        ).makespan_s
         for k in range(FORECASTS)
     ]
     low, high = np.percentile(made, INTERVAL)
@@ -280,4 +334,4 @@ def text(found: Verification) -> str:
             f"forecast from earlier steps alone, lengths drawn from theirs: median error "
             f"{found.forecast_median_error:.1%}; {found.forecast_coverage:.0%} within their 10-90 % interval"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *verify_spot.text(found.rows)])

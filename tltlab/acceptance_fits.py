@@ -23,8 +23,8 @@ from .acceptance import (
 from .drafts import recorded_drafts, walked_drafts
 from .errors import ConfigError
 from .fit_acceptance import fit_acceptance
+from .fit_freshness import fit_freshness, measured_state
 from .fit_requests import fit_requests, fit_siblings
-from .freshness import Measured, fit_freshness
 from .held_out_acceptance import (
     Fitted,
     Way,
@@ -155,8 +155,14 @@ def _fresh(trace: Trace) -> AcceptanceFit:
         found = fit_freshness(steps, several[0])
         youngest = steps[steps["age"] == steps["age"].min()]
         base = _pool(walked_drafts(youngest, depth))
-        state = Measured(age=float(youngest["age"].mean()), updates=float(youngest["updates"].mean()))
-        return FreshAcceptance(base=base, drafter=several[0], freshness=found.freshness, measured=state)
+        length = youngest["accept_if_drafted"].map(len)
+        return FreshAcceptance(
+            base=base,
+            drafter=several[0],
+            freshness=found.freshness,
+            measured=measured_state(found.freshness, youngest["age"], youngest["updates"], length),
+            notes=tuple(notes),
+        )
 
     parts = [
         _counted(walked_drafts(rows, depth)).assign(age=rows["age"].iloc[0], updates=rows["updates"].iloc[0])

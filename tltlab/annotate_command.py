@@ -32,7 +32,7 @@ from .trace import Trace, cannot_write, new_folder, read
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)
 _OLDEST = 2**31 - 1
-_LEARNED = ("learned", "draft_model", "eagle")
+_LEARNED = ("learned", "draft_model", "eagle", "eagle3")
 _SPEC: TypeAdapter[Any] = TypeAdapter(DrafterSpec)
 
 

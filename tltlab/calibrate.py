@@ -1,19 +1,19 @@
-"""Fits step times, acceptance and stage costs to recordings and tables of measured times, and says how they hold."""
+"""Fits step times, acceptance, stage costs and drafter training to recordings and tables, and says how they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import typer
 
-from .acceptance import BatchAcceptance
+from .acceptance import BatchAcceptance, FreshAcceptance, Freshness
 from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
 from .acceptance_fits import AcceptanceFit, fit_kind
-from .cli import Json, emit
+from .cli import Json, emit, write_json
 from .cost import CostModel, LinearCosts
 from .cost_fits import CostFit, fit_points, fit_trace
 from .cost_table import TableCosts
@@ -22,9 +22,11 @@ from .errors import ConfigError
 from .fit import FloatArray
 from .fit_acceptance import fit_acceptance
 from .fit_linear import fit_rows, predict, rows_of
+from .fit_spot import SpotFit, fit_spot
 from .fit_stages import StageFit, fit_stages
 from .residuals import held_out_table, table
 from .roofline import RooflineCosts
+from .spot_training import SpotTraining
 from .step_times import read_step_times
 from .trace import Trace, read
 
@@ -102,23 +104,38 @@ def command(
     stages_out: Annotated[
         Path | None, typer.Option(help="Fit inference, reward, train and sync times too, and write them here.")
     ] = None,
+    spot_out: Annotated[
+        Path | None, typer.Option(help="Fit drafter training on idle workers too, for simulate --spot-training.")
+    ] = None,
+    freshness_out: Annotated[
+        Path | None,
+        typer.Option(help="Fit acceptance by the drafter's age and updates too, for simulate --acceptance."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Fit step times, acceptance and stage costs to a trace or a table; print residuals and errors on data left out.
+    """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
 
     A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth,
     top_k and prefill_tokens where not 0, 1 and 0.
 
     Example: tltlab calibrate run/trace --out run/costs.json
     """
-    if out is None and acceptance_out is None and stages_out is None:
-        raise ConfigError("nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out or --stages-out")
+    outs = _Outs(
+        out=out,
+        acceptance_out=acceptance_out,
+        stages_out=stages_out,
+        spot_out=spot_out,
+        freshness_out=freshness_out,
+    )
+    if outs == _Outs():
+        raise ConfigError(
+            "nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out, --stages-out, --spot-out or "
+            "--freshness-out"
+        )
     known = hardware(gpu, model, tp)
     if source.is_file():
-        if out is None or acceptance_out is not None or stages_out is not None or acceptance != "by-batch":
-            raise ConfigError(
-                f"{source} is a table of measured iterations: it tells costs (--out), not acceptance or stages"
-            )
+        if out is None or outs != _Outs(out=out) or acceptance != "by-batch":
+            raise ConfigError(f"{source} is a table of measured iterations: it tells costs (--out), nothing else")
         fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, known))
     else:
         trace = read(source)
@@ -129,19 +146,21 @@ def command(
                 f"{source} has no iterations.parquet to fit costs to, but an acceptance.parquet: leave --out away "
                 "and say where acceptance goes with --acceptance-out"
             )
-        if out is not None:
-            acceptance_out = acceptance_out or out.parent / "acceptance.json"
+        if out is not None and acceptance_out is None:
+            outs = replace(outs, acceptance_out=out.parent / "acceptance.json")
         fits = _Fits(
             costs=None if out is None else fit_trace(trace, kind, known),
-            acceptance=None if acceptance_out is None else fit_kind(trace, acceptance),
+            acceptance=None if outs.acceptance_out is None else fit_kind(trace, acceptance),
             stages=None if stages_out is None else fit_stages(trace),
+            spot=None if spot_out is None else fit_spot(trace),
+            freshness=None if freshness_out is None else fit_kind(trace, "fresh"),
         )
         if fits.acceptance is not None and fits.acceptance.model is None:
             if out is None:
                 raise ConfigError(f"{source}: {'; '.join(fits.acceptance.notes)}")
-            acceptance_out = None
-    fits.write(out, acceptance_out, stages_out)
-    emit(fits.json(out, acceptance_out, stages_out), as_json=as_json, text=fits.text())
+            outs = replace(outs, acceptance_out=None)
+    fits.write(outs)
+    emit(fits.json(outs), as_json=as_json, text=fits.text())
 
 
 def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | None:
@@ -172,28 +191,48 @@ def parse_rl_steps(text: str | None, known: list[int]) -> list[int] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Outs:
+    """Where each fit goes; None is what was not asked for."""
+
+    out: Path | None = None
+    acceptance_out: Path | None = None
+    stages_out: Path | None = None
+    spot_out: Path | None = None
+    freshness_out: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Fits:
     """What one call fitted; None is what it did not ask for."""
 
     costs: CostFit | None = None
     acceptance: AcceptanceFit | None = None
     stages: StageFit | None = None
+    spot: SpotFit | None = None
+    freshness: AcceptanceFit | None = None
 
-    def write(self, out: Path | None, acceptance_out: Path | None, stages_out: Path | None) -> None:
-        if self.costs is not None and out is not None:
-            self.costs.costs.write(out)
-        if self.acceptance is not None and self.acceptance.model is not None and acceptance_out is not None:
-            self.acceptance.model.write(acceptance_out)
-        if self.stages is not None and stages_out is not None:
-            self.stages.costs.write(stages_out)
+    def write(self, to: _Outs) -> None:
+        if self.costs is not None and to.out is not None:
+            self.costs.costs.write(to.out)
+        if self.acceptance is not None and self.acceptance.model is not None and to.acceptance_out is not None:
+            self.acceptance.model.write(to.acceptance_out)
+        if self.stages is not None and to.stages_out is not None:
+            self.stages.costs.write(to.stages_out)
+        if self.spot is not None and to.spot_out is not None:
+            write_json(to.spot_out, self.spot.model.model_dump(mode="json"))
+        if self.freshness is not None and self.freshness.model is not None and to.freshness_out is not None:
+            self.freshness.model.write(to.freshness_out)
 
     @property
     def notes(self) -> list[str]:
-        return [*(self.costs.costs.notes if self.costs else ()), *(self.acceptance.notes if self.acceptance else ())]
+        costs = self.costs.costs.notes if self.costs else ()
+        others = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
+        return list(dict.fromkeys([*costs, *(note for notes in others for note in notes)]))
 
-    def json(self, out: Path | None, acceptance_out: Path | None, stages_out: Path | None) -> dict[str, Any]:
+    def json(self, to: _Outs) -> dict[str, Any]:
         """The keys of `tltlab calibrate --json`."""
-        keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages")
+        keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages",
+                "spot", "freshness")  # fmt: skip
         told: dict[str, Any] = dict.fromkeys(keys)
         if (fit := self.costs) is not None:
             told |= {
@@ -205,16 +244,19 @@ class _Fits:
                 "held_out_error": fit.held_out_error,
             }
         if (accepted := self.acceptance) is not None:
-            told["acceptance"] = {
-                "kind": accepted.kind,
-                "held_out": _records(accepted.held_out),
-                "held_out_error": accepted.held_out_error,
-                "constant_error": accepted.constant_error,
-            }
+            told["acceptance"] = _accepted(accepted)
         if (stages := self.stages) is not None:
             told["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
-        paths = {"out": out, "acceptance_out": acceptance_out, "stages_out": stages_out}
-        return told | {"notes": self.notes} | {name: None if p is None else str(p) for name, p in paths.items()}
+        if (spot := self.spot) is not None:
+            told["spot"] = {
+                "model": spot.model.model_dump(mode="json"),
+                "residuals": _records(spot.residuals),
+                "median_error": spot.median_error,
+            }
+        if (fresh := self.freshness) is not None:
+            assert isinstance(fresh.model, FreshAcceptance)
+            told["freshness"] = fresh.model.freshness.model_dump(mode="json") | _accepted(fresh)
+        return told | {"notes": self.notes} | {name: None if p is None else str(p) for name, p in asdict(to).items()}
 
     def text(self) -> str:
         """The same for people."""
@@ -233,7 +275,47 @@ class _Fits:
             parts.append(f"acceptance {accepted.kind}: {known}")
         if self.stages is not None:
             parts.append(self.stages.table())
+        if (spot := self.spot) is not None:
+            parts += [_settings(spot.model, _SPOT_TERMS), spot.table()]
+        if (fresh := self.freshness) is not None:
+            assert isinstance(fresh.model, FreshAcceptance)
+            parts += [_settings(fresh.model.freshness, tuple(Freshness.model_fields)), _by_state(fresh.held_out)]
         return "\n\n".join(parts) + "".join(f"\nnote: {note}" for note in self.notes)
+
+
+def _accepted(fit: AcceptanceFit) -> dict[str, Any]:
+    return {
+        "kind": fit.kind,
+        "held_out": _records(fit.held_out),
+        "held_out_error": fit.held_out_error,
+        "constant_error": fit.constant_error,
+    }
+
+
+_SPOT_TERMS = (
+    "samples_per_s", "samples_per_update", "sample_tokens", "scaling_efficiency", "start_s", "join_s",
+    "checkpoint_every", "checkpoint_s", "yield_s",
+)  # fmt: skip
+
+
+def _settings(model: SpotTraining | Freshness, names: Sequence[str]) -> str:
+    values = [(name, getattr(model, name)) for name in names]
+    return "\n".join(f"{name:32s}{'never' if value is None else format(value, '.4g')}" for name, value in values)
+
+
+def _by_state(held_out: pd.DataFrame) -> str:
+    """Tokens per draft on RL steps left out, by the drafter's age."""
+    if held_out.empty:
+        return "freshness: not tested, there is one RL step only"
+    means = ["measured_tokens", "predicted_tokens", "constant_tokens"]
+    lines = [f"{'drafter age':>11s}{'drafts':>9s}{'measured':>10s}{'predicted':>11s}{'constant':>10s}"]
+    for age, rows in held_out.groupby("age"):
+        mean = rows[means].mul(rows["num_drafts"], axis=0).sum() / rows["num_drafts"].sum()
+        lines.append(
+            f"{age!s:>11s}{rows['num_drafts'].sum():9d}{mean['measured_tokens']:10.3f}{mean['predicted_tokens']:11.3f}"
+            f"{mean['constant_tokens']:10.3f}"
+        )
+    return "\n".join(lines)
 
 
 def _points(source: Path, rl_steps: str | None) -> pd.DataFrame:

@@ -7,6 +7,10 @@ leaves the group; a leader that leaves, or any member that dies, ends the period
 the rollout, or no busy worker being left, stops training.
 
 State is soft: it holds what workers last said, and reports that repeat rebuild it after losses and restarts.
+
+The end of a rollout is answered by `Released` at most `yield_timeout_s` after `advance` was told of it, whatever is
+lost and whoever dies, if `Tick` comes when `wakeup_s` says: a trainer that has not yielded by then is killed. A
+coordinator that takes over counts anew from when it is told.
 """
 
 from __future__ import annotations
@@ -41,8 +45,8 @@ class CoordinatorConfig(BaseModel):
 
     `min_idle_workers` opens a period (1 in TLT's released code); `max_members` None: all idle ones; `late_join` lets
     workers that finish later into an open period. A worker told to stop is killed after `yield_timeout_s`: the bound
-    on what a rollout waits for training. `resend_s`: a command without acknowledgement is sent again. `gone_after_s`:
-    silence after which a worker counts as gone, None where something else watches over the processes.
+    on what the end of a rollout waits for training. `resend_s`: a command without acknowledgement is sent again.
+    `gone_after_s`: silence after which a worker counts as gone, None where something else watches over the processes.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -71,12 +75,14 @@ class WorkerState:
 
     `seq` numbers its last report, `sent_seq` the last command to it, `unacked` that command until it is acknowledged;
     `joined_seq` is the command that made it a member, `stop_by_s` when a STOPPING one is killed. `declined`: its
-    trainer ended by itself in this rollout, so it is not asked again before the next.
+    trainer ended by itself in this rollout, so it is not asked again before the next. `incarnation` as in its reports,
+    -1 before the first.
     """
 
     phase: Phase
     busy: bool = True
     seq: int = -1
+    incarnation: int = -1
     heard_s: float = 0.0
     sent_seq: int = 0
     sent_s: float = 0.0
@@ -123,7 +129,7 @@ def advance(state: CoordinatorState, event: Event, now: float) -> tuple[Coordina
     >>> state, _ = advance(state, WorkerReport(worker=0, seq=0, rl_step=0, busy=True), 0.0)
     >>> state, commands = advance(state, WorkerReport(worker=1, seq=0, rl_step=0, busy=False), 9.0)
     >>> commands
-    (Train(worker=1, seq=1, term=1, rl_step=0, leader=1, members=(1,)),)
+    (Train(worker=1, seq=1, term=1, group=1, rl_step=0, leader=1, members=(1,), incarnation=0),)
     """
     turn = _Turn(state, now)
     match event:
@@ -197,11 +203,17 @@ class _Turn:
         worker = self.workers.get(index, WorkerState(phase=Phase.BUSY))
         if report.seq <= worker.seq:
             return
+        if report.incarnation > worker.incarnation >= 0:
+            # Nobody saw the process before this one end, but its training ended with it.
+            self.lose(index)
+            worker = self.workers[index]
         self.term, self.seq = max(self.term, report.term or 0), max(self.seq, report.acked)
         # A report from another RL step's rollout says nothing of this one's requests.
         busy = report.busy or report.rl_step != self.rl_step
         unacked = None if report.acked >= worker.sent_seq else worker.unacked
-        self.workers[index] = replace(worker, seq=report.seq, heard_s=self.now, busy=busy, unacked=unacked)
+        self.workers[index] = replace(
+            worker, seq=report.seq, incarnation=report.incarnation, heard_s=self.now, busy=busy, unacked=unacked
+        )
         if self.period is not None and index in self.period.members:
             trains = report.term == self.period.term
             not_told_yet = report.term is None and report.acked < worker.joined_seq
@@ -293,15 +305,18 @@ class _Turn:
     def _group(self, period: Period) -> None:
         """Make `period` the open one and tell all its members; those that were in no group join by it."""
         self.period = period
+        group = self.seq + 1
         for index in period.members:
             seq = self._next_seq()
             command = Train(
                 worker=index,
                 seq=seq,
                 term=period.term,
+                group=group,
                 rl_step=self.rl_step,
                 leader=period.leader,
                 members=period.members,
+                incarnation=self.workers[index].incarnation,
             )
             joins = self.workers[index].phase is not Phase.TRAINING
             self._send(index, command)

@@ -7,9 +7,12 @@ A worker
 - numbers its reports upwards, over restarts too (a clock in milliseconds serves as the first number), sends one at
   each change and after each command, and repeats itself, under a new number, as a heartbeat;
 - handles a command once: one whose `seq` is not above `acked`, the highest it has handled, changes nothing;
-- does not obey `Train` while it has requests, or outside the rollout of `rl_step`: the report then acknowledges the
-  command with `term` None;
+- does not obey `Train` while it has requests, outside the rollout of `rl_step`, for an older term than it has heard of,
+  or where it was meant for an earlier process of this worker: the report then acknowledges the command with `term`
+  None;
 - after `StopTraining` finishes at most the optimizer step under way, and reports `term` None once its device is free.
+
+`coordinator_agent.WorkerAgent` keeps them.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ class WorkerReport:
 
     `busy`: it has requests of RL step `rl_step` left. `term`: the training period for which a trainer holds its
     device, be it still being set up; None where the device is free of training. `acked`: the `seq` of the last command
-    it handled.
+    it handled. `incarnation`: the number of the first report of this worker's process, larger for each that replaces
+    another.
 
     >>> WorkerReport(worker=3, seq=17, rl_step=0, busy=False).term is None
     True
@@ -35,6 +39,7 @@ class WorkerReport:
     busy: bool
     term: int | None = None
     acked: int = 0
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +78,19 @@ Event = WorkerReport | WorkerGone | RolloutStarted | RolloutEnded | Tick
 class Train:
     """Be in this group: set it up, join it, or go on in it with other members from the next optimizer step on.
 
-    `members` are in rank order, the leader first. `term` numbers the training period: a term has one leader.
+    `members` are in rank order, the leader first. `term` numbers the training period: a term has one leader. `group`
+    numbers the composition, the same for all its members and larger at each change: enough to name their rendezvous by.
+    `incarnation` is that of the process which it is for.
     """
 
     worker: int
     seq: int
     term: int
+    group: int
     rl_step: int
     leader: int
     members: tuple[int, ...]
+    incarnation: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
 import numpy as np
-import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
-from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from .acceptance_measured import BatchAcceptance, FittedAcceptance
 from .acceptance_model import (
@@ -27,7 +24,7 @@ from .acceptance_model import (
 )
 from .acceptance_requests import CurveAcceptance, SiblingAcceptance
 from .acceptance_tree import TreeAcceptance
-from .errors import ConfigError, TraceError
+from .errors import ConfigError
 from .state import DrafterState
 from .strategy import Strategy
 
@@ -187,76 +184,3 @@ class FreshAcceptance(StoredModel):
         if isinstance(self.base, RequestAcceptance):
             return ScaledRequests(base=self.base, drafter=self.drafter, ratio=ratio)
         return ScaledAcceptance(base=self.base, drafter=self.drafter, ratio=ratio)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FreshnessFit:
-    """`chance` is that of a drafted token of the fresh and trained drafter, `worst` the largest absolute residual."""
-
-    freshness: Freshness
-    chance: float
-    worst: float
-    notes: tuple[str, ...]
-
-
-_FOREVER = 1e9
-
-
-def fit_freshness(acceptance: pd.DataFrame, drafter: str) -> FreshnessFit:
-    """Fit age and training to acceptance.parquet, where it has a drafter at several ages or numbers of updates.
-
-    What does not vary is not identified: then it has no effect, and a note says so. Raises ConfigError where neither
-    varies, TraceError for an accepted length outside [0, max_depth].
-    """
-    rows = acceptance[acceptance["drafter"] == drafter]
-    cells = _chances(rows)
-    aging, training = cells["age"].nunique() > 1, cells["updates"].nunique() > 1
-    if not (aging or training):
-        raise ConfigError(
-            f"acceptance.parquet has {drafter or 'the drafter'!r} at one age and number of updates only: freshness "
-            f"needs several; annotate the trace with older drafters, or state an assumption"
-        )
-    age, updates = cells["age"].to_numpy(np.float64), cells["updates"].to_numpy(np.float64)
-    chance, weight = cells["chance"].to_numpy(np.float64), np.sqrt(cells["tried"].to_numpy(np.float64))
-
-    def model(p: FloatArray) -> tuple[float, Freshness]:
-        top, low, part = 1.0 / (1.0 + np.exp(-np.clip(p[:3], -30, 30)))
-        untrained = float(low) if training else 1.0
-        floor = untrained * float(part) if aging else untrained
-        spans = np.exp(np.clip(p[3:], -7, 14))
-        return float(top), Freshness(
-            untrained=untrained,
-            updates_to_train=float(spans[0]) if training else 1.0,
-            floor=floor,
-            age_steps=float(spans[1]) if aging else _FOREVER,
-        )
-
-    def predicted(p: FloatArray) -> FloatArray:
-        top, freshness = model(p)
-        return np.array([top * freshness.level(a, u) for a, u in zip(age, updates, strict=True)])
-
-    most = min(max(float(chance.max()), 1e-6), 1 - 1e-6)
-    start = np.array([np.log(most / (1 - most)), 1.0, 1.0, np.log(1 + updates.max() / 4), np.log(1 + age.max() / 4)])
-    found = least_squares(lambda p: weight * (predicted(p) - chance), start, x_scale="jac", max_nfev=2000).x
-    top, freshness = model(found)
-    notes = [] if aging else [f"{drafter}: one age only, so acceptance is taken not to fall with age"]
-    notes += [] if training else [f"{drafter}: one number of updates only, so the gain from training is unknown"]
-    worst = float(np.abs(predicted(found) - chance).max())
-    return FreshnessFit(freshness=freshness, chance=top, worst=worst, notes=tuple(notes))
-
-
-def _chances(rows: pd.DataFrame) -> pd.DataFrame:
-    """Per age and updates: drafted tokens that were tried, and the share of them that was kept."""
-    tried, kept = [], []
-    for most, listed in zip(rows["max_depth"].tolist(), rows["accept_if_drafted"].tolist(), strict=True):
-        accepted = np.asarray(listed, np.int64)
-        if len(wrong := accepted[(accepted < 0) | (accepted > most)]):
-            raise TraceError(f"acceptance.parquet: accept_if_drafted {wrong[0]} is outside [0, max_depth = {most}]")
-        tried.append(int(np.minimum(accepted + 1, most).sum()))
-        kept.append(int(accepted.sum()))
-    updates = rows["drafter_updates"] if "drafter_updates" in rows else pd.Series(np.nan, index=rows.index)
-    known = updates.astype("float64").fillna(0.0) if updates.notna().all() else pd.Series(0.0, index=rows.index)
-    table = pd.DataFrame({"age": rows["drafter_age"], "updates": known, "tried": tried, "kept": kept})
-    cells = table.groupby(["age", "updates"], as_index=False).sum()
-    cells = cells[cells["tried"] > 0]
-    return cells.assign(chance=cells["kept"] / cells["tried"])

@@ -29,6 +29,10 @@ KEY = ("rl_step", "prompt_id", "sample", "turn")
 FINISH_REASONS = ("stop", "length", "abort")
 """How a response ended; "abort" is right-censored: its response_tokens is a lower bound."""
 
+TRAINING_ENDS = ("stopped", "killed", "failed", "declined")
+"""How a worker's part in a training period ended: told to stop, killed (it did not yield, or its process died), by an
+error of its own, or by itself because it has trained all that it may."""
+
 SPAN_KINDS = (
     "prefill", "decode", "speculative_decode", "idle", "spot_train", "weight_sync", "switch",
     "inference", "reward", "train", "checkpoint",
@@ -42,6 +46,7 @@ UNIQUE: dict[str, tuple[str, ...]] = {
     "decisions": ("rl_step", "worker", "iteration"),
     "acceptance": (*KEY, "drafter", "drafter_age"),
     "steps": ("rl_step",),
+    "spot_training": ("rl_step", "worker", "term"),
 }
 """The columns that together name one row of a table; spans may overlap and have none."""
 
@@ -93,13 +98,21 @@ TABLES: dict[str, pa.Schema] = {
     "steps": _schema(
         {"rl_step": _I32, "t_start": _F64, "policy_version": _I32},
         {"rollout_s": _F64, "inference_s": _F64, "reward_s": _F64, "train_s": _F64, "sync_s": _F64, "policy": _STR,
-         "drafter_version": _I32, "reward_mean": _F32},
+         "drafter_version": _I32, "drafter_age": _I32, "drafter_updates": _I64, "reward_mean": _F32, "drift_kl": _F32},
         "rl_step t_start rollout_s inference_s reward_s train_s sync_s policy policy_version drafter_version"
-        " reward_mean",
+        " drafter_age drafter_updates reward_mean drift_kl",
     ),
     "spans": _schema(
         {"rl_step": _I32, "lane": _STR, "kind": _STR, "t_start": _F64, "duration": _F64},
         {"batch": _I32, "detail": _STR},
+    ),
+    "spot_training": _schema(
+        {"rl_step": _I32, "worker": _I32, "term": _I64, "t_start": _F64, "duration": _F64, "members": _I32,
+         "setup_s": _F64, "train_s": _F64, "wait_s": _F64, "blocked_s": _F64, "updates": _I32, "tokens": _I64,
+         "sequences": _I32, "checkpoints": _I32, "ended": _STR},
+        {"yield_s": _F64, "loss": _F64, "accept": pa.list_(_F32), "detail": _STR},
+        "rl_step worker term t_start duration members setup_s train_s wait_s blocked_s yield_s updates tokens"
+        " sequences checkpoints ended loss accept detail",
     ),
 }  # fmt: skip
 """Arrow schema of each table; `nullable` says where null ("unknown") is allowed."""

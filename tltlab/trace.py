@@ -115,6 +115,10 @@ class Trace:
         return self.table("spans")
 
     @property
+    def spot_training(self) -> pd.DataFrame | None:
+        return self.table("spot_training")
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The tables this trace has."""
         return tuple(name for name in TABLES if name in self._tables)

@@ -17,13 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from .errors import TraceError
-from .schema import FINISH_REASONS, KEY, TABLES, UNIQUE
+from .schema import FINISH_REASONS, KEY, TABLES, TRAINING_ENDS, UNIQUE
 
 Mask = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 
-_AT_LEAST_ONE = {"max_response_tokens", "tokens_to_verify", "max_depth"}
-_ANY_SIGN = {"reward", "reward_mean"}
+_AT_LEAST_ONE = {"max_response_tokens", "tokens_to_verify", "max_depth", "members"}
+_ANY_SIGN = {"reward", "reward_mean", "drift_kl", "loss"}
+_ROUNDING = 1e-4
+"""Means of float32 probabilities may lie beside 0 and 1 by this much."""
 _PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
 
 
@@ -159,6 +161,14 @@ def check_values(part: Part) -> None:
             row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
             depth = part.table["max_depth"][row].as_py()
             part.fault("accept_if_drafted", row, f"got {values[at]}, more than max_depth {depth}")
+    if part.name == "spot_training":
+        ends = pc.is_in(part.table["ended"], pa.array(TRAINING_ENDS)).to_numpy()
+        part.require(ends, "ended", f"got {{}}, it must be one of {', '.join(TRAINING_ENDS)}")
+        lengths, chances = _flat(part.table["accept"])
+        if (wrong := (chances < -_ROUNDING) | (chances > 1 + _ROUNDING)).any():
+            at = int(np.argmax(wrong))
+            row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            part.fault("accept", row, f"got {chances[at]}, it must be a probability")
 
 
 def _can_hold(got: pa.DataType, want: pa.DataType) -> bool:

@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pydantic import ValidationError
 
 from tltlab.coordinator import CoordinatorConfig, CoordinatorState, Phase, advance, restarted, wakeup_s
+from tltlab.coordinator_agent import Hold, TrainIn, WorkerAgent
 from tltlab.coordinator_messages import (
     Kill,
     Released,
@@ -33,14 +34,16 @@ class Coordinator:
             self.say(worker, busy=True)
 
     def tell(self, event, now=0.0):
-        self.state, commands = advance(self.state, event, now)
-        return list(commands)
+        self.state, self.last = advance(self.state, event, now)
+        return list(self.last)
 
-    def say(self, worker, *, busy=False, term=None, acked=None, now=0.0, rl_step=0):
+    def say(self, worker, *, busy=False, term=None, acked=None, now=0.0, rl_step=0, incarnation=0):
         self.seq += 1
         known = self.state.workers.get(worker)
         acked = (known.sent_seq if known else 0) if acked is None else acked
-        report = WorkerReport(worker=worker, seq=self.seq, rl_step=rl_step, busy=busy, term=term, acked=acked)
+        report = WorkerReport(
+            worker=worker, seq=self.seq, rl_step=rl_step, busy=busy, term=term, acked=acked, incarnation=incarnation
+        )
         return self.tell(report, now)
 
     def idle(self, *workers, now=0.0):
@@ -173,6 +176,27 @@ def test_a_member_that_dies_ends_the_period():
     assert coordinator.phase(1) is Phase.GONE
 
 
+def test_a_process_that_was_replaced_unnoticed_ends_the_period_like_one_that_died():
+    coordinator = Coordinator()
+    coordinator.idle(0, 1)
+    coordinator.say(0, term=1)
+    coordinator.say(1, term=1)
+    commands = coordinator.say(1, acked=0, incarnation=50)
+    assert told(commands, StopTraining) == [0, 1]
+    assert coordinator.idle(0) == []
+    command = coordinator.say(1, incarnation=50)[0]
+    assert (command.term, command.members) == (2, (0, 1))
+    assert [c.incarnation for c in coordinator.last] == [0, 50]
+
+
+def test_each_composition_of_the_group_has_a_number_of_its_own():
+    coordinator = Coordinator()
+    (alone,) = coordinator.idle(2)
+    first, second = coordinator.idle(0)
+    assert alone.group < first.group == second.group
+    assert coordinator.tell(Tick(), now=1.0) == [second, first], "repeated, not renumbered"
+
+
 def test_a_worker_whose_trainer_ended_by_itself_is_not_asked_again_in_this_rollout():
     coordinator = Coordinator()
     coordinator.idle(0)
@@ -292,40 +316,26 @@ def test_settings_that_make_no_sense_are_refused(bad):
         CoordinatorConfig(**bad)
 
 
-class FakeWorker:
-    """A worker that keeps the rules of `coordinator_messages`; `yielding` until the test lets its trainer end."""
+class Process:
+    """A worker's process: its agent, and a trainer that looks at its order at one time and acts on it at another."""
 
-    def __init__(self, index):
-        self.index, self.alive, self.seq, self.rl_step = index, True, 0, -1
-        self.boot()
+    def __init__(self, index, first_seq):
+        self.index, self.alive, self.looked = index, True, Hold()
+        self.agent = WorkerAgent(worker=index, first_seq=first_seq)
 
-    def boot(self):
-        self.alive, self.busy, self.term, self.acked, self.yielding = True, False, None, 0, False
+    def trainer_acts(self, now):
+        return self.agent.trainer(self.looked.term if isinstance(self.looked, TrainIn) else None, now)
 
-    def report(self):
-        self.seq += 1
-        return WorkerReport(
-            worker=self.index, seq=self.seq, rl_step=self.rl_step, busy=self.busy, term=self.term, acked=self.acked
-        )
-
-    def handle(self, command):
-        if command.seq > self.acked:
-            self.acked = command.seq
-            if isinstance(command, StopTraining):
-                self.yielding = self.term is not None
-            elif not self.busy and not self.yielding and command.rl_step == self.rl_step:
-                self.term = command.term
-        return self.report()
-
-    def free(self):
-        self.term, self.yielding = None, False
+    @property
+    def may_train(self):
+        return self.alive and (self.agent.held is not None or isinstance(self.agent.order, TrainIn))
 
 
 WORKERS = st.integers(0, 4)
 
 
 class Faults(RuleBasedStateMachine):
-    """Five workers behind a network that loses, doubles and reorders, with deaths and restarts on both sides."""
+    """Five workers behind a network that loses, doubles, delays and reorders; deaths and restarts on both sides."""
 
     @initialize(
         min_idle=st.integers(1, 3),
@@ -338,11 +348,12 @@ class Faults(RuleBasedStateMachine):
             min_idle_workers=min_idle, max_members=max_members, late_join=late_join, gone_after_s=gone_after_s,
             yield_timeout_s=4.0, resend_s=1.0,
         )  # fmt: skip
-        self.workers = [FakeWorker(i) for i in range(5)]
+        self.workers = [Process(i, first_seq=1) for i in range(5)]
         self.state = CoordinatorState(config=self.config)
         self.now, self.rl_step, self.ended_s, self.released = 0.0, -1, None, True
         self.to_coordinator, self.to_workers = [], []
-        self.leaders, self.highest, self.seen = {}, 0, set()
+        self.leaders, self.groups, self.highest = {}, {}, 0
+        self.heard_term = dict.fromkeys(range(5), 0)
         self.rollout_starts()
 
     def tell(self, event):
@@ -356,25 +367,27 @@ class Faults(RuleBasedStateMachine):
         for command in commands:
             if isinstance(command, Released):
                 assert command.rl_step == self.rl_step
-                assert not [w.index for w in self.workers if w.alive and w.term is not None], "released while training"
+                assert not [w.index for w in self.workers if w.may_train], "released while training"
                 self.released = True
                 continue
             self.highest = max(self.highest, command.seq, command.term)
             if isinstance(command, Kill):
-                self.crash(self.workers[command.worker])
+                self.workers[command.worker].alive = False
                 continue
-            if isinstance(command, Train):
-                assert self.leaders.setdefault(command.term, command.leader) == command.leader
-                assert command.leader in command.members
             self.to_workers.append(command)
 
-    def crash(self, worker):
-        worker.alive = False
-        worker.free()
-        self.to_workers = [command for command in self.to_workers if command.worker != worker.index]
-
-    def send(self, report):
-        self.to_coordinator.append(report)
+    def deliver(self, command):
+        worker = self.workers[command.worker]
+        if not worker.alive:
+            return
+        before = worker.agent.order
+        self.to_coordinator += worker.agent.receive(command, self.now)
+        order = worker.agent.order
+        if isinstance(order, TrainIn) and order is not before:
+            assert order.term >= self.heard_term[worker.index], "an order of an older term was obeyed"
+            assert self.leaders.setdefault(order.term, order.leader) == order.leader == order.members[0]
+            assert self.groups.setdefault(order.group, (order.term, order.members)) == (order.term, order.members)
+        self.heard_term[worker.index] = max(self.heard_term[worker.index], command.term)
 
     @precondition(lambda self: self.released)
     @rule()
@@ -383,58 +396,100 @@ class Faults(RuleBasedStateMachine):
         self.released, self.ended_s = False, None
         for worker in self.workers:
             if worker.alive:
-                assert worker.term is None
-                worker.rl_step, worker.busy = self.rl_step, True
-                self.send(worker.report())
+                assert worker.agent.held is None
+                self.to_coordinator += worker.agent.requests(self.rl_step, True, self.now)
         self.tell(RolloutStarted(rl_step=self.rl_step))
 
     @rule()
     def rollout_ends(self):
         self.ended_s = self.now if self.ended_s is None else self.ended_s
-        for worker in self.workers:
-            if worker.busy:
-                worker.busy = False
-                self.send(worker.report())
+        self.requests_done(set(range(5)))
         self.tell(RolloutEnded(rl_step=self.rl_step))
 
     @precondition(lambda self: self.ended_s is None)
     @rule(workers=st.sets(WORKERS, min_size=1, max_size=4))
     def requests_done(self, workers):
         for worker in sorted(workers):
-            self.workers[worker].busy = False
-            self.heartbeat(worker)
+            if self.workers[worker].alive:
+                self.to_coordinator += self.workers[worker].agent.requests(self.rl_step, False, self.now)
 
     @precondition(lambda self: self.ended_s is None)
     @rule(worker=WORKERS)
     def requests_arrive(self, worker):
-        found = self.workers[worker]
-        if found.alive and found.rl_step == self.rl_step:
-            found.busy, found.yielding = True, found.term is not None
-            self.heartbeat(worker)
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].agent.requests(self.rl_step, True, self.now)
 
     @rule(worker=WORKERS)
     def heartbeat(self, worker):
         if self.workers[worker].alive:
-            self.send(self.workers[worker].report())
+            self.to_coordinator += self.workers[worker].agent.tick(self.workers[worker].agent.wakeup_s)
+
+    @rule(workers=st.sets(WORKERS, min_size=2, max_size=4), flow=st.booleans(), take=st.booleans())
+    def rollout_goes_its_way(self, workers, flow, take):
+        """What mostly happens, so that faults meet groups at work."""
+        if self.released:
+            self.rollout_starts()
+        if self.ended_s is None:
+            self.requests_done(workers)
+        if flow:
+            self.messages_flow()
+        for worker in range(5):
+            self.trainer_looks_at_its_order(worker)
+            if take:
+                self.trainer_acts_on_what_it_saw(worker)
+
+    @precondition(lambda self: any(worker.may_train for worker in self.workers))
+    @rule(which=st.integers(0, 4), fault=st.sampled_from(["replaced", "dies", "fails", "gets work"]))
+    def member_is_struck(self, which, fault):
+        members = [worker.index for worker in self.workers if worker.may_train]
+        member = members[which % len(members)]
+        self.trainer_looks_at_its_order(member)
+        match fault:
+            case "replaced":
+                self.worker_is_replaced(member, at_once=True)
+            case "dies":
+                self.worker_dies(member, noticed=False)
+            case "fails":
+                self.trainer_fails(member)
+            case "gets work" if self.ended_s is None:
+                self.requests_arrive(member)
+        self.trainer_acts_on_what_it_saw(member)
+
+    @precondition(lambda self: told(self.to_workers, Train))
+    @rule(which=st.integers(0, 9), replaced=st.booleans())
+    def order_comes_late(self, which, replaced):
+        orders = [command for command in self.to_workers if isinstance(command, Train)]
+        order = orders[which % len(orders)]
+        self.worker_is_replaced(order.worker, at_once=replaced)
+        while self.to_coordinator:
+            self.tell(self.to_coordinator.pop(0))
+        self.deliver(order)
 
     @rule(worker=WORKERS)
-    def trainer_ends(self, worker):
-        self.workers[worker].free()
-        self.heartbeat(worker)
+    def trainer_looks_at_its_order(self, worker):
+        self.workers[worker].looked = self.workers[worker].agent.order
+
+    @rule(worker=WORKERS)
+    def trainer_acts_on_what_it_saw(self, worker):
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].trainer_acts(self.now)
+
+    @rule(worker=WORKERS)
+    def trainer_fails(self, worker):
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].agent.failed(self.now)
 
     @rule(worker=WORKERS, noticed=st.booleans())
     def worker_dies(self, worker, noticed):
-        self.crash(self.workers[worker])
+        self.workers[worker].alive = False
         if noticed:
             self.tell(WorkerGone(worker=worker))
 
-    @rule(worker=WORKERS)
-    def worker_restarts(self, worker):
-        found = self.workers[worker]
-        if not found.alive:
-            found.boot()
-            found.rl_step = self.rl_step
-            self.send(found.report())
+    @rule(worker=WORKERS, at_once=st.booleans())
+    def worker_is_replaced(self, worker, at_once):
+        if at_once or not self.workers[worker].alive:
+            self.workers[worker] = Process(worker, first_seq=self.workers[worker].agent.incarnation + 1_000_000)
+            self.to_coordinator += self.workers[worker].agent.requests(self.rl_step, False, self.now)
 
     @rule()
     def coordinator_restarts(self):
@@ -458,8 +513,8 @@ class Faults(RuleBasedStateMachine):
     def command_arrives(self, data, lost, doubled):
         at = data.draw(st.integers(0, len(self.to_workers) - 1))
         command = self.to_workers[at] if doubled else self.to_workers.pop(at)
-        if not lost and self.workers[command.worker].alive:
-            self.send(self.workers[command.worker].handle(command))
+        if not lost:
+            self.deliver(command)
 
     @precondition(lambda self: self.to_coordinator or self.to_workers)
     @rule()
@@ -470,9 +525,7 @@ class Faults(RuleBasedStateMachine):
             if self.to_coordinator:
                 self.tell(self.to_coordinator.pop(0))
             else:
-                command = self.to_workers.pop(0)
-                if self.workers[command.worker].alive:
-                    self.send(self.workers[command.worker].handle(command))
+                self.deliver(self.to_workers.pop(0))
         pytest.fail("the coordinator and the workers never run out of things to say")
 
     @precondition(lambda self: self.to_coordinator)
@@ -496,8 +549,8 @@ class Faults(RuleBasedStateMachine):
         """Messages flow again: everybody repeats itself, and what the coordinator believes is what is."""
         for _ in range(6):
             for worker in self.workers:
-                if worker.yielding:
-                    worker.free()
+                self.trainer_looks_at_its_order(worker.index)
+                self.trainer_acts_on_what_it_saw(worker.index)
                 self.heartbeat(worker.index)
                 if not worker.alive:
                     self.tell(WorkerGone(worker=worker.index))
@@ -512,11 +565,13 @@ class Faults(RuleBasedStateMachine):
             if not worker.alive:
                 assert phase is Phase.GONE
                 continue
-            if worker.term is not None:
+            if worker.may_train:
                 assert period is not None
-                assert worker.term == period.term
-            generating = worker.busy or (worker.rl_step != self.rl_step)
-            expected = Phase.TRAINING if worker.term is not None else Phase.BUSY if generating else Phase.IDLE
+                assert (worker.agent.held, worker.agent.order.leader) == (period.term, period.leader)
+                assert worker.agent.order.members == period.members
+            report = worker.agent.tick(worker.agent.wakeup_s)[0]
+            generating = report.busy or report.rl_step != self.rl_step
+            expected = Phase.TRAINING if worker.may_train else Phase.BUSY if generating else Phase.IDLE
             assert phase is expected
         if self.ended_s is not None:
             assert self.released
@@ -541,7 +596,21 @@ class Faults(RuleBasedStateMachine):
     def teardown(self):
         if hasattr(self, "state"):
             self.quiet()
+            self.the_next_rollout_trains_again()
+
+    def the_next_rollout_trains_again(self):
+        self.rollout_ends()
+        self.quiet()
+        assert self.released
+        for worker in self.workers:
+            self.worker_is_replaced(worker.index, at_once=False)
+        self.rollout_starts()
+        self.requests_done({0, 1, 2, 4})
+        self.quiet()
+        trains = [w.index for w in self.workers if w.agent.held is not None]
+        assert len(trains) == min(4, self.config.max_members or 4) or not self.config.late_join
+        assert len(trains) >= min(self.config.min_idle_workers, self.config.max_members or 4)
 
 
 TestFaults = Faults.TestCase
-TestFaults.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestFaults.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -17,7 +17,7 @@ from tltlab.acceptance import (
 )
 from tltlab.acceptance_model import AcceptanceModel, RequestAcceptance
 from tltlab.errors import ConfigError, TraceError
-from tltlab.freshness import fit_freshness
+from tltlab.fit_freshness import fit_freshness, levels, measured_state
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -179,6 +179,92 @@ def test_acceptance_outside_the_draft_is_refused():
     table.at[1, "accept_if_drafted"] = [0, 7, 1]
     with pytest.raises(TraceError, match=r"7 is outside \[0, max_depth = 6\]"):
         fit_freshness(table, "learned")
+
+
+def run_like(
+    truth: Freshness, *, steps: int = 10, every: int = 1, per_step: int = 16, ages: int = 3, tokens: int = 150, seed=0
+) -> pd.DataFrame:
+    """Rows as a run writes them: the drafter in service and those of the last trainings along the same responses.
+
+    Some responses are easier than others, by a fifth; a fresh and trained drafter's token is kept with chance 0.7.
+    """
+    rng = np.random.default_rng(seed)
+    published, rows = [(0, 0)], []
+    for step in range(steps):
+        if step and step % every == 0:
+            published.append((step, published[-1][1] + int(rng.integers(10, 30))))
+        for sample in range(per_step):
+            ease, length = np.exp(rng.normal(-0.02, 0.2)), max(5, int(rng.lognormal(np.log(tokens), 0.6)))
+            for since, updates in published[-1 - ages :]:
+                chance = min(0.98, 0.7 * ease * truth.level(step - since, updates))
+                accepted = np.minimum(rng.geometric(1 - chance, length) - 1, 4)
+                rows.append((step, "p", sample, 0, "learned", step - since, updates, 4, accepted))
+    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
+    return pd.DataFrame(rows, columns=names.split())
+
+
+AGES = Freshness(untrained=0.4, updates_to_train=50, floor=0.2, age_steps=6)
+FROZEN_TARGET = Freshness(untrained=0.4, updates_to_train=50, floor=0.4, age_steps=1e8)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("truth", [AGES, FROZEN_TARGET])
+def test_a_fit_to_what_a_run_writes_tells_ageing_from_training(truth: Freshness, every: int):
+    found = [fit_freshness(run_like(truth, every=every, seed=seed), "learned").freshness for seed in range(4)]
+    for fitted in found:
+        # Three RL steps without training cost what they cost, and a hundred updates bring what they bring.
+        assert fitted.level(3, 100) / fitted.level(0, 100) == pytest.approx(
+            truth.level(3, 100) / truth.level(0, 100), abs=0.06
+        )
+        assert fitted.level(0, 0) / fitted.level(0, 100) == pytest.approx(
+            truth.level(0, 0) / truth.level(0, 100), abs=0.08
+        )
+    mean = np.mean([fitted.level(3, 100) / fitted.level(0, 100) for fitted in found])
+    assert mean == pytest.approx(truth.level(3, 100) / truth.level(0, 100), abs=0.03)
+
+
+def test_every_recorded_state_is_described_even_where_no_parameter_is():
+    table = run_like(AGES, steps=2, tokens=600)
+    found = fit_freshness(table, "learned")
+    assert found.untold
+    assert any("do not tell" in note for note in found.notes)
+    for age, updates in {(a, u) for a, u in zip(table["drafter_age"], table["drafter_updates"], strict=True)}:
+        assert found.chance * found.freshness.level(age, updates) == pytest.approx(
+            0.7 * AGES.level(age, updates), abs=0.06
+        )
+
+
+def test_a_drafter_that_was_fully_trained_before_tells_nothing_of_training():
+    table = run_like(AGES)
+    found = fit_freshness(table.assign(drafter_updates=table["drafter_updates"] + 10_000), "learned")
+    assert "untrained" in found.untold
+
+
+def test_easy_rl_steps_are_not_taken_for_training():
+    """Along the same text both drafters are alike; the later RL step, with a later drafter, is the easier one."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in range(6):
+        for sample in range(8):
+            chance = min(0.95, (0.4 + 0.05 * step) * np.exp(rng.normal(0, 0.5)))
+            for age in range(min(step, 3) + 1):
+                accepted = np.minimum(rng.geometric(1 - chance, 200) - 1, 4)
+                rows.append((step, "p", sample, 0, "learned", age, 20 * (step - age), 4, accepted))
+    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
+    found = fit_freshness(pd.DataFrame(rows, columns=names.split()), "learned").freshness
+    assert found.level(3, 100) / found.level(0, 100) > 0.95
+    assert found.level(0, 0) / found.level(0, 100) > 0.95, "0.91 where each RL step's own ease is not taken out"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6),
+)
+def test_one_state_stands_for_several_of_the_same_mean_level(states: list[tuple[int, int, float]]):
+    age, updates, weight = (pd.Series(column, dtype=float) for column in zip(*states, strict=True))
+    fresh = Freshness(untrained=0.5, updates_to_train=50.0, floor=0.5, age_steps=1e6)
+    found = measured_state(fresh, age, updates, weight)
+    mean = float((levels(fresh, age.to_numpy(), updates.to_numpy()) * weight).sum() / weight.sum())
+    assert fresh.level(found.age, found.updates) == pytest.approx(mean, abs=1e-4)
 
 
 def test_the_state_of_the_drafters_settles_any_model():

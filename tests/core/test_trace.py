@@ -57,11 +57,19 @@ def full_tables() -> dict[str, pd.DataFrame]:
         "steps": pd.DataFrame(
             {"rl_step": [0, 1], "t_start": [0.0, 10.0], "rollout_s": [4.0, 8.0], "inference_s": 0.1, "reward_s": 0.1,
              "train_s": 1.0, "sync_s": 0.1, "policy": "none", "policy_version": [0, 1], "drafter_version": 0,
-             "reward_mean": 0.5}
+             "drafter_age": [0, 1], "drafter_updates": 12, "reward_mean": 0.5, "drift_kl": [0.01, -0.001]}
         ),
         "spans": pd.DataFrame(
             {"rl_step": [0, 1], "lane": "worker 0", "kind": "decode", "t_start": 0.0, "duration": 1.0, "batch": 2,
              "detail": None}
+        ),
+        "spot_training": pd.DataFrame(
+            {"rl_step": [0, 0, 1], "worker": [0, 1, 1], "term": [7, 7, 8], "t_start": 1.0, "duration": 3.0,
+             "members": 2,
+             "setup_s": 0.5, "train_s": 2.0, "wait_s": 0.0, "blocked_s": 0.1, "yield_s": [0.1, np.nan, np.nan],
+             "updates": 20, "tokens": 4000, "sequences": 16, "checkpoints": 1,
+             "ended": ["stopped", "killed", "failed"], "loss": [1.5, np.nan, np.nan],
+             "accept": [[0.75, 0.5], [], None], "detail": [None, None, "the loss is NaN"]}
         ),
     }  # fmt: skip
 
@@ -231,6 +239,15 @@ FAULTS = [
     ("steps", "t_start", 1, float("nan"), None, "finite"),
     ("steps", "rl_step", 1, 0, None, "there twice"),
     ("spans", "duration", 1, float("nan"), None, "finite"),
+    ("steps", "drift_kl", 1, float("inf"), None, "finite"),
+    ("steps", "drafter_updates", 1, -1, None, "at least 0"),
+    ("spot_training", "worker", 1, 0, None, "there twice"),
+    ("spot_training", "members", 1, 0, None, "at least 1"),
+    ("spot_training", "train_s", 1, -0.5, None, "negative"),
+    ("spot_training", "loss", 0, float("nan"), None, "finite"),
+    ("spot_training", "ended", 1, "tired", None, "stopped, killed, failed, declined"),
+    ("spot_training", "accept", 0, [0.5, 1.5], None, "probability"),
+    ("spot_training", "accept", 0, [0.5, float("nan")], None, "finite"),
 ]
 
 
@@ -251,6 +268,14 @@ def test_a_response_that_finished_before_it_was_submitted(folder):
     rewrite(folder, "outcomes", set_cell("t_submit", 2, 99.0))
     with pytest.raises(TraceError, match=r"outcomes.parquet: column t_finish, row 2 .*before its t_submit 99.0"):
         read(folder)
+
+
+def test_a_trace_from_before_spot_training_was_recorded_is_read(folder):
+    (folder / "spot_training.parquet").unlink()
+    rewrite(folder, "steps", lambda t: t.drop_columns(["drafter_age", "drafter_updates", "drift_kl"]))
+    trace = read(folder)
+    assert trace.spot_training is None
+    assert trace.steps["drafter_updates"].isna().all()
 
 
 def test_an_aborted_response_may_have_no_token(folder):

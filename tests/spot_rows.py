@@ -1,0 +1,85 @@
+"""Rows of spot_training.parquet from a clock that ticks update by update: what a run would write, the truth known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from tltlab.spot_training import SpotTraining
+
+
+def spot_rows(
+    truth: SpotTraining,
+    rl_step: int,
+    idle_s: list[float],
+    end_s: float,
+    rng: np.random.Generator,
+    *,
+    noise: float = 0.0,
+    own_tokens: bool = True,
+    min_idle: int = 1,
+    max_updates: int | None = None,
+    saves: bool = True,
+) -> list[dict]:
+    """Rows of one RL step's period: workers are idle from `idle_s` on, those before `end_s` join, all stop then.
+
+    Updates are finished, workers leave `yield_s` after the order to. With `own_tokens` every member trains as many
+    tokens as a single worker does, else they share an update's.
+    """
+    begin = sorted(idle_s)[min_idle - 1]
+    if begin >= end_s:
+        return []
+    rows: dict[int, dict] = {}
+    now, done, unsaved = begin, 0, 0
+
+    def join(workers: list[int], pause_s: float) -> None:
+        nonlocal now
+        for worker in workers:
+            rows[worker] = {
+                "rl_step": rl_step, "worker": worker, "term": 100 + rl_step, "t_start": now, "members": 1,
+                "setup_s": 0.0, "train_s": 0.0, "wait_s": 0.0, "blocked_s": 0.0, "updates": 0, "tokens": 0,
+                "sequences": 0, "checkpoints": 0, "ended": "stopped",
+            }  # fmt: skip
+        now += pause_s
+        for row in rows.values():
+            row["setup_s"] += pause_s
+            row["members"] = len(rows)
+
+    def save() -> None:
+        nonlocal now, unsaved
+        now, unsaved = now + truth.checkpoint_s, 0
+        for row in rows.values():
+            row["blocked_s"] += truth.checkpoint_s
+            row["checkpoints"] += 1
+
+    join([w for w, idle in enumerate(idle_s) if idle <= begin], truth.start_s)
+    while True:
+        late = [w for w, idle in enumerate(idle_s) if idle <= min(now, end_s - 1e-9) and w not in rows]
+        if late:
+            join(late, truth.join_s)
+        if now >= end_s or done == max_updates:
+            break
+        took = truth.update_s(len(rows)) * float(np.exp(rng.normal(0.0, noise)) if noise else 1.0)
+        now, done, unsaved = now + took, done + 1, unsaved + 1
+        share = 1 if own_tokens else len(rows)
+        for row in rows.values():
+            row["train_s"] += took
+            row["updates"] += 1
+            row["sequences"] += truth.samples_per_update // share
+            row["tokens"] += int(truth.update_tokens) // share
+        if truth.checkpoint_every and unsaved == truth.checkpoint_every:
+            save()
+    if unsaved and saves:
+        save()
+    now = max(now, end_s if done != max_updates else now) + truth.yield_s
+    for row in rows.values():
+        row["duration"] = now - row["t_start"]
+        row["yield_s"] = max(now - end_s, 0.0)
+        if done == max_updates:
+            row |= {"ended": "declined", "yield_s": None}
+    return list(rows.values())
+
+
+def frame(rows: list[dict]) -> pd.DataFrame:
+    """As a table of the trace."""
+    return pd.DataFrame(rows).assign(loss=1.0, accept=[[0.8, 0.6]] * len(rows), detail=None)
