@@ -6,13 +6,15 @@ pass through. A hybrid decides between the two for each request.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tltlab.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
 from tltlab.drafter import Drafter, Key
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, RunError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
@@ -23,12 +25,37 @@ LATELY = 0.02
 """Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
 
 
+class DrafterCollapsed(RunError):
+    """The canary stopped the run: the learned drafter's drafts are kept far less often than training predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterReport:
+    """How the drafters of an engine do; `dataclasses.asdict` of it is JSON.
+
+    `drafter` is the learned one, "" where there is none: its `age` in RL steps and `updates`, whether the canary has
+    `trusted` it and whether it `serves` (it is trained, fresh and trusted), what training `predicted` and what chance
+    each draft position was `measured` to have since the last swap, both given that the tokens before were kept.
+    `positions` are the counts behind it of every drafter that drafted since then, `verdicts` the canary's newest.
+    """
+
+    drafter: str
+    age: int
+    updates: int
+    trusted: bool
+    serves: bool
+    predicted: tuple[float, ...]
+    measured: tuple[float | None, ...]
+    positions: dict[str, DraftPositions]
+    verdicts: tuple[Verdict, ...]
+
+
 class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names strategies use; as a mapping it gives policies each one's state.
 
     `drafters` are specs, or `Drafter` objects of one's own; without any there are `ngram` and `suffix`. At most one is
-    learned. `max_depth` is the deepest draft the engine was built for. Without `beside` only an
-    engine's workers draft. ConfigError for what cannot be run together.
+    learned, and a canary watches it: while it is not trusted it does not serve. `max_depth` is the deepest draft the
+    engine was built for. Without `beside` only an engine's workers draft. ConfigError for what cannot be run together.
     """
 
     def __init__(
@@ -37,10 +64,13 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.max_depth = max_depth
         self.beside = beside
         self._rl_step = -1
+        self._fresh = True
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
         self._states: dict[str, DrafterState] = {}
         self._lately: dict[str, float] = {}
+        self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
+        self.canary = Canary(CanaryConfig())
         self._in_use: tuple[str, ...] = ()
         learned = [name for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)]
         if len(learned) > 1:
@@ -137,7 +167,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         """`name` drafted `num_drafted` tokens for `key`, and the first `num_accepted` were kept."""
         before = self._lately.get(name)
         self._lately[name] = float(num_accepted) if before is None else before + LATELY * (num_accepted - before)
-        if name in self._in_use:
+        self._counts[name].add(num_drafted, num_accepted)
+        if name == self.learned:
+            self.canary.observe(num_drafted, num_accepted)
+        elif name in self._in_use:
             self._model_free[name].observe(key, num_drafted, num_accepted)
 
     def begin(self, rl_step: int) -> None:
@@ -147,7 +180,9 @@ class DrafterPool(Mapping[str, DrafterState]):
         later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
         if later and self.learned is not None:
             state = self._state(self.learned)
-            self._states[self.learned] = replace(state, age=state.age + 1 if state.updates else state.age)
+            # The first rollout under new weights finds them of age 0.
+            self._states[self.learned] = replace(state, age=0 if self._fresh else state.age + 1)
+            self._fresh = False
 
     def open(self, key: Key, tokens: Sequence[int]) -> None:
         for drafter in self._fed():
@@ -172,12 +207,15 @@ class DrafterPool(Mapping[str, DrafterState]):
         for drafter in self._model_free.values():
             drafter.forget()
         self._lately = {}
+        self._counts.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """What the drafters in use know between rollouts, and how well all did."""
         return {
             "drafters": {name: self._drafter(name).state_dict() for name in self._in_use},
             "lately": dict(self._lately),
+            "canary": self.canary.state_dict(),
+            "updates": self._updates,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -185,13 +223,55 @@ class DrafterPool(Mapping[str, DrafterState]):
         for name in self._in_use:
             self._drafter(name).load_state_dict(state["drafters"].get(name, {}))
         self._lately = dict(state["lately"])
+        # What was found out about weights that no longer serve says nothing about those that do.
+        if state["updates"] == self._updates:
+            self.canary.load_state_dict(state["canary"])
 
-    def updated(self) -> None:
-        """The learned drafter has new weights."""
+    def guard(self, config: CanaryConfig) -> None:
+        """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
+        self.canary = Canary(config)
+
+    def updated(self, predicted: Sequence[float] = ()) -> None:
+        """The learned drafter has new weights, whose drafts training `predicted` to be kept: a chance per position."""
         assert self.learned is not None
-        state = self._state(self.learned)
-        self._states[self.learned] = DrafterState(age=0, updates=state.updates + 1)
+        check_chances(predicted)
+        updates = self._updates + 1
+        self._states[self.learned] = DrafterState(age=0, updates=updates)
+        self._fresh = True
         self._lately.pop(self.learned, None)
+        self._counts.clear()
+        self.canary.expect(predicted, f"swap {updates} of the drafter's weights{self._when()}")
+
+    def target_updated(self, version: str) -> None:
+        """The target has new weights."""
+        self.canary.reset(f"the sync of weights {version}{self._when()}", target_moved=True)
+
+    def woke(self) -> None:
+        """The engine gave its memory away and has it back."""
+        self.canary.reset(f"the engine woke{self._when()}")
+
+    @property
+    def complaint(self) -> str:
+        """Why the run is to stop, in a sentence; empty where it goes on."""
+        verdict = self.canary.collapsed
+        return verdict.sentence if verdict is not None and self.canary.config.on_collapse == "stop" else ""
+
+    def report(self) -> DrafterReport:
+        """How the drafters do."""
+        name = self.learned or ""
+        state = self._state(name)
+        positions = {drafter: counts.positions for drafter, counts in self._counts.items()}
+        return DrafterReport(
+            drafter=name,
+            age=state.age,
+            updates=state.updates,
+            trusted=self.canary.trusted,
+            serves=bool(name) and self._serves(),
+            predicted=self.canary.predicted,
+            measured=positions.get(name, DraftPositions()).chance,
+            positions=positions,
+            verdicts=tuple(self.canary.verdicts),
+        )
 
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
@@ -220,10 +300,19 @@ class DrafterPool(Mapping[str, DrafterState]):
         return name != self.learned or self._serves()
 
     def _serves(self) -> bool:
-        """Whether the learned drafter is there and fresh enough."""
+        """Whether the learned drafter is there, fresh enough and trusted."""
         assert self.learned is not None
+        if not self.canary.trusted:
+            return False
         spec, state = self.specs[self.learned], self._state(self.learned)
         return (spec.trained or state.updates > 0) and (spec.max_age is None or state.age <= spec.max_age)
+
+    def _when(self) -> str:
+        return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
+
+    @property
+    def _updates(self) -> int:
+        return self._state(self.learned).updates if self.learned is not None else 0
 
     def _state(self, name: str) -> DrafterState:
         return replace(self._states.get(name) or DrafterState(), accept_estimate=self._lately.get(name))

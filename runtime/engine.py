@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tltlab.canary import CanaryConfig, check_chances
 from tltlab.drafter import Drafter, Key
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
@@ -17,10 +19,14 @@ from tltlab.selector import Selector
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
-from .drafting import DrafterPool
+from .drafting import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafting import Response as Remembered
 from .vllm_adapter import llm as adapter
+from .vllm_adapter.capture import Captured, NoCapture, Sink
 from .vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
+
+ASK_EVERY_S = 1.0
+"""How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +124,7 @@ class Engine:
             drafters=self.drafters if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
         )
         self._dead = ""
+        self._canary_stops = False
         self.llm = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
@@ -131,6 +138,7 @@ class Engine:
             overlapped = self.control.overlapped
             adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
         self._pool.beside = adapter.takes_drafts(self.llm)
+        self._capture: NoCapture = NoCapture()
 
     @property
     def control(self) -> Control:
@@ -178,18 +186,44 @@ class Engine:
         ]
         for strategy in (NO_SPECULATION, *deepest):
             self.set_policy(Policy(selector=FixedSpec(strategy=strategy)))
-            self.generate(requests, rl_step=-1, temperature=temperature)
+            with self.uncaptured():
+                self.generate(requests, rl_step=-1, temperature=temperature)
         self.forget()
         self.llm.reset_prefix_cache()
         self.set_policy(None)
 
     def evaluate(self, requests: Sequence[GenerationRequest], *, temperature: float) -> Rollout:
-        """Generate without speculation; the policy in force neither chooses nor learns."""
+        """Generate without speculation and uncaptured; the policy in force neither chooses nor learns."""
         self._call("suspend")
         try:
-            return self.generate(requests, rl_step=-1, temperature=temperature)
+            with self.uncaptured():
+                return self.generate(requests, rl_step=-1, temperature=temperature)
         finally:
             self._call("resume")
+
+    def capture(self, sink: Sink | None, *, max_bytes: int = 1 << 30) -> None:
+        """Hand `sink` each response of later rollouts that ends by itself, once, as soon as it ends; None for no more.
+
+        A `TrainingSequence` has the hidden states of the passes that generated it: the last layer's after the final
+        norm and, with an EAGLE-3 drafter, those that vLLM hands it, in the engine's dtype, on the host. It begins where
+        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come. Running requests hold
+        at most `max_bytes`; what finds no room is counted in `captured` and not handed over. A sink that raises ends
+        the capture, not the rollout. ConfigError with `own_process` or parallelism.
+        """
+        self._capture.stop()
+        if sink is not None:
+            self._capture = adapter.capture(self.llm, sink, max_bytes)
+
+    @property
+    def captured(self) -> Captured:
+        """What was captured since `capture` was last given a sink."""
+        return self._capture.captured
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Within, new requests are not captured: for rollouts that are to leave no trace."""
+        with self._capture.paused():
+            yield
 
     def generate(
         self,
@@ -206,11 +240,13 @@ class Engine:
         `until` is asked after each iteration with the number of responses that have ended; at its first yes the others
         are aborted and come back with what they have. ConfigError for a prompt that leaves no room or two requests of
         one key, and for what vLLM refuses. EngineDied, with what came back whole, when the engine fails or loses a
-        request, and ever after. A call that was interrupted leaves nothing behind.
+        request, and ever after. DrafterCollapsed, a RunError, when the drafter's canary stops the run, and again until
+        there are new draft weights; the engine is none the worse. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
         if self._dead:
             raise EngineDied(f"close this engine and start another, for {self._dead}", [], [r.key for r in requests])
+        asked = self._heed_canary(0.0)
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             adapter.abort_all(self.llm)
@@ -228,11 +264,16 @@ class Engine:
                 for output in self._step():
                     if output.finished:
                         outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
+                asked = self._heed_canary(asked)
                 if until is not None and until(len(outputs)):
                     stopped = time.perf_counter() - start
                     outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
             inside_after, deciding_after = self._call("seconds")
+            self._heed_canary(0.0)
+        except DrafterCollapsed:
+            adapter.abort_all(self.llm)
+            raise
         except ConfigError:
             raise
         except Exception as error:  # whatever an engine dies of, what came back whole is handed over
@@ -252,6 +293,19 @@ class Engine:
             recorder_s=(inside_after - inside) - (deciding_after - deciding),
             policy_s=deciding_after - deciding,
         )
+
+    def _heed_canary(self, asked: float) -> float:
+        """Raise DrafterCollapsed where the canary stops the run; when it was asked, by the clock.
+
+        That is now, or for a core in another process `asked`, while that is less than `ASK_EVERY_S` ago.
+        """
+        now = time.perf_counter()
+        if not self._canary_stops or (self.own_process and now < asked + ASK_EVERY_S):
+            return asked
+        complaint = self._call("complaint") if self.own_process else self.control.drafters.complaint
+        if complaint:
+            raise DrafterCollapsed(f"worker {self.worker}: {complaint}")
+        return now
 
     def _step(self) -> list[Any]:
         try:
@@ -312,13 +366,42 @@ class Engine:
         ConfigError for no weights; RunError where names or shapes are not the model's, and the engine is dead then.
         """
         self._load(weights, str(version), draft=False)
+        self._call("target_updated", str(version))
 
-    def update_draft_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load new weights into the learned drafter; ConfigError where the engine has none."""
+    def update_draft_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], predicted: Sequence[float] | None = None
+    ) -> None:
+        """Load new weights into the learned drafter, between iterations; requests may run.
+
+        `predicted` is what training measured, best on data it did not train on: the chance that draft token i is kept
+        given those before it, at the rollout's temperature. The canary holds the drafter to it; without it nothing is
+        expected. ConfigError where the engine has no learned drafter or these are no chances: the old weights stay.
+        """
         if self._pool.learned is None:
             raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
+        chances = [float(chance) for chance in predicted or ()]
+        check_chances(chances)
         self._load(weights, "", draft=True)
-        self._call("updated")
+        self._call("updated", chances)
+
+    def guard_drafter(self, config: CanaryConfig) -> None:
+        """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
+        self._canary_stops = config.on_collapse == "stop"
+        self._call("guard_drafter", config)
+
+    def drafter_report(self) -> DrafterReport:
+        """How the drafters do, and what the canary found."""
+        report: DrafterReport = self._call("drafter_report")
+        return report
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running."""
+        self.llm.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory back; the canary then looks anew whether the learned drafter came back whole."""
+        self.llm.wake_up()
+        self._call("woke")
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
         if self._dead:

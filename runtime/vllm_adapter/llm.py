@@ -17,6 +17,7 @@ from tltlab.errors import ConfigError, RunError
 
 from ..control import Control
 from . import TESTED_VLLM, keep_quiet
+from .capture import Capture, Sink
 from .options import scheduler_cls
 from .plugin import LOCAL_BACKEND
 
@@ -84,6 +85,9 @@ def start(
     if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
         llm.llm_engine.engine_core.shutdown()
         raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
+    if own_process and control_of(llm) is not None:
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError("vLLM keeps engine cores in this process once one ran here: start those of their own first")
     if own_process:
         _wake_when_dead(llm.llm_engine.engine_core)
     llm.init_weight_transfer_engine({"init_info": {}})
@@ -121,6 +125,31 @@ def control_of(llm: Any) -> Control | None:
 def set_control(llm: Any, control: Control) -> None:
     """Attach another `Control` to an engine core of this process."""
     llm.llm_engine.engine_core.engine_core.scheduler.control = control
+
+
+def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
+    """Hand `sink` every request that ends, with its hidden states; running ones hold at most `max_bytes` of them.
+
+    ConfigError where the engine's model does not run in this process, or verifies fewer tokens than were scheduled.
+    """
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
+    if core is None or worker is None:
+        raise ConfigError("hidden states are captured where the engine runs: leave out own_process and parallelism")
+    runner = worker.worker.model_runner
+    if getattr(runner, "adaptive_verification", None) is not None:
+        raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
+    config = llm.llm_engine.vllm_config
+    made = Capture(
+        runner,
+        sink,
+        max_bytes=max_bytes,
+        max_positions=config.model_config.max_model_len,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    made.attach()
+    core.scheduler.capture = made
+    return made
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:

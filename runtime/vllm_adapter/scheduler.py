@@ -28,6 +28,7 @@ from tltlab.errors import ConfigError
 from ..control import Control, Live, Scheduled
 from ..environment import hardware
 from ..live_recording import LiveRecording
+from .capture import NoCapture
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound
 
@@ -69,6 +70,7 @@ class PolicyScheduler(Scheduler):
                 hardware=hardware(),
                 engine=f"vllm {vllm.__version__}",
             )
+        self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()
 
@@ -94,6 +96,7 @@ class PolicyScheduler(Scheduler):
             request._output_token_ids,
             request.max_tokens,
         )
+        self.capture.enter(request.request_id)
         if self.recording is not None:
             self.recording.arrived(live)
 
@@ -154,6 +157,7 @@ class PolicyScheduler(Scheduler):
             counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
             self.control.seconds_inside += time.perf_counter() - entered
             self.control.sampled(what, counts)
+            self.capture.landed()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if not self.requests:
             self.control.idle()
@@ -173,7 +177,9 @@ class PolicyScheduler(Scheduler):
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        self._leave(request)
+        live = self._leave(request)
+        if live is not None:
+            self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
         return super()._free_request(request, *args, **kwargs)
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
@@ -277,7 +283,12 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "resume": Control.resume,
     "remember": Control.remember,
     "forget": lambda control: control.drafters.forget(),
-    "updated": lambda control: control.drafters.updated(),
+    "updated": lambda control, predicted: control.drafters.updated(predicted),
+    "target_updated": lambda control, version: control.drafters.target_updated(version),
+    "woke": lambda control: control.drafters.woke(),
+    "guard_drafter": lambda control, config: control.drafters.guard(config),
+    "complaint": lambda control: control.drafters.complaint,
+    "drafter_report": lambda control: control.drafters.report(),
     "seconds": lambda control: (control.seconds_inside, control.seconds_deciding),
     "state_dict": Control.state_dict,
     "load_state_dict": Control.load_state_dict,

@@ -149,7 +149,7 @@ def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_
 def test_an_eagle_head_keeps_what_its_chain_drafted_at_every_position_keeps(
     target, eagle_head, depth: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tltlab.runtime.annotate_learned.CHUNK", chunk)
+    monkeypatch.setattr("tltlab.runtime.chains.CHUNK", chunk)
     head = EagleHead.load(eagle_head)
     with torch.inference_mode():
         text = text_of(eagle_chain(head, target), 48, seed=depth)
@@ -240,8 +240,10 @@ def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
         learned_annotator("draft_model", str(tmp_path / "none"), None)
     with pytest.raises(ConfigError, match="no language model there"):
         learned_annotator("draft_model", str(tmp_path), None)
-    with pytest.raises(ConfigError, match="'eagle3' cannot be annotated"):
-        learned_annotator("eagle3", str(eagle_head), None)
+    with pytest.raises(ConfigError, match="'medusa' cannot be annotated"):
+        learned_annotator("medusa", str(eagle_head), None)
+    with pytest.raises(ConfigError, match="holds a head of method 'eagle', not 'eagle3'"):
+        learned_annotator("eagle3", str(eagle_head), str(draft_model))
     response = RecordedResponse(
         key=(0, "p", 0, 0), worker=0, prompt_token_ids=[5], token_ids=[99], opened_s=0.0, times_s=np.zeros(1)
     )

@@ -221,6 +221,8 @@ def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: Learned
     if spec.max_age is not None:
         pool.updated()
         pool.begin(1)
+        assert pool["learned"].age == 0
+        pool.begin(2)
     pool.open(KEY, [1])
     assert pool.worker_depth(chain(3, "learned")) == 0
     assert pool.propose(chain(3, "learned"), KEY, 3, []) == ("parrot", [1, 1, 1])
@@ -308,7 +310,7 @@ def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
     pool.updated()
     for rl_step in (0, -1, 0, 1):
         pool.begin(rl_step)
-    assert pool["learned"].age == 2
+    assert pool["learned"].age == 1
 
 
 def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():

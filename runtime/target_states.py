@@ -1,0 +1,109 @@
+"""What a drafter shares with its target, frozen: embedding and LM head; and the target's hidden states along a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from tltlab.errors import ConfigError
+
+EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenTarget:
+    """The target's embedding (V, H) and LM head (V, H); one tensor where the target ties them. No gradient reaches it.
+
+    >>> FrozenTarget.from_folder("my-target").lm_head.shape                                         # doctest: +SKIP
+    torch.Size([24, 64])
+    """
+
+    embedding: Tensor
+    lm_head: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.embedding.shape == self.lm_head.shape
+
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Tensor], config: Any) -> FrozenTarget:
+        """From a target's weights by checkpoint name and its config. ConfigError where one is missing."""
+        names = [EMBEDDING] if getattr(config, "tie_word_embeddings", False) else [EMBEDDING, LM_HEAD]
+        missing = [name for name in names if name not in weights]
+        if missing:
+            raise ConfigError(f"the target's weights have no {missing[0]}, which its drafter reads")
+        found = [weights[name].detach() for name in names]
+        return cls(embedding=found[0], lm_head=found[-1])
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> FrozenTarget:
+        """Read from a checkpoint folder, one file of safetensors or several. ConfigError where that fails."""
+        return cls.from_weights(read_weights(folder, (EMBEDDING, LM_HEAD)), read_config(folder))
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> FrozenTarget:
+        """The same on a device, in another dtype if one is given; what is tied stays tied."""
+        embedding = self.embedding.to(device, dtype)
+        tied = self.lm_head is self.embedding
+        return FrozenTarget(embedding=embedding, lm_head=embedding if tied else self.lm_head.to(device, dtype))
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """The config of a model in a folder. ConfigError where there is none."""
+    try:
+        return AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no model there: {' '.join(str(error).split())[:300]}") from error
+
+
+def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
+    """Those of the named weights that a checkpoint folder holds, and no others. ConfigError where it is unreadable."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            where = json.loads(index.read_text())["weight_map"]
+            files = sorted({where[name] for name in names if name in where})
+        else:
+            files = ["model.safetensors"]
+        found = {}
+        for file in files:
+            with safe_open(folder / file, "pt") as weights:
+                present = set(weights.keys())
+                found.update({name: weights.get_tensor(name) for name in names if name in present})
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder}: no readable safetensors of a model: {error}") from error
+    return found
+
+
+@torch.no_grad()
+def hidden_states_of(model: Any, token_ids: Tensor, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    """The hidden states of a Hugging Face model along `token_ids` (N), by one pass.
+
+    Returns the last ones, after the final norm, (N, H), and those that enter the layers `aux_layers`, side by side in
+    that order, (N, A H), or None for no layers. The number of layers itself means what the last layer gives, before
+    the final norm, as in vLLM.
+    """
+    base = model.base_model
+    entering: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], None]:
+        def hook(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            entering[layer] = (args[0] if args else named["hidden_states"])[0]
+
+        return hook
+
+    modules = [*base.layers, base.norm]
+    hooks = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in set(aux_layers)]
+    try:
+        hidden = base(input_ids=token_ids.to(model.device)[None], use_cache=False).last_hidden_state[0]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return hidden, torch.cat([entering[layer] for layer in aux_layers], -1) if aux_layers else None

@@ -1,0 +1,197 @@
+"""Rows of running requests, by request and position, in pages of one block of host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+PAGE = 32
+"""Rows per page."""
+
+_UNKNOWN, _WAITS, _DROPPED = -1, -2, -3
+# Of each slot: its rows from `first` to before `end` are there, it has pages from position `low` to before `high`.
+_FIRST, _END, _LOW, _HIGH = range(4)
+
+Ints = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """The unbroken run of a request's rows from position `first` on: `hidden` (N, H), `aux` (N, A H) or None."""
+
+    first: int
+    hidden: Tensor
+    aux: Tensor | None
+
+
+class RowStore:
+    """Keeps each row that comes for an opened request; a later row of the same position replaces it.
+
+    Memory is reserved at the first rows, at most `max_bytes`, and touched only as it fills. A request that finds no
+    room at its first row is `skipped`, one that finds none later loses all its rows and is `lost`. `max_positions` is
+    one more than the highest position.
+    """
+
+    def __init__(self, max_bytes: int, max_positions: int) -> None:
+        self.max_bytes = max_bytes
+        self.skipped = 0
+        self.lost = 0
+        self.peak_bytes = 0
+        self._width = max_positions // PAGE + 1
+        self._page_bytes = 0
+        self._num_pages = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every request, and give the memory back."""
+        self._slots: dict[str, int] = {}
+        self._asked: Sequence[str] = ()
+        self._unused: list[int] = []
+        self._spans = np.empty((4, 0), np.int64)
+        self._table = np.empty((0, self._width), np.int64)
+        self._add_slots()
+        self._free: list[int] = []
+        self._hidden: Tensor | None = None
+        self._aux: Tensor | None = None
+
+    def __len__(self) -> int:
+        """Requests that are open."""
+        return len(self._slots)
+
+    def open(self, request_id: str) -> None:
+        """Keep the rows of this request from now on."""
+        self._slots.setdefault(request_id, _WAITS)
+        self._asked = ()
+
+    def put(
+        self,
+        request_ids: Sequence[str],
+        bounds: Ints,
+        positions: Ints,
+        hidden: Tensor,
+        aux: Sequence[Tensor] | None,
+    ) -> None:
+        """Keep an iteration's rows: those of `request_ids[i]` are bounds[i] to bounds[i + 1], in order of position.
+
+        `positions`, `hidden` (.., H) and each of `aux` (.., H) are on the host and may go on beyond the last bound.
+        """
+        if self._hidden is None:
+            self._reserve(hidden, aux)
+        slots = self._slots_of(request_ids)
+        counts = np.diff(bounds)
+        starts = positions[bounds[:-1]]
+        ends = starts + counts
+        first, end, _, high = self._spans[:, slots]
+        odd = np.flatnonzero((slots | (starts - first) | (end - starts) | (high - ends)) < 0)
+        if len(odd):
+            for i in odd:
+                self._settle(request_ids[i], int(starts[i]), int(ends[i]))
+            slots = self._slots_of(request_ids)
+            kept = slots >= 0
+            if not kept.all():
+                wanted = np.flatnonzero(kept.repeat(counts))
+                source = torch.from_numpy(wanted)
+                positions, hidden, aux = positions[wanted], hidden[source], [states[source] for states in aux or ()]
+                slots, counts, ends = slots[kept], counts[kept], ends[kept]
+        self._spans[_END, slots] = ends
+        num_rows = int(counts.sum())
+        owners = slots if num_rows == len(slots) else slots.repeat(counts)
+        into = self._rows(owners, positions[:num_rows])
+        assert self._hidden is not None
+        self._hidden.index_copy_(0, into, hidden[:num_rows])
+        for layer, states in enumerate(aux or ()):
+            assert self._aux is not None
+            self._aux[:, layer].index_copy_(0, into, states[:num_rows])
+
+    def close(self, request_id: str, num_rows: int = 0) -> Rows | None:
+        """Forget the request and return its rows below position `num_rows`; None where some of the last are missing."""
+        slot = self._slots.get(request_id, _UNKNOWN)
+        rows = None
+        if slot >= 0:
+            first, end = self._spans[:_LOW, slot].tolist()
+            if first < num_rows <= end:
+                assert self._hidden is not None
+                at = self._rows(slot, np.arange(first, num_rows))
+                aux = self._aux.index_select(0, at).flatten(1) if self._aux is not None else None
+                rows = Rows(first=first, hidden=self._hidden.index_select(0, at), aux=aux)
+            elif num_rows:
+                self.lost += 1
+            self._drop(request_id)
+        self._slots.pop(request_id, None)
+        self._asked = ()
+        return rows
+
+    def _slots_of(self, request_ids: Sequence[str]) -> Ints:
+        # Most iterations run what the last one ran.
+        if request_ids != self._asked:
+            self._asked = list(request_ids)
+            self._found = np.array([self._slots.get(name, _UNKNOWN) for name in request_ids], np.int64)
+        return self._found
+
+    def _rows(self, slots: Ints | int, positions: Ints) -> Tensor:
+        page, row = np.divmod(positions, PAGE)
+        return torch.from_numpy(self._table[slots, page] * PAGE + row)
+
+    def _reserve(self, hidden: Tensor, aux: Sequence[Tensor] | None) -> None:
+        num_states = 1 + len(aux or ())
+        self._page_bytes = PAGE * hidden.shape[1] * hidden.element_size() * num_states
+        self._num_pages = self.max_bytes // self._page_bytes
+        self._free = list(range(self._num_pages))[::-1]
+        num_rows = self._num_pages * PAGE
+        # Outside of inference mode whatever the caller's: what is cut from here is trained on.
+        with torch.inference_mode(False):
+            self._hidden = torch.empty((num_rows, hidden.shape[1]), dtype=hidden.dtype)
+            if aux:
+                self._aux = torch.empty((num_rows, len(aux), aux[0].shape[1]), dtype=aux[0].dtype)
+
+    def _settle(self, request_id: str, start: int, end: int) -> None:
+        """Make room for rows from position `start` to before `end`, and note where the unbroken run begins."""
+        slot = self._slots.get(request_id, _UNKNOWN)
+        new = slot == _WAITS
+        if new:
+            if not self._unused:
+                self._add_slots()
+            slot = self._slots[request_id] = self._unused.pop()
+            self._asked = ()
+            self._spans[:, slot] = start, start, start, start
+        if slot < 0:
+            return
+        if not self._grow(slot, start, end):
+            self._drop(request_id)
+            self.skipped += new
+            self.lost += not new
+        elif start < self._spans[_FIRST, slot] or start > self._spans[_END, slot]:
+            self._spans[_FIRST, slot] = start
+
+    def _grow(self, slot: int, start: int, end: int) -> bool:
+        """Give the slot pages for positions from `start` to `end`; False, and none, where too few are free."""
+        low, high = self._spans[_LOW:, slot].tolist()
+        low, high = min(start, low) // PAGE, -(-max(end, high) // PAGE)
+        missing = low + np.flatnonzero(self._table[slot, low:high] < 0)
+        if len(missing) > len(self._free):
+            return False
+        self._table[slot, missing] = [self._free.pop() for _ in missing]
+        self._spans[_LOW:, slot] = low * PAGE, high * PAGE
+        self.peak_bytes = max(self.peak_bytes, (self._num_pages - len(self._free)) * self._page_bytes)
+        return True
+
+    def _drop(self, request_id: str) -> None:
+        slot, self._slots[request_id] = self._slots[request_id], _DROPPED
+        pages = self._table[slot]
+        self._free += pages[pages >= 0].tolist()
+        pages[:] = -1
+        self._unused.append(slot)
+        self._asked = ()
+
+    def _add_slots(self) -> None:
+        before = len(self._table)
+        more = max(before, 64)
+        self._unused = list(range(before, before + more))[::-1]
+        self._table = np.concatenate([self._table, np.full((more, self._width), -1, np.int64)])
+        self._spans = np.concatenate([self._spans, np.zeros((4, more), np.int64)], axis=1)
