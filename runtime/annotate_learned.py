@@ -21,13 +21,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 from tltlab.errors import ConfigError
 from tltlab.token_times import RecordedResponse
 
 from .chains import CHUNK, kept_along
+from .drafter_data import load_target
 from .drafter_head import DrafterHead
 from .eagle import is_eagle_head
 from .heads import load_head
@@ -49,7 +48,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     if method == "learned":
         method = "head" if is_eagle_head(model) else "draft_model"
     if method == "draft_model":
-        return DraftModel(_language_model(model))
+        return DraftModel(load_target(model)[0])
     if method not in ("eagle", "eagle3", "head"):
         raise ConfigError(
             f"a learned drafter of method {method!r} cannot be annotated; draft_model, eagle and eagle3 can"
@@ -59,7 +58,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
     head = load_head(model)
     if method not in ("head", head.method):
         raise ConfigError(f"{model} holds a head of method {head.method!r}, not {method!r}")
-    return Eagle(head, _language_model(target))
+    return Eagle(head, load_target(target)[0])
 
 
 class TeacherForced(ABC):
@@ -142,13 +141,3 @@ def _runs(hits: Tensor) -> Tensor:
     number = torch.arange(len(hits), device=hits.device)
     misses = torch.where(hits, len(hits), number)
     return misses.flip(0).cummin(0).values.flip(0) - number
-
-
-def _language_model(folder: str) -> Any:
-    disable_progress_bar()
-    cuda = torch.cuda.is_available()
-    try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if cuda else torch.float32)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no language model there: {' '.join(str(error).split())[:300]}") from error
-    return model.to("cuda" if cuda else "cpu").eval()

@@ -25,6 +25,7 @@ from .packed_attention import causal_attention
 from .target_states import FrozenTarget
 
 WEIGHTS_FILE = "model.safetensors"
+SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Attention(nn.Module):
@@ -165,6 +166,8 @@ class DrafterHead(nn.Module, ABC):
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE}: {error}") from error
         own = self.state_dict()
+        # An exported checkpoint carries what it shares with its target too.
+        weights = {name: value for name, value in weights.items() if name in own or name not in SHARED}
         wrong = sorted(set(own) ^ set(weights)) or sorted(n for n in own if own[n].shape != weights[n].shape)
         if wrong:
             raise ConfigError(f"{folder}: not {layout}: {wrong[0]} is missing, unknown or of another shape")

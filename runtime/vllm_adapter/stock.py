@@ -1,0 +1,108 @@
+"""Stock vLLM with a drafter's checkpoint and nothing of ours beside its scheduler: responses and drafts kept."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch._dynamo
+
+from tltlab.errors import ConfigError, RunError
+
+from . import on_cpu
+
+_DRAFTS = "vllm:spec_decode_num_drafts"
+_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockRun:
+    """What stock vLLM made of some prompts: responses, and its own counters of speculative decoding.
+
+    `accepted[i]` are the drafts of which token i was kept; `num_drafts` the passes that verified a draft.
+    """
+
+    token_ids: list[list[int]]
+    num_drafts: int
+    accepted: list[int]
+
+
+class StockEngine:
+    """A `vllm.LLM` of a target and a drafter's checkpoint, in this process. A context manager; leaving it frees all.
+
+    `method` is vLLM's name of the drafter's kind, `depth` the tokens it drafts. RunError where vLLM does not start.
+    """
+
+    def __init__(self, target: str | Path, drafter: str | Path, *, method: str, depth: int, seed: int = 0) -> None:
+        cpu = on_cpu()
+        # A process of its own gives all of a device's memory back when it ends.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
+        import vllm
+
+        args: dict[str, Any] = {}
+        if cpu:
+            # As for our own engines: 92 % of the memory, and minutes of compiling, are not worth ten prompts.
+            args = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+            torch._dynamo.config.disable = True
+            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+        try:
+            self._llm = vllm.LLM(
+                model=str(target),
+                speculative_config={"method": method, "model": str(drafter), "num_speculative_tokens": depth},
+                disable_log_stats=False,
+                generation_config="vllm",
+                seed=seed,
+                **args,
+            )
+        except Exception as error:  # vLLM raises what its loaders raise, from KeyError to AttributeError
+            said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+            raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {said}") from error
+        self.depth = depth
+
+    def __enter__(self) -> StockEngine:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Release the engine's memory and threads."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens that a prompt and its response may have."""
+        return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+
+    def generate(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> StockRun:
+        """One response per prompt of token ids. ConfigError for what vLLM refuses."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMClientError
+
+        before = self._counters()
+        params = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
+        try:
+            asked: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+            outputs = self._llm.generate(asked, params, use_tqdm=False)
+        except (ValueError, VLLMClientError) as error:
+            raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
+        after = self._counters()
+        drafts, *accepted = (now - then for now, then in zip(after, before, strict=True))
+        return StockRun(
+            token_ids=[list(output.outputs[0].token_ids) for output in outputs],
+            num_drafts=drafts,
+            accepted=accepted,
+        )
+
+    def _counters(self) -> list[int]:
+        """Drafts, and accepted tokens by position, since the engine started."""
+        found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
+        accepted = found.get(_PER_POSITION)
+        if accepted is None:
+            return [0] * (1 + self.depth)
+        return [found[_DRAFTS].value, *accepted.values[: self.depth]]

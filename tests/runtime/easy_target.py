@@ -1,0 +1,39 @@
+"""A target that a small head learns quickly, and texts of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+
+def easy_target(random_model: Path, folder: Path) -> Path:
+    """The random model with weak attention and sharp logits: the next token follows mostly from the last one."""
+    for file in random_model.iterdir():
+        if file.suffix in (".json", ".jsonl"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(random_model / "model.safetensors")
+    weights["lm_head.weight"] *= 4.0
+    weak = {name: weight * (0.1 if "o_proj" in name else 1.0) for name, weight in weights.items()}
+    save_file(weak, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@torch.no_grad()
+def sampled_rows(target: Path, num: int, tokens: int, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Prompts of six tokens with responses that the target sampled at temperature 1."""
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(4, model.config.vocab_size, (num, 6), generator=generator)
+    for _ in range(tokens):
+        chances = torch.softmax(model(text).logits[:, -1], -1)
+        text = torch.cat([text, torch.multinomial(chances, 1, generator=generator)], 1)
+    return [{"prompt": row[:6], "response": row[6:]} for row in text.tolist()]
+
+
+def write_rows(path: Path, rows: list[dict[str, list[int]]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
