@@ -51,7 +51,7 @@ class OptimConfig(_Settings):
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     max_grad_norm: Positive = 1.0
-    warmup: Annotated[int, Field(ge=0)] = 0
+    warmup: Annotated[int, Field(ge=0)] = 20
 
 
 class BufferConfig(_Settings):

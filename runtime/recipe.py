@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tltlab.drafters import DrafterSpec
 from tltlab.errors import ConfigError
 
+from .drafter_recipe import DrafterConfig
+
 
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,13 +76,14 @@ class EvalConfig(_Section):
 
 class Recipe(_Section):
     """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function`,
-    called as reward(prompt, response, answer) -> float."""
+    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained."""
 
     model: str
     reward: str
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     train: TrainConfig = TrainConfig()
+    drafter: DrafterConfig | None = None
     eval: EvalConfig = EvalConfig()
     seed: int = 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one RL step did; seconds per stage and means over its responses."""
+    """What one RL step did; seconds per stage and means over its responses. `notes`: what else happened."""
 
     rl_step: int
     policy: str
@@ -26,13 +26,16 @@ class StepReport:
     sync_s: float
     recorder_s: float
     metrics: dict[str, float]
+    notes: Sequence[str] = ()
 
     def __str__(self) -> str:
         rate = self.num_tokens / self.rollout_s
-        return (
+        lines = [
             f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
-            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}"
-        )
+            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}",
+            *(f"  {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
 
 
 def step_rows(
@@ -44,9 +47,11 @@ def step_rows(
     epochs: Sequence[int],
     policy_version: int,
     t_start: float,
+    drafter: Mapping[str, Sequence[Row]],
 ) -> dict[str, list[Row]]:
     """Return the step's rows by table. `requests`, `rewards` and `epochs` are by response, in the order of `parts`,
-    one per worker; `policy_version` sampled them; `t_start` is in seconds since the start of the run."""
+    one per worker; `policy_version` sampled them; `t_start` is in seconds since the start of the run. `drafter` are the
+    rows that its training gives, of `steps` only some columns."""
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     rows: dict[str, list[Row]] = {"workload": [], "outcomes": [], "tokens": []}
     for request, (worker, response), reward, epoch in zip(requests, placed, rewards, epochs, strict=True):
@@ -96,14 +101,17 @@ def step_rows(
             "policy": report.policy,
             "policy_version": policy_version,
             "reward_mean": report.reward_mean,
+            "drift_kl": report.metrics["drift_kl"],
         }
     ]
-    rows["spans"] = list(_spans(report, parts))
-    return rows
+    rows["spans"] = list(_spans(report, parts, drafter.get("spot_training", ())))
+    for row, columns in zip(rows["steps"], drafter.get("steps", ()), strict=False):
+        row.update(columns)
+    return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
 
 
-def _spans(report: StepReport, parts: Sequence[Rollout]) -> Iterator[Row]:
-    """The step's lanes: what each worker ran, its idle end, and the trainer's stages after the rollout."""
+def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]) -> Iterator[Row]:
+    """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         lane = f"worker {worker}"
         end = 0.0
@@ -117,6 +125,11 @@ def _spans(report: StepReport, parts: Sequence[Rollout]) -> Iterator[Row]:
             end = row["t_start"] + row["duration"]
         if kind is not None:
             yield _span(report.rl_step, lane, kind, start, end - start, batch)
+        for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
+            start = max(row["t_start"], end)
+            yield _span(report.rl_step, lane, "idle", end, start - end, 0)
+            end = max(row["t_start"] + row["duration"], start)
+            yield _span(report.rl_step, lane, "spot_train", start, end - start, None)
         yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
     start = report.rollout_s
     for kind, seconds in (

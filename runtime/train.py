@@ -22,9 +22,11 @@ from tltlab.recorder import Recorder
 from tltlab.trace import Manifest, Trace
 
 from .data import load_prompts, load_reward, prompt_batch
+from .drafter_run import drafter_of
 from .engine import GenerationRequest
 from .environment import hardware, run_json, versions
 from .recipe import Recipe
+from .run_events import RunEvents
 from .step_rows import StepReport, step_rows
 from .trainer import Sample
 from .workers import start_ray, start_workers
@@ -46,6 +48,8 @@ class GrpoRun:
         heldout = recipe.data.heldout
         self.heldout_prompts = load_prompts(heldout, recipe.data, self.tokenizer) if heldout else []
         self.policy = load_policy(recipe.rollout.policy)
+        self.events = RunEvents(self.out / "events.jsonl")
+        self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
         self.policy_version = 0
         self.rl_step = 0
         self.reports: list[StepReport] = []
@@ -61,9 +65,12 @@ class GrpoRun:
         self._owns_ray = start_ray()
         try:
             drafters = DEFAULT_DRAFTERS | self.policy.drafters | self.recipe.rollout.drafters
-            self._workers, self._trainer = start_workers(self.recipe, drafters)
+            drafters |= self.drafting.specs
+            self.drafting.prepare()
+            self._workers, self._trainer = start_workers(self.recipe, drafters, self.drafting.feed)
             self._actors = [*self._workers, self._trainer]
             self._get([actor.start.remote() for actor in self._actors])
+            self.drafting.start(self._workers, self._trainer, self._get)
             self.set_policy(self.policy)
             self._recorder = Recorder(self.out / "trace", self._manifest())
         except BaseException:
@@ -73,6 +80,8 @@ class GrpoRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self.events.record(f"the run stopped: {type(error).__name__}: {error}")
         try:
             self._recorder.__exit__(kind, error, tb)
         finally:
@@ -93,23 +102,20 @@ class GrpoRun:
     def step(self) -> StepReport:
         """One RL step under the policy in force."""
         rollout, rl_step = self.recipe.rollout, self.rl_step
+        self.events.rl_step = rl_step
         t_step = time.perf_counter()
-        picked = prompt_batch(len(self.train_prompts), rl_step, rollout.prompts_per_step, self.recipe.seed)
+        picked = self._picked(rl_step)
         prompts = [self.train_prompts[i] for _, i in picked]
-        requests = [
-            GenerationRequest(
-                key=(rl_step, prompt.prompt_id, sample, 0),
-                prompt_token_ids=prompt.token_ids,
-                max_response_tokens=rollout.max_response_tokens,
-            )
-            for prompt in prompts
-            for sample in range(rollout.group_size)
-        ]
+        requests = self._requests(rl_step)
         repeats = bool(rollout.repeat_every) and rl_step % rollout.repeat_every == 0
+        self.drafting.rollout_starts(rl_step)
+        t_rollout = time.perf_counter()
         parts = self._share(requests, lambda worker, part: worker.generate.remote(part, rl_step, repeatable=repeats))
-        rollout_s = time.perf_counter() - t_step
+        self.drafting.rollout_ends(rl_step)
+        rollout_s = time.perf_counter() - t_rollout
         if repeats:
             self._repeat(requests, parts, rl_step, rollout_s)
+        self.drafting.annotate()
         self._tell_others(requests, parts)
 
         start = time.perf_counter()
@@ -140,8 +146,11 @@ class GrpoRun:
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
+        # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
+        self.drafting.publish(rl_step + 1)
         weights = self._trainer.weights.remote()
         self._get([w.update_weights.remote(weights, self.policy_version + 1) for w in self._workers])
+        self.drafting.target_moved()
         sync_s = time.perf_counter() - start
 
         report = StepReport(
@@ -156,6 +165,7 @@ class GrpoRun:
             sync_s=sync_s,
             recorder_s=max(part.recorder_s for part in parts),
             metrics=metrics,
+            notes=self.events.take(),
         )
         rows = step_rows(
             report,
@@ -165,6 +175,7 @@ class GrpoRun:
             epochs=[epoch for epoch, _ in picked for _ in range(rollout.group_size)],
             policy_version=self.policy_version,
             t_start=t_step - self._started,
+            drafter=self.drafting.rows(rl_step, metrics["drift_kl"]),
         )
         for table, new in rows.items():
             self._recorder.append(table, new)
@@ -173,6 +184,25 @@ class GrpoRun:
         self.rl_step += 1
         self.reports.append(report)
         return report
+
+    def _picked(self, rl_step: int) -> list[tuple[int, int]]:
+        """Epoch and number of each prompt of an RL step."""
+        rollout = self.recipe.rollout
+        return prompt_batch(len(self.train_prompts), rl_step, rollout.prompts_per_step, self.recipe.seed)
+
+    def _requests(self, rl_step: int) -> list[GenerationRequest]:
+        """What an RL step rolls out: `group_size` responses to each of its prompts."""
+        rollout = self.recipe.rollout
+        prompts = [self.train_prompts[i] for _, i in self._picked(rl_step)]
+        return [
+            GenerationRequest(
+                key=(rl_step, prompt.prompt_id, sample, 0),
+                prompt_token_ids=prompt.token_ids,
+                max_response_tokens=rollout.max_response_tokens,
+            )
+            for prompt in prompts
+            for sample in range(rollout.group_size)
+        ]
 
     def _repeat(self, requests: Sequence[GenerationRequest], parts: Any, rl_step: int, rollout_s: float) -> None:
         """Roll out the same requests once more and note both times in `repeats.json`; nothing else remembers it."""
@@ -224,13 +254,14 @@ class GrpoRun:
         return sum(rewards) / len(rewards)
 
     def save(self) -> Path:
-        """Write the policy's weights to `checkpoints/final` as a Hugging Face folder."""
+        """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, and the drafter's beside them."""
         folder = self.out / "checkpoints" / "final"
         partial = folder.with_name(".final.partial")
         shutil.rmtree(partial, ignore_errors=True)
         self._get(self._trainer.save.remote(str(partial.resolve())))
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        self.drafting.save()
         return folder
 
     def trace(self) -> Trace:
@@ -277,10 +308,13 @@ class GrpoRun:
             raise RunError(f"an actor died: {str(error).splitlines()[0]}") from error
 
     def _stop(self) -> None:
-        for actor in self._actors:
-            ray.kill(actor)
-        if self._owns_ray:
-            ray.shutdown()
+        try:
+            self.drafting.close()
+        finally:
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._owns_ray:
+                ray.shutdown()
 
 
 def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str, Any]:
@@ -301,7 +335,7 @@ def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str,
         if last is not None:
             say(f"held-out reward after training {last:.3f}")
         run.save()
-        reports = run.reports
+        reports, drafter = run.reports, run.drafting.summary()
     summary = {
         "grpo_steps": len(reports),
         "reward_first": first,
@@ -310,6 +344,7 @@ def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str,
             {"rl_step": r.rl_step, "policy": r.policy, "reward": r.reward_mean, "rollout_s": r.rollout_s}
             for r in reports
         ],
+        "drafter": drafter,
         "trace": "trace",
         "policy": "policy.json",
         "versions": versions(),

@@ -60,7 +60,7 @@ class WarmUpConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     loss: LossConfig = LossConfig()
-    optim: OptimConfig = OptimConfig(warmup=20)
+    optim: OptimConfig = OptimConfig()
     texts: TextConfig = TextConfig()
     head: str | None = None
     updates: Annotated[int, Field(ge=0)] = 500

@@ -69,7 +69,7 @@ def train_drafter(
     try:
         config = WarmUpConfig(
             loss=LossConfig(kind=method.value),
-            optim=OptimConfig(lr=lr, warmup=20),
+            optim=OptimConfig(lr=lr),
             texts=TextConfig(
                 responses=responses,
                 max_response_tokens=max_response_tokens,

@@ -16,6 +16,10 @@ from tltlab.errors import ConfigError
 
 from .grpo import group_advantages, grpo_loss
 from .recipe import TrainConfig
+from .target_states import FrozenTarget
+
+DRIFT_SAMPLES = 16
+"""Responses on which an update's step is measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +74,7 @@ class Trainer:
         """Take `minibatches` optimizer steps on the kept samples. Returns means over tokens.
 
         Responses of groups with equal rewards carry no gradient and are left out; with none left nothing moves.
+        `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on some of the samples.
         """
         rewards = torch.tensor([s.reward for s in self._samples])
         groups = torch.tensor([s.group for s in self._samples])
@@ -105,17 +110,36 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
         self.model.eval()
         mean = {name: value / max(len(parts), 1) for name, value in totals.items()}
-        return mean | {"trained_responses": float(len(useful))}
+        return mean | {"trained_responses": float(len(useful)), "drift_kl": self._drift()}
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The policy's weights by Hugging Face name, on the host."""
         return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+
+    def frozen(self) -> FrozenTarget:
+        """Copies on the host of what a drafter shares with the policy: embedding and LM head."""
+        embedding = self.model.get_input_embeddings().weight
+        lm_head = self.model.get_output_embeddings().weight
+        copied = embedding.detach().cpu().clone()
+        return FrozenTarget(
+            embedding=copied, lm_head=copied if lm_head is embedding else lm_head.detach().cpu().clone()
+        )
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads."""
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def _drift(self) -> float:
+        """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
+        stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
+        rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
+        if not rows:
+            return 0.0
+        now = self._logprobs_of(self.model, [self._samples[i] for i in rows])
+        difference = torch.cat(now) - torch.cat([self._old[i] for i in rows])
+        return float((torch.exp(difference) - difference - 1).mean())
 
     def _logprobs_of(self, model: torch.nn.Module, samples: Sequence[Sample]) -> list[torch.Tensor]:
         out: list[torch.Tensor] = [torch.empty(0)] * len(samples)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 import torch
 
+from tltlab.canary import CanaryConfig
 from tltlab.drafters import DrafterSpec
 from tltlab.policy import Policy
 
+from .drafting import DrafterReport
 from .drafting import Response as Remembered
 from .engine import Engine, GenerationRequest, Rollout
+from .feed import FeedSender, NoFeed
 from .recipe import Recipe
+from .target_states import FrozenTarget
 from .trainer import Sample, Trainer
 
 # One thread per engine: two on a busy machine stall for seconds. Numba's own threads belong to vLLM's n-gram drafter.
@@ -43,14 +47,19 @@ def start_ray() -> bool:
     return not address
 
 
-def start_workers(recipe: Recipe, drafters: Mapping[str, DrafterSpec]) -> tuple[list[Any], Any]:
-    """Start the rollout workers, each with `drafters`, and the trainer; their handles. They start in parallel."""
+def start_workers(
+    recipe: Recipe, drafters: Mapping[str, DrafterSpec], feed: Callable[[int], str | None]
+) -> tuple[list[Any], Any]:
+    """Start the rollout workers, each with `drafters`, and the trainer; their handles. They start in parallel.
+
+    `feed(n)` is where worker n hands over what its responses can teach a drafter, None for nowhere.
+    """
     rollout, train = recipe.rollout, recipe.train
     env = _WORKER_ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
     workers = [
         RolloutWorker.options(  # type: ignore[attr-defined]
             num_cpus=0, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": env}
-        ).remote(recipe, number, drafters)
+        ).remote(recipe, number, drafters, feed(number))
         for number in range(rollout.num_workers)
     ]
     env |= {"OMP_NUM_THREADS": str(train.threads)}
@@ -70,10 +79,11 @@ def _user_paths() -> list[str]:
 class RolloutWorker:
     """One engine in its own process."""
 
-    def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec]) -> None:
+    def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec], feed: str | None) -> None:
         self.recipe = recipe
         self.number = number
         self.drafters = drafters
+        self.feed = FeedSender(feed) if feed is not None else NoFeed()
         self.temperature = recipe.rollout.temperature
 
     def start(self) -> None:
@@ -89,6 +99,13 @@ class RolloutWorker:
             vllm_args=rollout.vllm,
         )
         self.engine.warm_up(self.temperature)
+        if isinstance(self.feed, FeedSender):
+            self.engine.capture(self.feed.sequence)
+
+    def place(self) -> tuple[str, dict[str, str]]:
+        """The node, and what makes another process see the same devices."""
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ray.get_runtime_context().get_node_id(), {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
@@ -96,20 +113,39 @@ class RolloutWorker:
     def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self.engine.update_weights(weights.items(), version)
 
+    def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float]) -> None:
+        self.engine.update_draft_weights(weights.items(), predicted)
+
+    def guard_drafter(self, config: CanaryConfig) -> None:
+        self.engine.guard_drafter(config)
+
+    def drafter_report(self) -> DrafterReport:
+        return self.engine.drafter_report()
+
     def generate(self, requests: list[GenerationRequest], rl_step: int, *, repeatable: bool) -> Rollout:
         """Roll out; `repeatable` keeps the state before, so that `repeat` can follow."""
         if repeatable:
             self.before = self.engine.snapshot()
-        return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+        self.feed.status(rl_step, busy=True)
+        try:
+            return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+        finally:
+            self.feed.status(rl_step, busy=False)
 
     def repeat(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
         """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it."""
         after = self.engine.snapshot()
         self.engine.restore(self.before)
         try:
-            return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+            with self.engine.uncaptured():
+                return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
         finally:
             self.engine.restore(after)
+
+    def rehearse(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
+        """Do a rollout that is still to come, and leave no trace of it."""
+        self.before = self.engine.snapshot()
+        return self.repeat(requests, rl_step)
 
     def remember(self, responses: list[Remembered]) -> None:
         """Show the drafters what other workers generated."""
@@ -139,6 +175,9 @@ class TrainerActor:
 
     def weights(self) -> dict[str, torch.Tensor]:
         return self.trainer.weights()
+
+    def frozen(self) -> FrozenTarget:
+        return self.trainer.frozen()
 
     def save(self, folder: str) -> None:
         self.trainer.save(folder)

@@ -1,0 +1,388 @@
+"""The learned drafter of a GRPO run: its head, the trainers beside the rollout workers, and when which weights serve.
+
+Nothing here is needed for the rollout to be right: whatever fails becomes an event of the run, and the drafter in
+service stays the last good one.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from torch import Tensor
+
+from tltlab.canary import Verdict, check_chances
+from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError, RunError
+from tltlab.policy import Policy
+from tltlab.state import DrafterState
+from tltlab.training_schedule import TrainingSchedule
+
+from .coordinator_keys import ClientKeys, ServerKeys, make_keys
+from .coordinator_server import CoordinatorServer
+from .drafter_recipe import DrafterConfig
+from .drafting import DrafterPool, DrafterReport
+from .heads import load_head, new_head
+from .recipe import Recipe
+from .run_events import RunEvents
+from .spot_trainer import SpotPlace
+from .target_states import read_config
+from .trainer_processes import TrainerProcesses
+
+MOST_LETTERS = 85
+"""Of a folder that is to hold sockets: their addresses have at most 107."""
+
+Rows = dict[str, list[dict[str, Any]]]
+
+
+class NoDrafter:
+    """A run without a drafter of its own to train."""
+
+    @property
+    def specs(self) -> dict[str, DrafterSpec]:
+        """The drafters that engines need for it, by name."""
+        return {}
+
+    def prepare(self) -> None:
+        """Make what engines find when they start."""
+
+    def feed(self, worker: int) -> str | None:
+        """Where worker `worker`'s engine hands over what its responses can teach; None for nowhere."""
+        return None
+
+    def start(self, workers: Sequence[Any], trainer: Any, get: Callable[[Any], Any]) -> None:
+        """Start what trains it, once engines and the policy's trainer run."""
+
+    def rollout_starts(self, rl_step: int) -> None:
+        """The rollout of `rl_step` begins: idle workers may train from now on, if it is time to."""
+
+    def rollout_ends(self, rl_step: int) -> None:
+        """It is over: on return no trainer trains on a worker's device."""
+
+    def annotate(self) -> None:
+        """Begin to work out how drafters of several ages do on the rollout that has ended."""
+
+    def publish(self, rl_step: int) -> None:
+        """The policy has moved, and `rl_step` comes next: from then on engines draft with the newest good weights."""
+
+    def target_moved(self) -> None:
+        """The engines have the policy's new weights."""
+
+    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
+        """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
+        return {}
+
+    def summary(self) -> dict[str, Any] | None:
+        """What became of it, for the run's summary."""
+        return None
+
+    def save(self) -> None:
+        """Write the newest good drafter beside the run's checkpoints."""
+
+    def close(self) -> None:
+        """End the trainers; safe to call at any time."""
+
+
+class DrafterRun(NoDrafter):
+    """The real thing, by a recipe's `[drafter]`; its heads and checkpoints go below `out`."""
+
+    def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents) -> None:
+        self.config, self.recipe, self.events = config, recipe, events
+        self.out = Path(out).resolve()
+        self.num_workers = recipe.rollout.num_workers
+        self.schedule = TrainingSchedule(config.schedule, pretrained=config.checkpoint is not None)
+        self.updates = 0
+        self.serves = True
+        """Whether the policy that the run begins with ever drafts with it."""
+        self._swaps = 0
+        self._head = self.out / "initial" if config.checkpoint is None else Path(config.checkpoint).resolve()
+        self._place: Path | None = None
+        self._server: CoordinatorServer | None = None
+        self._server_keys: ServerKeys | None = None
+        self._server_lock = threading.Lock()
+        self._trainers: TrainerProcesses | None = None
+        self._trains_in: int | None = None
+        self._annotating: dict[int, Any] = {}
+        self._seen: dict[int, tuple[int, int, int]] = {}
+        self._rows: Rows = {}
+        self._lately: tuple[float | None, int] = (None, 0)
+        self._verdicts: dict[int, tuple[Verdict, ...]] = {}
+        self._weights: dict[str, Tensor] | None = None
+        self._published = 0
+
+    @property
+    def specs(self) -> dict[str, DrafterSpec]:
+        config = self.config
+        learned = LearnedSpec(
+            method=config.loss.method,
+            model=str(self._head),
+            trained=config.checkpoint is not None,
+            fallback=config.fallback,
+        )
+        return {config.name: learned}
+
+    def prepare(self) -> None:
+        self._place = Path(tempfile.mkdtemp(prefix="tltlab-drafter-"))
+        if len(str(self._place)) > MOST_LETTERS:
+            raise ConfigError(f"{self._place} is too long for a socket's address: set TMPDIR to a shorter folder")
+        if self.config.checkpoint is None:
+            new_head(self.recipe.model, self.config.loss.method, self.recipe.seed).save(self._head)
+        if not self.serves:
+            name = self.config.name
+            self.events.note(
+                f"policy {self.recipe.rollout.policy} never drafts with {name!r}: it is trained and serves nobody"
+            )
+
+    def feed(self, worker: int) -> str | None:
+        return f"ipc://{self._place}/feed-{worker}"
+
+    def start(self, workers: Sequence[Any], trainer: Any, get: Callable[[Any], Any]) -> None:
+        config = self.config
+        self._workers, self._trainer, self._get = workers, trainer, get
+        client_keys: tuple[ClientKeys | None, ...] = (None,) * self.num_workers
+        if config.endpoint is not None:
+            self._server_keys, client_keys = make_keys(self.num_workers)
+        self._server = self._new_server(config.endpoint or f"ipc://{self._place}/coordinator")
+        assert self._place is not None
+        places = [
+            SpotPlace(
+                worker=worker,
+                coordinator=self._server.endpoint,
+                feed=f"ipc://{self._place}/feed-{worker}",
+                folder=self.out / f"worker-{worker}",
+                rendezvous=self._place / "groups",
+                head=self._head,
+                seed=self.recipe.seed,
+                max_depth=self.recipe.rollout.max_draft_depth,
+                keys=client_keys[worker],
+            )
+            for worker in range(self.num_workers)
+        ]
+        where = get([worker.place.remote() for worker in workers])
+        self._trainers = TrainerProcesses(places, where, config, self.events, self._gone)
+        self._trainers.begin(trainer.frozen.remote(), get)
+        get([worker.guard_drafter.remote(config.canary) for worker in workers])
+
+    def rollout_starts(self, rl_step: int) -> None:
+        trusted = all(report.trusted for report in self._reports())
+        age = rl_step - self._published
+        decision = self.schedule.decide(rl_step, DrafterState(age=age, updates=self.updates), trusted=trusted)
+        self.events.record(f"{'training' if decision.train else 'no training'}: {decision.reason}")
+        self._in_service = {"drafter_version": self._swaps, "drafter_age": age, "drafter_updates": self.updates}
+        if decision.train:
+            self._trains_in = rl_step
+            self._coordinate(lambda server: server.rollout_started(rl_step))
+
+    def rollout_ends(self, rl_step: int) -> None:
+        if self._trains_in is not None:
+            self._trains_in = None
+            self._coordinate(lambda server: server.rollout_ended(rl_step))
+
+    def annotate(self) -> None:
+        self._annotating = self._asked("annotate")
+
+    def publish(self, rl_step: int) -> None:
+        assert self._trainers is not None
+        annotated = self._trainers.collect(self._annotating)
+        self._rows["acceptance"] = [row for rows in annotated.values() for row in rows]
+        self._rows["spot_training"] = [row for rows in self._ask("take_rows").values() for row in rows]
+        for row in self._rows["spot_training"]:
+            if row["ended"] == "failed":
+                self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
+        for worker, failures in self._ask("complaints").items():
+            for failure in failures:
+                self.events.note(f"a checkpoint of the drafter on worker {worker} failed: {failure}")
+        self._accepted()
+        counts = self._ask("num_updates")
+        most = max(counts.values(), default=0)
+        if most > self.updates:
+            self._swap(rl_step, [worker for worker, updates in counts.items() if updates == most], most)
+
+    def target_moved(self) -> None:
+        assert self._trainers is not None
+        self._trainers.target = self._trainer.frozen.remote()
+        self._ask("set_target", self._trainers.target)
+
+    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
+        accept_length, drafts = self._lately
+        self.schedule.rollout_done(rl_step, accept_length, drift_kl, drafts=drafts)
+        rows, self._rows = self._rows, {}
+        return rows | {"steps": [self._in_service]}
+
+    def summary(self) -> dict[str, Any] | None:
+        drift = asdict(self.schedule.summary())
+        known = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in drift.items()}
+        return {"name": self.config.name, "updates": self.updates, "swaps": self._swaps, "drift": known}
+
+    def save(self) -> None:
+        """Write it to `drafter/final`, as a head's folder."""
+        folder = self.out / "final"
+        partial = folder.with_name(".final.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        head = load_head(self._head)
+        if self._weights is not None:
+            head.load_state_dict(self._weights)
+        head.save(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+    def close(self) -> None:
+        if self._trainers is not None:
+            self._trainers.close()
+        with self._server_lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for left in self.out.glob("worker-*/*.partial"):
+            shutil.rmtree(left, ignore_errors=True)
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+
+    def _new_server(self, endpoint: str, *, take_over: bool = False) -> CoordinatorServer:
+        return CoordinatorServer(
+            self.config.coordinator, endpoint, self.num_workers, self._kill, self._server_keys, take_over=take_over
+        )
+
+    def _kill(self, worker: int) -> None:
+        assert self._trainers is not None
+        self._trainers.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
+
+    def _gone(self, worker: int) -> None:
+        self._coordinate(lambda server: server.worker_gone(worker))
+
+    def _coordinate(self, tell: Callable[[CoordinatorServer], Any]) -> None:
+        """Tell the coordinator something; where its thread has died another one takes over, and is told."""
+        server = self._server
+        for _ in range(2):
+            if server is None:
+                return
+            try:
+                tell(server)
+                return
+            except RunError as error:
+                server = self._take_over(server, error)
+        self._give_up("the worker coordinator failed twice")
+
+    def _take_over(self, dead: CoordinatorServer, why: RunError) -> CoordinatorServer | None:
+        with self._server_lock:
+            # Another thread may have been first, or the run has ended.
+            if self._server is not dead:
+                return self._server
+            dead.close()
+            try:
+                self._server = self._new_server(dead.endpoint, take_over=True)
+                if self._trains_in is not None:
+                    self._server.rollout_started(self._trains_in)
+            except RunError as error:
+                self._server = None
+                self._give_up(f"no worker coordinator could take over ({error})")
+                return None
+            self.events.note(f"{why}; another one has taken over")
+            return self._server
+
+    def _give_up(self, why: str) -> None:
+        """Go on without training: nobody could take the devices back."""
+        assert self._trainers is not None
+        self.events.note(f"{why}: the drafter is not trained any more in this run")
+        self._trainers.close()
+
+    def _swap(self, rl_step: int, furthest: Sequence[int], updates: int) -> None:
+        """Bring the drafter of the trainers that are `furthest` to the engines, and to all other trainers."""
+        assert self._trainers is not None
+        # They have the same drafter, and one that has just started has nothing to judge it by.
+        predictions = self._trainers.collect(self._asked("predicted", workers=furthest))
+        if not predictions:
+            return
+        best = min(predictions, key=lambda worker: (not predictions[worker], worker))
+        state = self._asked("state", workers=[best])
+        weights = self._ask("weights", workers=[best]).get(best)
+        if weights is None or not self._trainers.collect(state):
+            return
+        try:
+            check_chances(predictions[best])
+        except ConfigError as error:
+            self.events.note(f"the drafter that worker {best} trained does not go into service: {error}")
+            return
+        shared = ray.put(weights)
+        self._get([worker.update_draft_weights.remote(shared, predictions[best]) for worker in self._workers])
+        self._weights, self._published = weights, rl_step
+        self._trainers.state, self._trainers.published = state[best], rl_step
+        self.schedule.trained(rl_step - 1, updates - self.updates)
+        self.updates = updates
+        self._swaps += 1
+        self._ask("publish", state[best], rl_step)
+
+    def _asked(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
+        assert self._trainers is not None
+        return self._trainers.ask(method, *args, workers=workers)
+
+    def _ask(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
+        assert self._trainers is not None
+        return self._trainers.collect(self._trainers.ask(method, *args, workers=workers))
+
+    def _reports(self) -> list[DrafterReport]:
+        reports: list[DrafterReport] = self._get([worker.drafter_report.remote() for worker in self._workers])
+        for worker, report in enumerate(reports):
+            known = self._verdicts.get(worker, ())
+            for verdict in report.verdicts:
+                if verdict not in known:
+                    tell = self.events.record if verdict.kind == "fine" else self.events.note
+                    tell(f"worker {worker}: {verdict.sentence}", worker=worker, verdict=asdict(verdict))
+            self._verdicts[worker] = report.verdicts
+        return reports
+
+    def _accepted(self) -> None:
+        """The learned drafter's accepted length and drafts in the rollout that has just ended."""
+        drafts = kept = 0
+        for worker, report in enumerate(self._reports()):
+            positions = report.positions.get(self.config.name)
+            now = (report.updates, sum(positions.drafted[:1]), sum(positions.kept)) if positions else (0, 0, 0)
+            before = self._seen.get(worker, (0, 0, 0))
+            base = before if before[0] == now[0] else (now[0], 0, 0)
+            drafts, kept = drafts + now[1] - base[1], kept + now[2] - base[2]
+            self._seen[worker] = now
+        self._lately = (1 + kept / drafts if drafts else None), drafts
+
+
+def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> NoDrafter:
+    """What a recipe says of a drafter to train. Raises ConfigError where that cannot be run."""
+    config = recipe.drafter
+    if config is None:
+        return NoDrafter()
+    if not recipe.rollout.max_draft_depth:
+        raise ConfigError("a recipe with a [drafter] needs rollout.max_draft_depth above 0")
+    if config.name in recipe.rollout.drafters:
+        raise ConfigError(
+            f"drafter {config.name!r} is in both rollout.drafters and [drafter]: leave it out of rollout.drafters, or "
+            "give one of them another name"
+        )
+    if config.checkpoint is not None:
+        _check_head(config.checkpoint, config.loss.method, recipe.model)
+    run = DrafterRun(config, recipe, out / "drafter", events)
+    specs = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters | run.specs
+    DrafterPool(specs, recipe.rollout.max_draft_depth)
+    run.serves = any(s.speculates and _drafts(s.drafter, config.name, specs) for s in policy.strategies)
+    return run
+
+
+def _check_head(folder: str, method: str, model: str) -> None:
+    head, target = load_head(folder), read_config(model)
+    if head.method != method:
+        raise ConfigError(f"{folder} is an {head.method} head, and drafter.loss trains one of method {method}")
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(head.config, name), getattr(target, name)
+        if theirs != ours:
+            raise ConfigError(f"{folder} is of another target: its {name} is {theirs}, that of {model} is {ours}")
+
+
+def _drafts(name: str, learned: str, specs: Mapping[str, DrafterSpec]) -> bool:
+    """Whether strategies of drafter `name` may draft with `learned`."""
+    spec = specs.get(name)
+    return learned in ((spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,))

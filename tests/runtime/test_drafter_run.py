@@ -1,0 +1,495 @@
+"""A run's drafter with trainers in processes of their own, which die, hang and cannot write; then runs with engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+import tltlab
+from tltlab.canary import CanaryConfig
+from tltlab.errors import ConfigError
+from tltlab.policy import FixedSpec, Policy
+from tltlab.recorder import repair
+from tltlab.runtime import trainer_processes
+from tltlab.runtime.drafter_run import DrafterRun, drafter_of
+from tltlab.runtime.drafting import DrafterReport
+from tltlab.runtime.feed import FeedSender
+from tltlab.runtime.heads import load_head, new_head
+from tltlab.runtime.recipe import Recipe, load_recipe
+from tltlab.runtime.run_events import RunEvents
+from tltlab.runtime.spot_trainer import SpotTrainer
+from tltlab.runtime.train import GrpoRun, train
+from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.runtime.workers import start_ray
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from . import drafting_text as text
+
+YIELD_S = 3.0
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Method:
+    """A method of something in this process, called as Ray's actors are."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any) -> Any:
+        return ray.put(self._function(*(ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in args)))
+
+
+@dataclass
+class StandIn:
+    """A rollout worker without an engine: it generates nothing, and keeps the draft weights that it is given."""
+
+    feed: FeedSender
+    given: list[tuple[dict[str, torch.Tensor], list[float]]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self, f"_{name}"))
+
+    def _place(self) -> tuple[str, dict[str, str]]:
+        return ray.get_runtime_context().get_node_id(), {}
+
+    def _guard_drafter(self, config: CanaryConfig) -> None: ...
+
+    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float]) -> None:
+        self.given.append((weights, predicted))
+
+    def _drafter_report(self) -> DrafterReport:
+        return DrafterReport(
+            drafter="learned", age=0, updates=len(self.given), trusted=True, serves=True, predicted=(), measured=(),
+            positions={}, verdicts=(),
+        )  # fmt: skip
+
+
+class Target:
+    """The policy's trainer."""
+
+    frozen = Method(text.frozen)
+
+
+class Story:
+    """A drafter's run of three workers, rollout after rollout; worker 0 always generates to the end."""
+
+    def __init__(self, folder: Path) -> None:
+        text.head(folder / "model")
+        self.folder, self.rl_step = folder, -1
+        recipe = Recipe.model_validate(
+            {
+                "model": str(folder / "model"),
+                "reward": "none:none",
+                "data": {"train": "none"},
+                "rollout": {"num_workers": 3, "max_draft_depth": 4},
+                "drafter": {
+                    "schedule": {"kind": "always"},
+                    "optim": {"lr": 3e-3},
+                    "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
+                    "tokens_per_update": 128,
+                    "checkpoint_every": 5,
+                },
+            }
+        )
+        assert recipe.drafter is not None
+        self.events = RunEvents(folder / "events.jsonl")
+        self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
+        self.run.prepare()
+        self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
+        self.run.start(self.workers, Target(), ray.get)
+        self.said: list[str] = []
+
+    @property
+    def pids(self) -> dict[int, int]:
+        assert self.run._trainers is not None
+        return self.run._trainers.pids()
+
+    def rollout(self, *idle: int, sequences: list[TrainingSequence] | None = None) -> int:
+        """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
+        self.rl_step += 1
+        self.events.rl_step = self.rl_step
+        until(lambda: len(self.pids) == 3)
+        self.run.rollout_starts(self.rl_step)
+        for worker in self.workers:
+            worker.feed.status(self.rl_step, busy=True)
+        for n in idle:
+            self.teach(n, sequences)
+            self.workers[n].feed.status(self.rl_step, busy=False)
+        return self.rl_step
+
+    def teach(self, worker: int, sequences: list[TrainingSequence] | None = None) -> None:
+        until(lambda: self.hears(worker))
+        for sequence in sequences or [text.sequence(100 * self.rl_step + n) for n in range(24)]:
+            self.workers[worker].feed.sequence(replace(sequence, key=(self.rl_step, *sequence.key[1:])))
+
+    def hears(self, worker: int) -> bool:
+        """Whether its trainer is connected: what is handed over before is dropped."""
+        assert self.run._trainers is not None
+        actor = self.run._trainers._processes[worker].actor
+        return bool(ray.get(actor.__ray_call__.remote(lambda trainer: trainer._rl_step)) == self.rl_step)
+
+    def updates(self, worker: int) -> int:
+        return int(self.run._ask("num_updates", workers=[worker]).get(worker, -1))
+
+    def end(self) -> float:
+        """End the rollout and bring the drafter to the engines; returns how long the end took."""
+        begin = time.monotonic()
+        self.run.rollout_ends(self.rl_step)
+        waited = time.monotonic() - begin
+        self.run.annotate()
+        self.run.publish(self.rl_step + 1)
+        self.run.target_moved()
+        self.rows = self.run.rows(self.rl_step, 0.01)
+        self.said = self.events.take()
+        return waited
+
+    def close(self) -> None:
+        self.run.close()
+        for worker in self.workers:
+            worker.feed.close()
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    started = start_ray()
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def told(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    story = Story(tmp_path_factory.mktemp("story"))
+    yield story
+    story.close()
+
+
+@pytest.fixture
+def story(told: Story) -> Story:
+    """The same story in all tests: a run that has seen the worst goes on as if nothing had been."""
+    assert told.run._trainers is not None
+    told.run._trainers._deaths = dict.fromkeys(range(3), 0)
+    return told
+
+
+def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
+    given = len(story.workers[0].given)
+    story.rollout(1, 2)
+    until(lambda: min(story.updates(1), story.updates(2)) > 10)
+    assert len(story.workers[0].given) == given, "weights change in mid-rollout"
+    assert story.end() < YIELD_S
+    assert story.said == []
+    weights, predicted = story.workers[0].given[-1]
+    assert 0.1 < predicted[0] <= 1.0
+    assert all(len(worker.given) == given + 1 for worker in story.workers)
+    for own in story.run._ask("weights").values():
+        assert all(torch.equal(value, weights[name]) for name, value in own.items()), "trainers go on from another one"
+    rows = story.rows["spot_training"]
+    assert {row["worker"] for row in rows} == {1, 2}
+    assert {row["members"] for row in rows} == {2}
+    assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
+    story.run.save()
+    final = load_head(story.folder / "drafter" / "final").state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in final.items())
+
+
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
+    story.rollout(2)
+    start = story.run.updates
+    saved = story.folder / "drafter" / "worker-2"
+    until(lambda: story.updates(2) > start + 20)
+    before, old = story.updates(2), story.pids[2]
+    os.kill(old, signal.SIGKILL)
+    until(lambda: story.pids.get(2, old) != old)
+    assert list(saved.glob("checkpoint-*"))
+    again = story.updates(2)
+    assert again >= before - 10, "at most two checkpoints' worth is lost, the last may have been under way"
+    # What it had to learn from has died with it.
+    story.teach(2)
+    until(lambda: story.updates(2) > again)
+    assert story.end() < YIELD_S
+    assert any(re.search(r"trainer of worker 2 died \(.*\); it is started again", said) for said in story.said)
+    assert story.run.updates > again
+    events = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()]
+    assert [(e["rl_step"], e["worker"]) for e in events if "died" in e["event"]][-1] == (story.rl_step, 2)
+
+
+def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollout_does_not_wait(story: Story):
+    story.rollout(1, 2)
+    start = story.run.updates
+    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
+    os.kill(story.pids[2], signal.SIGKILL)
+    at = story.updates(1)
+    until(lambda: story.updates(1) > at + 10)
+    assert story.end() < YIELD_S
+    assert not [row for row in story.rows["spot_training"] if row["ended"] == "failed"]
+    assert story.run.updates > at
+
+
+def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
+    story.rollout(1, 2)
+    start = story.run.updates
+    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
+    hanging = story.pids[2]
+    os.kill(hanging, signal.SIGSTOP)
+    waited = story.end()
+    assert YIELD_S - 0.5 < waited < YIELD_S + 1.5
+    assert not alive(hanging)
+    until(lambda: story.pids.get(2, hanging) != hanging)
+    assert story.run.updates > start, "what the others have is used"
+    assert any("did not yield within 3 s" in said for said in story.said + story.events.take())
+
+
+def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainer_processes, "ANSWER_S", 1.0)
+    story.rollout()
+    hanging = story.pids[0]
+    os.kill(hanging, signal.SIGSTOP)
+    begin = time.monotonic()
+    story.end()
+    assert time.monotonic() - begin < 6.0
+    assert not alive(hanging)
+    until(lambda: story.pids.get(0, hanging) != hanging)
+    assert any("did not answer" in said for said in story.said + story.events.take())
+
+
+def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
+    served, updates = len(story.workers[0].given), story.run.updates
+    for process in story.run._trainers._processes.values():  # type: ignore[union-attr]
+        ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._held.clear()))
+        ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._first_out.clear()))
+    broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
+    story.rollout(1, sequences=broken)
+    time.sleep(1.0)
+    assert story.end() < YIELD_S
+    assert any(re.search("drafter training on worker 1 failed: .*not finite", said) for said in story.said)
+    assert (len(story.workers[0].given), story.run.updates) == (served, updates)
+
+
+def no_room(trainer: SpotTrainer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+
+
+def room(trainer: SpotTrainer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_disk_without_room_costs_checkpoints_only(story: Story):
+    actor = story.run._trainers._processes[2].actor  # type: ignore[union-attr]
+    ray.get(actor.__ray_call__.remote(no_room))
+    story.rollout(2)
+    start = story.run.updates
+    until(lambda: story.updates(2) > start + 12)
+    assert story.end() < YIELD_S
+    ray.get(actor.__ray_call__.remote(room))
+    assert any("a checkpoint of the drafter on worker 2 failed" in said for said in story.said)
+    assert story.run.updates > start + 12
+
+
+def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeypatch: pytest.MonkeyPatch):
+    story.rollout(1)
+    dead, start = story.run._server, story.run.updates
+    until(lambda: story.updates(1) > start)
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(dead, "_advance", fail)
+    story.workers[2].feed.status(story.rl_step, busy=False)
+    until(lambda: not dead._thread.is_alive())  # type: ignore[union-attr]
+    at = story.updates(1)
+    os.kill(story.pids[2], signal.SIGKILL)
+    until(lambda: story.run._server is not dead)
+    until(lambda: story.updates(1) > at + 5)
+    assert story.end() < YIELD_S
+    assert any("a defect" in said and "taken over" in said for said in story.said)
+    story.rollout(1)
+    start = story.run.updates
+    until(lambda: story.updates(1) > start)
+    assert story.end() < YIELD_S
+    assert story.run.updates > start
+
+
+def test_closing_leaves_nothing(story: Story):
+    place, pids = story.run._place, list(story.pids.values())
+    assert place is not None
+    assert place.exists()
+    story.rollout(1)
+    start = story.updates(1)
+    until(lambda: story.updates(1) > start)
+    story.close()
+    until(lambda: not any(map(alive, pids)), 10)
+    assert not place.exists()
+    assert not list(story.folder.glob("**/*.partial"))
+    assert (story.folder / "drafter" / "final").exists()
+
+
+@pytest.fixture(scope="module")
+def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose policy always drafts with the learned drafter."""
+    folder = tmp_path_factory.mktemp("learning")
+    Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3))).write(folder / "policy.json")
+    path = folder / "recipe.toml"
+    path.write_text(
+        recipe_file.read_text().replace("[rollout]", f'[rollout]\npolicy = "{folder / "policy.json"}"')
+        + """
+[drafter]
+tokens_per_update = 256
+schedule = {kind = "always"}
+optim = {lr = 3e-3}
+canary = {min_drafts = 30}
+"""
+    )
+    return path
+
+
+def fed(run: GrpoRun) -> int:
+    return sum(run.drafting._ask("seen").values())  # type: ignore[attr-defined]
+
+
+def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
+    """The vectors of the model that an engine drafts with: its matrices are packed for the CPU, and empty here."""
+    runner = worker.engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return {name: p.detach().clone() for name, p in runner.drafter.model.named_parameters() if p.dim() == 1 and len(p)}
+
+
+@pytest.mark.engine
+def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_not(
+    learning: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(recipe_file.parent))
+    with GrpoRun(load_recipe(learning, ["rollout.max_response_tokens=100"]), tmp_path / "run") as run:
+        drafting = run.drafting
+        assert isinstance(drafting, DrafterRun)
+        run.evaluate(4)
+        assert fed(run) == 0
+        run.step()
+        assert json.loads((tmp_path / "run" / "repeats.json").read_text())["repeats"]
+        assert fed(run) == 16, "repeated rollouts and evaluations are fed"
+        until(lambda: drafting.updates or not run.step(), 120)
+        trained = drafting._ask("weights")[0]
+        for worker in run._workers:
+            vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
+            own = {name.removeprefix("model."): value for name, value in vectors.items()}
+            assert own.keys() & trained.keys()
+            assert all(torch.equal(own[name], trained[name]) for name in own.keys() & trained.keys())
+        for process in drafting._trainers._processes.values():  # type: ignore[union-attr]
+            ray.get(process.actor.__ray_call__.remote(boast))
+        swaps = drafting._swaps
+        until(lambda: drafting._swaps > swaps or not run.step(), 120)
+        said = [note for _ in range(2) for note in run.step().notes]
+        assert any("has collapsed" in note for note in said)
+        run.save()
+    trace = tltlab.read(tmp_path / "run" / "trace")
+    assert trace.steps is not None
+    assert trace.steps["drafter_version"].iloc[-1] >= 2
+    assert trace.table("spot_training") is not None
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    collapsed = next(event for event in events if event.get("verdict", {}).get("kind") == "collapsed")
+    assert collapsed["verdict"]["predicted"] == [pytest.approx(0.9)] * 3
+    assert any(event["event"] == "training: the canary does not trust the drafter in service" for event in events)
+
+
+def boast(trainer: SpotTrainer) -> None:
+    """A prediction that no engine bears out, as when it drafts with a wrong embedding."""
+    trainer.training.predict = lambda sequences: [0.9] * 3  # type: ignore[method-assign]
+
+
+@pytest.mark.engine
+def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(learning: Path, recipe_file: Path):
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:
+        places, out = Path(temporary) / "t", Path(temporary) / "run"
+        places.mkdir()
+        env = os.environ | {"PYTHONPATH": str(recipe_file.parent), "TMPDIR": str(places)}
+        command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "--out", str(out)]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert process.stderr is not None
+        try:
+            assert any(line.startswith("step 1:") for line in process.stderr), "the run stopped by itself"
+            own = descendants(process.pid)
+            assert any("SpotTrainer" in Path(f"/proc/{pid}/cmdline").read_text() for pid in own)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+            process.wait()
+        until(lambda: not [pid for pid in own if alive(pid)], 20)
+        assert not list(places.glob("tltlab*"))
+        assert not list(out.glob("**/*.partial"))
+        assert len(repair(out / "trace").rl_steps) >= 2
+        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")
+
+
+def descendants(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
+        ("drafter.checkpoint=/no/such/head", "no readable config.json"),
+        ("drafter.checkpoint=WIDER", "is of another target: its hidden_size is 32"),
+        ('drafter.loss={"kind": "eagle3"}', "is an eagle head, and drafter.loss trains one of method eagle3"),
+        ("drafter.fallback=oracle", "its fallback 'oracle' is no model-free drafter here"),
+        ('rollout.drafters.learned={"kind": "ngram"}', "is in both rollout.drafters and"),
+        ('rollout.drafters.other={"kind": "learned", "method": "eagle", "model": "x"}', "holds one learned drafter"),
+        ('drafter.schedule={"kind": "sometimes"}', "drafter.schedule.kind"),
+    ],
+)
+def test_a_recipe_whose_drafter_cannot_be_is_refused_before_anything_starts(
+    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    override: str, complaint: str,
+):  # fmt: skip
+    monkeypatch.syspath_prepend(str(recipe_file.parent))
+    text.head(tmp_path / "wider").save(tmp_path / "head")
+    new_head(random_model, "eagle", 0).save(tmp_path / "eagle")
+    overrides = [override.replace("WIDER", str(tmp_path / "head"))]
+    if "eagle3" in override:
+        overrides.append(f"drafter.checkpoint={tmp_path / 'eagle'}")
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        train(load_recipe(learning, overrides), tmp_path / "out", say=print)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_that_never_drafts_with_it_is_told(recipe_file: Path, tmp_path: Path):
+    events = RunEvents(tmp_path / "events.jsonl")
+    for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
+        policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))
+        recipe = load_recipe(recipe_file, ["drafter.name=learned", 'rollout.drafters.mixed={"kind": "hybrid"}'])
+        run = drafter_of(recipe, policy, tmp_path, events)
+        assert isinstance(run, DrafterRun)
+        run.prepare()
+        assert bool(events.take()) is not serves
+        run.close()
