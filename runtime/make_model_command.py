@@ -21,7 +21,8 @@ def make_model(
     task: Annotated[
         str,
         typer.Option(
-            help="subset-sum (length is mostly luck within a prompt's group) or gcd (the prompt decides most of it)."
+            help="subset-sum (length is mostly luck within a prompt's group), gcd (the prompt decides most of it) or "
+            "both (prompts of either, in one model)."
         ),
     ] = "subset-sum",
     out: Annotated[Path | None, typer.Option(help="Folder to write; default models/TASK-SIZE.")] = None,

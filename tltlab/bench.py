@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .cli import Json, emit, progress, write_json
 from .errors import ConfigError
+
+MODEL_FREE = "model-free"
+DRAFTER_PARTS = (
+    MODEL_FREE, "packing", "checkpoint", "recipes", "adaptive", "coordination", "reward", "by-product",
+)  # fmt: skip
 
 app = typer.Typer(
     help="Benchmarks, as ratios within one run.",
@@ -85,17 +90,82 @@ def drafter(
         int | None, typer.Option(min=1, help="Prompts to take. [default: all of a trace, 2 made up]")
     ] = None,
     response_tokens: Annotated[int, typer.Option(min=2, help="Length of a made-up response.")] = 16_384,
-    depth: Annotated[int, typer.Option(min=1, help="Longest draft.")] = 8,
+    depth: Annotated[int, typer.Option(min=1, help="Longest draft of drafters that run no network.")] = 8,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
+            "memory), packing (half a minute: against padding), checkpoint (half a minute: how long saving blocks), "
+            "recipes (3 minutes: EAGLE, HASS, EAGLE-3), adaptive (6: frozen against trained beside the rollout), "
+            "coordination (4: what that costs the rollout), reward (8: with and without all of it), by-product (5: on "
+            "another task). Times are of two idle cores; a model and a warm-up take 3 more."
+        ),
+    ] = ",".join(DRAFTER_PARTS),
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a model is trained first.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Size of that model. [default: small]", show_default=False)] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Rollout workers. [default: 4]", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="RL steps, frozen and adaptive. [default: 12]", show_default=False)
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds. [default: 1 for adaptive, 3 for reward]", show_default=False)
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(min=2, help="Rollouts done with and without training. [default: 16]", show_default=False),
+    ] = None,
+    draft_depth: Annotated[
+        int | None, typer.Option(min=1, help="Draft of the learned drafter. [default: 4]", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for models, runs and drafter.json; else they are removed at the end.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="A tiny model and little of everything.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Drafters that run no network: time and memory of their index, and how much of the text they foresee.
+    """Drafters: those that run no network, and the adaptive one on real GRPO runs.
 
-    Example: tltlab bench drafter traces/subset-sum-small
+    Example: tltlab bench drafter --parts adaptive,coordination --out bench
     """
-    from .drafter_bench import bench_drafters, text
+    chosen = [part.strip() for part in parts.split(",") if part.strip()]
+    for part in chosen or [""]:
+        if part not in DRAFTER_PARTS:
+            raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
+    if out is not None and out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    found: dict[str, Any] = {}
+    said = []
+    if MODEL_FREE in chosen:
+        from .drafter_bench import bench_drafters, text
 
-    found = bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
-    emit(found, as_json=as_json, text=text(found))
+        found |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
+        said.append(text(found))
+    if learned := [part for part in chosen if part != MODEL_FREE]:
+        # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        from tltlab.runtime.bench_drafter import bench_learned
+        from tltlab.runtime.bench_drafter import text as text_of_learned
+        from tltlab.runtime.bench_runs import sizes_of
+
+        sizes = sizes_of(
+            fast=fast,
+            model=size,
+            workers=workers,
+            steps=steps,
+            seeds=seeds,
+            reward_seeds=seeds,
+            pairs=pairs,
+            draft_depth=draft_depth,
+        )
+        measured = bench_learned(learned, sizes, model=model, trace=trace, out=out, seed=seed, progress=progress)
+        found |= measured
+        said.append(text_of_learned(measured))
+    emit(found, as_json=as_json, text="\n\n".join(said))
 
 
 @app.command()

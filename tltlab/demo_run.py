@@ -21,6 +21,7 @@ from tltlab.sim.verify import nearest, verify
 
 from .calibrate import Calibration, calibrate
 from .cli import progress, write_json
+from .demo_drafter import run_drafter
 from .errors import RunError
 from .metrics import mean_accept_length, summary
 from .perfetto import write_perfetto
@@ -33,12 +34,13 @@ PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How much of everything: RL steps without speculation, exploring, and under the tuned policy."""
+    """How much of everything: RL steps without speculation, exploring, under the tuned policy, and with a drafter."""
 
     size: str
     plain_steps: int
     explore_steps: int
     tuned_steps: int
+    drafter_steps: int
     heldout: int
 
     def policies(self) -> list[str]:
@@ -48,8 +50,8 @@ class Setting:
         return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps]
 
 
-FULL = Setting(size="small", plain_steps=4, explore_steps=6, tuned_steps=6, heldout=512)
-FAST = Setting(size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, heldout=256)
+FULL = Setting(size="small", plain_steps=4, explore_steps=6, tuned_steps=6, drafter_steps=12, heldout=512)
+FAST = Setting(size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, drafter_steps=6, heldout=256)
 
 
 def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
@@ -59,20 +61,20 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     def say(message: str) -> None:
         progress(f"[{time.perf_counter() - began:4.0f} s] {message}")
 
-    say(f"1/6 training a {setting.size} model from scratch on {task}")
+    say(f"1/7 training a {setting.size} model from scratch on {task}")
     model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
     recipe = demo_recipe(out / "model", setting, model, seed)
-    say("2/6 starting Ray, two vLLM engines and the trainer")
+    say("2/7 starting Ray, two vLLM engines and the trainer")
     with GrpoRun(recipe, out) as run:
         write_json(out / "run.json", run_json(recipe))
         reward_first = run.evaluate()
-        say(f"held-out reward {reward_first:.3f} before training; 3/6 GRPO, recorded")
+        say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
         names = setting.policies()
         for name in names[: -setting.tuned_steps]:
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
         recorded = run.trace()
-        say("4/6 calibrating and picking a policy in the simulator")
+        say("4/7 calibrating and picking a policy in the simulator")
         # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
         recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
         fitted = calibrate(recorded.select(recent))
@@ -86,13 +88,13 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         tuned.write(out / "policy.json")
         for candidate in candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-        say(f"5/6 GRPO goes on under {best.name}, from {out / 'policy.json'}")
+        say(f"5/7 GRPO goes on under {best.name}, from {out / 'policy.json'}")
         tuned = load_policy(out / "policy.json")
         run.set_policy(tuned, TUNED)
         for _ in range(setting.tuned_steps):
             say(str(run.step()))
         reward_last = run.evaluate()
-        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 6/6 predicting every step from the others")
+        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 6/7 predicting every step from the others")
         reports = run.reports
         run.save()
     trace = read(out / "trace")
@@ -101,6 +103,8 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
     without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
     pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, out, seed)
+    say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
+    drafter = run_drafter(out / "model", out / "adaptive", steps=setting.drafter_steps, seed=seed, say=say)
     result = {
         "grpo_steps": len(reports),
         "reward_first": reward_first,
@@ -128,6 +132,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         "verify": verification.json(),
         "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
         "predicted_rollout_s_without_speculation": float(np.mean(list(without.values()))),
+        "drafter": drafter,
         "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in candidates],
         "model": model,
         "trace": "trace",
@@ -209,6 +214,7 @@ def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) ->
 def table(result: dict[str, Any]) -> str:
     """The demo's result for a terminal: a row per policy, then what it comes to."""
     steps = pd.DataFrame(result["steps"])
+    drafter = result["drafter"]
     spread = result["verify"]["repeat_spread"]
     steps["error"] = (steps["predicted_rollout_s"] / steps["rollout_s"] - 1).abs()
     lines = [
@@ -232,6 +238,9 @@ def table(result: dict[str, Any]) -> str:
         f"{'an unknown amount' if spread is None else format(spread, '.1%')}",
         f"the tuned steps took {result['tuned_rollout_s']:.2f} s each; the same responses without speculation would "
         f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
+        f"a drafter trained on idle workers: {drafter['adaptive_accept_length']:.2f} tokens per draft in the last "
+        f"third of {len(drafter['steps'])} steps, the one it was at first {drafter['frozen_accept_length']:.2f} on the "
+        f"same responses; {drafter['updates']} updates",
         f"{result['wall_s']:.0f} s in all",
     ]
     return "\n".join(lines)

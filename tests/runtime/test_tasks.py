@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.runtime.measure import prompt_share
-from tltlab.runtime.tasks import TASKS, gcd_reward, subset_sum_reward, try_success
+from tltlab.runtime.tasks import TASKS, both_reward, gcd_reward, subset_sum_reward, try_success
 
 NUMS = "nums 9 7 5 4 goal 20 go"
 
@@ -122,6 +122,23 @@ def test_traces_have_a_long_tail_room_to_learn_and_their_own_length_regime(name,
     assert np.percentile(lengths, 95) > 4 * np.median(lengths)
     assert prompt_decides[0] <= prompt_share(np.log(lengths)) <= prompt_decides[1]
     assert reward[0] < np.mean(rewards) < reward[1]
+
+
+def test_one_task_holds_problems_of_both_and_pays_each_as_its_own():
+    rng = np.random.default_rng(0)
+    problems = [TASKS["both"].problem(rng) for _ in range(200)]
+    kinds = [problem.prompt.split()[0] for problem in problems]
+    assert set(kinds) == {"nums", "gcd"}
+    assert 60 < kinds.count("gcd") < 140
+    own = {"nums": subset_sum_reward, "gcd": gcd_reward}
+    paid = 0.0
+    for kind, problem in zip(kinds, problems, strict=True):
+        trace = TASKS["both"].trace(problem, rng)
+        assert trace.split()[0] == {"nums": "try", "gcd": ","}[kind]
+        assert both_reward(problem.prompt, trace, problem.answer) == own[kind](problem.prompt, trace, problem.answer)
+        paid += both_reward(problem.prompt, trace, problem.answer)
+    assert paid > 60
+    assert both_reward("gcd 12 18 6 go", "try 2 + 4 = 6 yes", "6") == 0.0
 
 
 def _reward(task):
