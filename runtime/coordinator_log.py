@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from tltlab.coordinator import CoordinatorState, Phase
 from tltlab.coordinator_messages import Command, Event, Tick, WorkerReport
+
+NUM_RECORDS, NUM_PERIODS = 100_000, 10_000
+"""How many of the newest a log keeps: a long run of many workers has millions of messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,17 +77,17 @@ class CoordinatorLog:
     """Keeps a record of each message, but of ticks and of reports that repeat the worker's last."""
 
     def __init__(self) -> None:
-        self._records: list[LogRecord] = []
-        self._periods: list[_Period] = []
+        self._records: deque[LogRecord] = deque(maxlen=NUM_RECORDS)
+        self._periods: deque[_Period] = deque(maxlen=NUM_PERIODS)
         self._followed: list[_Period] = []
         self._said: dict[int, tuple[object, ...]] = {}
 
     def records(self) -> list[LogRecord]:
-        """All records, in order of time."""
+        """The newest records, in order of time."""
         return list(self._records)
 
     def periods(self) -> list[PeriodRecord]:
-        """All training periods, in order of their terms."""
+        """The newest training periods, in order of their terms."""
         return [replace(period.record, members=tuple(period.members)) for period in self._periods]
 
     def add(

@@ -108,12 +108,12 @@ class CoordinatorServer(SocketThread):
         self._tell(WorkerGone(worker=worker))
 
     def log(self) -> list[LogRecord]:
-        """The messages so far."""
+        """The newest messages."""
         with self._changed:
             return self._log.records()
 
     def periods(self) -> list[PeriodRecord]:
-        """The training periods so far."""
+        """The newest training periods."""
         with self._changed:
             return self._log.periods()
 

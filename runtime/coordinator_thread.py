@@ -22,6 +22,9 @@ _AT_ONCE = 256
 
 _LINGER_MS = 200
 
+_CLOSE_S = 10.0
+"""How long a thread may take to end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -70,10 +73,10 @@ class SocketThread(ABC):
             return self._traffic
 
     def close(self) -> None:
-        """End the thread and free the address. May be called again."""
+        """End the thread and free the address. May be called again. A thread that hangs is left behind."""
         self._closing = True
         self._wake()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def _start(self) -> None:
         self._thread.start()

@@ -44,8 +44,6 @@ class DrafterCheckpoint:
         self.failures: list[str] = []
         self._writing: tuple[Path, Future[Any]] | None = None
         self._stager: DefaultStager | None = None
-        for left in self.folder.glob(f"checkpoint-*{PARTIAL}"):
-            shutil.rmtree(left, ignore_errors=True)
 
     def save(self, state: Mapping[str, Tensor], *, wait: bool = False) -> float:
         """Save tensors by name; returns the seconds for which the caller could not change them.
@@ -120,6 +118,9 @@ class DrafterCheckpoint:
                 )
             )
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Not when a folder is opened: who only reads would take away what another is writing.
+        for left in self.folder.glob(f"checkpoint-*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
         # DCP's process-based writer needs a process group; its thread needs none.
         future = dcp.async_save(
             state, storage_writer=_Writer(final, self.keep), async_stager=self._stager, no_dist=True

@@ -25,7 +25,7 @@ from tltlab.trace import is_trace, locate, read
 
 from .data_buffer import stretch, teaches
 from .engine import Engine, GenerationRequest
-from .target_states import FrozenTarget, hidden_states_of
+from .target_states import FrozenTarget, hidden_states_of, read_config
 from .training_sequence import TrainingSequence
 
 Count = Annotated[int, Field(ge=1)]
@@ -143,10 +143,15 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
     if isinstance(prompt, list):
-        return [int(token) for token in prompt]
+        return _given_ids(prompt)
     if config.chat:
         messages = [{"role": "user", "content": str(prompt)}]
-        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        try:
+            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except ValueError as error:
+            raise ConfigError(
+                f"the model has no chat template that works: {' '.join(str(error).split())[:200]}"
+            ) from error
     else:
         found = tokenizer(str(prompt))["input_ids"]
     return list(found)
@@ -154,21 +159,38 @@ def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
 
 def _token_ids(response: Any, tokenizer: Any) -> list[int]:
     if isinstance(response, list):
-        return [int(token) for token in response]
+        return _given_ids(response)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     return [*tokenizer(str(response), add_special_tokens=False)["input_ids"], *end]
+
+
+def _given_ids(given: list[Any]) -> list[int]:
+    try:
+        return [int(token) for token in given]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a prompt or response is a list, but not of token ids: {str(given)[:80]}; give text or token ids"
+        ) from error
 
 
 def answered(
     model: str, prompts: Sequence[Text], config: TextConfig, *, seed: int, progress: Callable[[str], None]
 ) -> list[Text]:
     """The prompts with the responses that the target gives in an engine. ConfigError where it cannot run."""
-    engine = Engine(model, max_draft_depth=0, seed=seed, own_process=torch.cuda.is_available())
+    positions = read_config(model).max_position_embeddings
+    fitting = [text.prompt_token_ids for text in prompts if 0 < len(text.prompt_token_ids) < positions]
+    if not fitting:
+        raise ConfigError(f"none of the {len(prompts)} prompts fits in the model's context of {positions} tokens")
+    # vLLM wants KV memory for its whole context, which for many models is more than there is.
+    context = min(positions, max(map(len, fitting)) + config.max_response_tokens)
+    engine = Engine(
+        model,
+        max_draft_depth=0,
+        seed=seed,
+        own_process=torch.cuda.is_available(),
+        vllm_args={"max_model_len": context},
+    )
     try:
-        room = engine.llm.llm_engine.vllm_config.model_config.max_model_len
-        fitting = [text.prompt_token_ids for text in prompts if 0 < len(text.prompt_token_ids) < room]
-        if not fitting:
-            raise ConfigError(f"none of the {len(prompts)} prompts fits in the model's context of {room} tokens")
         requests = [
             GenerationRequest(
                 key=(0, str(n), 0, 0), prompt_token_ids=ids, max_response_tokens=config.max_response_tokens
@@ -200,10 +222,11 @@ def usable(texts: Sequence[Text], vocabulary: int, max_positions: int) -> list[T
     """
     kept = []
     for text in texts:
-        highest = max((*text.prompt_token_ids, *text.token_ids), default=0)
-        if highest >= vocabulary:
+        ids = (*text.prompt_token_ids, *text.token_ids)
+        strange = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if strange is not None:
             raise ConfigError(
-                f"a text has token {highest}, and the model's vocabulary ends at {vocabulary - 1}: "
+                f"a text has token {strange}, and the model's vocabulary goes from 0 to {vocabulary - 1}: "
                 "these texts are another model's"
             )
         room = max_positions - len(text.prompt_token_ids)

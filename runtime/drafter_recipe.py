@@ -11,7 +11,9 @@ from tltlab.coordinator import CoordinatorConfig
 from tltlab.training_schedule import ScheduleConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Method = Literal["eagle", "eagle3"]
 
 
@@ -29,8 +31,8 @@ class LossConfig(_Settings):
     """
 
     kind: Literal["eagle", "hass", "eagle3"] = "eagle"
-    hidden_weight: Annotated[float, Field(ge=0)] = 1.0
-    token_weight: Annotated[float, Field(ge=0)] = 0.1
+    hidden_weight: Weight = 1.0
+    token_weight: Weight = 0.1
     unroll: Annotated[int, Field(ge=1)] | None = None
     decay: Annotated[float, Field(gt=0, le=1)] = 0.8
 
@@ -48,8 +50,8 @@ class OptimConfig(_Settings):
     """AdamW; betas, decay and clipping are those of TLT's released trainer. `warmup` updates raise the rate to `lr`."""
 
     lr: Positive = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: Weight = 0.01
     max_grad_norm: Positive = 1.0
     warmup: Annotated[int, Field(ge=0)] = 20
 

@@ -10,6 +10,7 @@ import math
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,7 @@ from tltlab.state import DrafterState
 from tltlab.training_schedule import TrainingSchedule
 
 from .coordinator_keys import ClientKeys, ServerKeys, make_keys
+from .coordinator_log import Membership, PeriodRecord
 from .coordinator_server import CoordinatorServer
 from .drafter_recipe import DrafterConfig
 from .drafting import DrafterPool, DrafterReport
@@ -109,6 +111,8 @@ class DrafterRun(NoDrafter):
         self._server_lock = threading.Lock()
         self._trainers: TrainerProcesses | None = None
         self._trains_in: int | None = None
+        self._began = time.perf_counter()
+        self._died: set[int] = set()
         self._annotating: dict[int, Any] = {}
         self._seen: dict[int, tuple[int, int, int]] = {}
         self._rows: Rows = {}
@@ -149,6 +153,8 @@ class DrafterRun(NoDrafter):
         client_keys: tuple[ClientKeys | None, ...] = (None,) * self.num_workers
         if config.endpoint is not None:
             self._server_keys, client_keys = make_keys(self.num_workers)
+        where = get([worker.place.remote() for worker in workers])
+        check_machines(config, [node for node, _ in where], ray.get_runtime_context().get_node_id())
         self._server = self._new_server(config.endpoint or f"ipc://{self._place}/coordinator")
         assert self._place is not None
         places = [
@@ -165,7 +171,6 @@ class DrafterRun(NoDrafter):
             )
             for worker in range(self.num_workers)
         ]
-        where = get([worker.place.remote() for worker in workers])
         self._trainers = TrainerProcesses(places, where, config, self.events, self._gone)
         self._trainers.begin(trainer.frozen.remote(), get)
         get([worker.guard_drafter.remote(config.canary) for worker in workers])
@@ -177,7 +182,7 @@ class DrafterRun(NoDrafter):
         self.events.record(f"{'training' if decision.train else 'no training'}: {decision.reason}")
         self._in_service = {"drafter_version": self._swaps, "drafter_age": age, "drafter_updates": self.updates}
         if decision.train:
-            self._trains_in = rl_step
+            self._trains_in, self._began, self._died = rl_step, time.perf_counter(), set()
             self._coordinate(lambda server: server.rollout_started(rl_step))
 
     def rollout_ends(self, rl_step: int) -> None:
@@ -193,6 +198,7 @@ class DrafterRun(NoDrafter):
         annotated = self._trainers.collect(self._annotating)
         self._rows["acceptance"] = [row for rows in annotated.values() for row in rows]
         self._rows["spot_training"] = [row for rows in self._ask("take_rows").values() for row in rows]
+        self._rows["spot_training"] += self._lost(rl_step - 1, self._rows["spot_training"])
         for row in self._rows["spot_training"]:
             if row["ended"] == "failed":
                 self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
@@ -252,9 +258,11 @@ class DrafterRun(NoDrafter):
 
     def _kill(self, worker: int) -> None:
         assert self._trainers is not None
+        self._died.add(worker)
         self._trainers.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
 
     def _gone(self, worker: int) -> None:
+        self._died.add(worker)
         self._coordinate(lambda server: server.worker_gone(worker))
 
     def _coordinate(self, tell: Callable[[CoordinatorServer], Any]) -> None:
@@ -292,6 +300,21 @@ class DrafterRun(NoDrafter):
         assert self._trainers is not None
         self.events.note(f"{why}: the drafter is not trained any more in this run")
         self._trainers.close()
+
+    def _lost(self, rl_step: int, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Rows of `spot_training` for trainers that died in this rollout's training and tell nothing any more."""
+        died, self._died = self._died, set()
+        server = self._server
+        if not died or server is None:
+            return []
+        known = {(row["worker"], row["term"]) for row in told}
+        rows = {
+            (member.worker, period.term): lost_row(period, member, self._began)
+            for period in server.periods()
+            for member in period.members
+            if period.rl_step == rl_step and member.worker in died
+        }
+        return [row for key, row in rows.items() if key not in known]
 
     def _swap(self, rl_step: int, furthest: Sequence[int], updates: int) -> None:
         """Bring the drafter of the trainers that are `furthest` to the engines, and to all other trainers."""
@@ -349,6 +372,46 @@ class DrafterRun(NoDrafter):
             drafts, kept = drafts + now[1] - base[1], kept + now[2] - base[2]
             self._seen[worker] = now
         self._lately = (1 + kept / drafts if drafts else None), drafts
+
+
+def lost_row(period: PeriodRecord, member: Membership, began: float) -> dict[str, Any]:
+    """What the coordinator knows of a trainer that died: when it held its device, and not what it did."""
+    until = member.stop_s if member.free_s is None else member.free_s
+    return {
+        "rl_step": period.rl_step,
+        "worker": member.worker,
+        "term": period.term,
+        "t_start": max(member.start_s - began, 0.0),
+        "duration": (time.perf_counter() if until is None else until) - member.start_s,
+        "members": len(period.members),
+        **dict.fromkeys(("setup_s", "train_s", "wait_s", "blocked_s"), 0.0),
+        **dict.fromkeys(("updates", "tokens", "sequences", "checkpoints"), 0),
+        "yield_s": None,
+        "ended": "killed",
+        "loss": None,
+        "accept": None,
+        "detail": "its process ended: what it did is not known",
+    }
+
+
+def check_machines(config: DrafterConfig, nodes: Sequence[str], here: str) -> None:
+    """Raise ConfigError where workers on other machines than the driver's could not be reached, or not together.
+
+    `nodes` are the workers' machines by Ray's names, `here` is the driver's.
+    """
+    if set(nodes) <= {here}:
+        return
+    host = "" if config.endpoint is None else config.endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if config.endpoint is None or not config.endpoint.startswith("tcp://") or host in ("*", "0.0.0.0", "[::]"):
+        raise ConfigError(
+            "there are rollout workers on other machines than the driver: set drafter.endpoint to tcp://HOST:PORT, an "
+            "address of the driver's machine that they can reach"
+        )
+    if len(set(nodes)) > 1 and config.coordinator.max_members != 1:
+        raise ConfigError(
+            "the rollout workers are on several machines, and trainers of one machine only train together: set "
+            "drafter.coordinator.max_members to 1"
+        )
 
 
 def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> NoDrafter:

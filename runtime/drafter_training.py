@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -106,22 +107,26 @@ class DrafterTraining:
         self.frozen = frozen.to(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
 
     def update(
-        self, sequences: Sequence[TrainingSequence], group: Group | None = None, *, leave: bool = False
+        self,
+        sequences: Sequence[TrainingSequence],
+        group: Group | None = None,
+        *,
+        leave: Callable[[], bool] = lambda: False,
     ) -> UpdateReport:
         """Take one optimizer step on the sequences of all members, who weigh by the tokens they predict.
 
         So members with parts of a batch do as one with all of it, to the letter where one step is taught; unrolled
         steps have fewer tokens than the first and are weighed by the first's. A member without data has no weight.
-        `leave` says that this one has to go. Where a loss or gradient of any member is not finite, nobody applies
-        anything; where the step makes such weights, all go back to the last state kept, at most 16 updates old. After
-        three such updates in a row all go back and raise RunError. Raises GroupLost where a member is lost: nothing was
-        applied.
+        `leave` says whether this one has to go; it is asked just before the exchange, so that all leave with the update
+        under way. Where a loss or gradient of any member is not finite, nobody applies anything; where the step makes
+        such weights, all go back to the last state kept, at most 16 updates old. After three such updates in a row all
+        go back and raise RunError. Raises GroupLost where a member is lost: nothing was applied.
         """
         began = time.perf_counter()
         message = self._message
         message.clear()
         self._own_part(sequences)
-        message.leave.fill_(leave)
+        message.leave.fill_(leave())
         message.members.fill_(1.0)
         if group is not None:
             group.sum(message.flat)
@@ -131,7 +136,8 @@ class DrafterTraining:
         if tokens and not bad:
             message.gradient.div_(tokens)
             norm = float(torch.linalg.vector_norm(message.gradient))
-            bad = not self._apply(norm)
+            # Finite gradients may have none: clipped by it they would be zeros.
+            bad = not (math.isfinite(norm) and self._apply(norm))
         applied = bool(tokens) and not bad
         hidden_loss, token_loss, loss = (message.losses / tokens).tolist() if applied else [0.0] * 3
         report = UpdateReport(

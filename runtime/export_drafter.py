@@ -27,7 +27,7 @@ from .drafter_acceptance import walk
 from .drafter_data import TextConfig, load_target, load_tokenizer, read_texts
 from .drafter_head import WEIGHTS_FILE, DrafterHead
 from .eagle3 import Eagle3Head
-from .heads import load_head
+from .heads import check_fit, load_head
 from .target_states import FrozenTarget, hidden_states_of, read_config
 from .train_drafter import MARKER as TRAINED
 from .train_drafter import new_head_folder
@@ -121,7 +121,7 @@ def export_drafter(
     began = time.perf_counter()
     with new_head_folder(out, MARKER) as folder:
         head = load_head(source.head)
-        fits(head, source)
+        check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)
         write_checkpoint(head, frozen, source.target, folder)
         prompts = _prompts(source, config)
@@ -202,22 +202,6 @@ def find_source(
     )
 
 
-def fits(head: DrafterHead, source: Source) -> None:
-    """Raise ConfigError where the head is for a target of another shape."""
-    target = read_config(source.target)
-    for name in ("hidden_size", "vocab_size"):
-        if getattr(head.config, name) != getattr(target, name):
-            raise ConfigError(
-                f"{source.head} is for a target with {name} {getattr(head.config, name)}, "
-                f"{source.target} has {getattr(target, name)}"
-            )
-    if max(head.aux_layers, default=0) > target.num_hidden_layers:
-        raise ConfigError(
-            f"{source.head} reads layer {max(head.aux_layers)} of its target, "
-            f"{source.target} has {target.num_hidden_layers} layers"
-        )
-
-
 def write_checkpoint(head: DrafterHead, frozen: FrozenTarget, target: Path, folder: Path) -> None:
     """Write the head, in the target's dtype, with what it shared; an EAGLE-3 head's config names its verifier."""
     if isinstance(head, Eagle3Head):
@@ -237,13 +221,17 @@ def compare(
     What is expected is what `head` has on the responses that came back.
     """
     runs: list[tuple[float, StockRun]] = []
-    with StockEngine(target, folder, method=head.method, depth=config.depth, seed=config.seed) as engine:
-        # Near the end of its context vLLM drafts no more.
-        room = engine.max_model_len - max(map(len, prompts)) - config.depth - 1
-        if room < 2:
-            raise ConfigError(f"the prompts leave no room in the model's context of {engine.max_model_len} tokens")
+    positions = read_config(target).max_position_embeddings
+    # vLLM drafts no more where a draft after the one that it verifies would reach beyond its context.
+    beside = max(map(len, prompts)) + 2 * config.depth
+    most = min(config.max_response_tokens, positions - beside)
+    if most < 2:
+        raise ConfigError(f"the prompts leave no room in the model's context of {positions} tokens")
+    # vLLM wants KV memory for its whole context, which for many models is more than there is.
+    with StockEngine(
+        target, folder, method=head.method, depth=config.depth, max_model_len=beside + most, seed=config.seed
+    ) as engine:
         for temperature in (0.0, config.temperature):
-            most = min(config.max_response_tokens, room)
             runs.append((temperature, engine.generate(prompts, temperature=temperature, max_tokens=most)))
     model, frozen = load_target(target)
     head = head.to(frozen.embedding.device, torch.float32).eval()

@@ -23,7 +23,7 @@ from .eagle3 import Eagle3Head, default_aux_layers
 from .packing import PackedBatch
 from .target_states import FINAL_NORM, FrozenTarget, read_config, read_weights
 
-__all__ = ["DrafterHead", "fit_inputs", "load_head", "new_head"]
+__all__ = ["DrafterHead", "check_fit", "fit_inputs", "load_head", "new_head"]
 
 GAIN = 0.5
 """Random weights have this standard deviation times 1 / sqrt(inputs)."""
@@ -81,6 +81,20 @@ def fit_inputs(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, ridg
     head.fc.weight.copy_(torch.linalg.solve(gram, x.T @ batch.next_hidden.float()).T)
     head.layer.self_attn.o_proj.weight.mul_(0.1)
     head.layer.mlp.down_proj.weight.mul_(0.1)
+
+
+def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) -> None:
+    """Raise ConfigError where the head of a folder is for a target of another shape."""
+    target = read_config(target_folder)
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(head.config, name), getattr(target, name)
+        if theirs != ours:
+            raise ConfigError(f"{folder} is for a target with {name} {theirs}, {target_folder} has {ours}")
+    if max(head.aux_layers, default=0) > target.num_hidden_layers:
+        raise ConfigError(
+            f"{folder} reads layer {max(head.aux_layers)} of its target, "
+            f"{target_folder} has {target.num_hidden_layers} layers"
+        )
 
 
 def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> DrafterHead:

@@ -23,8 +23,8 @@ class PackedBatch:
     token_ids (T): token t + 1. hidden (T, H): state t. next_hidden (T, H): state t + 1, which a drafter's output stands
     for and from which the target's distribution of token t + 2 follows. next_token_ids (T): token t + 2. aux (T, A H):
     what entered A of the target's layers at t, or None. positions (T): of state t in its request. mask (T): whether
-    token t + 2 belongs to the response. `lengths`: rows of each sequence, which has one token more than twice states:
-    N states give N - 1 rows, sequences of fewer than two give none.
+    token t + 2 belongs to the response. `lengths`: rows of each sequence: N states give
+    N - 1 rows; sequences of fewer than two states give none and have no length here.
     """
 
     token_ids: Tensor

@@ -41,7 +41,9 @@ class RunEvents:
                 file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 try:
                     # One write in append mode: no line ends up inside another.
-                    os.write(file, line)
+                    end = os.fstat(file).st_size
+                    if os.write(file, line) < len(line):
+                        os.ftruncate(file, end)
                 finally:
                     os.close(file)
             except OSError:

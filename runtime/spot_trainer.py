@@ -11,8 +11,8 @@ import os
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,9 @@ HELD_OUT = 8
 """One of so many sequences is not trained on, but tells how good the drafter is."""
 
 MOST_HELD_OUT = 32
+
+BESIDE = 8
+"""Held-out sequences, and prompts kept for siblings, take at most such a part of `BufferConfig.max_bytes` each."""
 
 Row = dict[str, Any]
 
@@ -128,7 +131,9 @@ class SpotTrainer:
         self._sample: list[TrainingSequence] = []
         self._seen = 0
         self._heldout: deque[TrainingSequence] = deque(maxlen=MOST_HELD_OUT)
-        self._prompts: dict[tuple[int, str], TrainingSequence] = {}
+        self._prompts: OrderedDict[tuple[int, str], TrainingSequence] = OrderedDict()
+        self._prompt_bytes = 0
+        self._most_beside = config.buffer.max_bytes // BESIDE
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
 
@@ -253,6 +258,7 @@ class SpotTrainer:
                 self._rl_step, self._began = rl_step, time.perf_counter() - rollout_s
                 self._sample, self._seen = [], 0
                 self._prompts.clear()
+                self._prompt_bytes = 0
                 self.buffer.begin(rl_step)
         self._client.requests(rl_step, busy)
 
@@ -264,6 +270,8 @@ class SpotTrainer:
                 self.buffer.add(whole)
             else:
                 self._heldout.append(whole)
+                while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
+                    self._heldout.popleft()
             # A uniform sample of the RL step's responses, for `annotate`.
             if len(self._sample) < self.config.annotate:
                 self._sample.append(whole)
@@ -276,6 +284,9 @@ class SpotTrainer:
         if sequence.first_position == 0:
             if prompt not in self._prompts:
                 self._prompts[prompt] = _prompt_of(sequence)
+                self._prompt_bytes += self._prompts[prompt].nbytes
+                while len(self._prompts) > 1 and self._prompt_bytes > self._most_beside:
+                    self._prompt_bytes -= self._prompts.popitem(last=False)[1].nbytes
             return sequence
         sibling, start = self._prompts.get(prompt), sequence.first_position
         if sibling is None or sibling.num_rows < start:
@@ -335,19 +346,23 @@ class SpotTrainer:
 
     def _train(self, order: TrainIn, group: DrafterGroup | None, period: Period) -> None:
         """One update after the other until this member, or another one, has to leave."""
+
+        def has_to_leave() -> bool:
+            return self._client.order != order or self._enough() or self._closed.is_set()
+
         while True:
-            leave = self._client.order != order or self._enough() or self._closed.is_set()
-            if leave and group is None:
+            leaves = has_to_leave()
+            if leaves and group is None:
                 return
             begin = time.perf_counter()
             with self._data:
-                sequences = self.buffer.sample(self.config.tokens_per_update, self.rng)
+                sequences = [] if leaves else self.buffer.sample(self.config.tokens_per_update, self.rng)
             if not sequences and group is None:
                 self._closed.wait(POLL_S)
                 period.wait_s += time.perf_counter() - begin
                 continue
             with self._lock:
-                report = self.training.update(sequences, group, leave=leave)
+                report = self.training.update(sequences, group, leave=has_to_leave)
             period.train_s += time.perf_counter() - begin
             if report.tokens:
                 period.learned(report, sequences)
@@ -385,6 +400,10 @@ class SpotTrainer:
         with DrafterGroup.join(
             self.place.rendezvous, name, ranks.index(own.name), len(ranks), timeout_s, backend=self.config.backend
         ) as group:
+            # All have seen all.
+            own.unlink()
+            with suppress(OSError):
+                hall.rmdir()
             yield group
 
     def _next_order(self, order: TrainIn) -> TrainIn | None:
@@ -417,6 +436,10 @@ def _furthest_first(shown: str) -> tuple[int, int]:
     """Sorts what members show, UPDATES-WORKER: most updates first, then by worker."""
     updates, worker = map(int, shown.split("-"))
     return -updates, worker
+
+
+def _nbytes(sequences: Iterable[TrainingSequence]) -> int:
+    return sum(sequence.nbytes for sequence in sequences)
 
 
 def _prompt_of(sequence: TrainingSequence) -> TrainingSequence:

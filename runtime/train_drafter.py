@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -36,7 +37,7 @@ from .drafter_head import DrafterHead
 from .drafter_loss import drafter_loss
 from .drafter_recipe import LossConfig, OptimConfig
 from .drafter_training import DrafterTraining
-from .heads import fit_inputs, load_head, new_head
+from .heads import check_fit, fit_inputs, load_head, new_head
 from .packing import pack
 from .target_states import FrozenTarget, read_config
 from .training_sequence import TrainingSequence
@@ -99,12 +100,14 @@ def train_drafter(
         training = DrafterTraining(head, frozen, config.loss, config.optim, target.device)
         before = after = _measured(head, frozen, heldout, states, config)
         progress(f"update 0: accept length {_length(before)} on {len(heldout)} held-out responses")
-        if config.head is None and config.loss.method == "eagle":
+        if config.updates and config.head is None and config.loss.method == "eagle":
             fit_inputs(head, frozen, pack(epochs.take(FIT_TOKENS), target.device, torch.float32))
         tokens, checks, reached = 0, [], _reaches(before, config)
         while training.updates < config.updates and not reached:
             report = training.update(epochs.take(config.tokens_per_update))
             tokens += report.tokens
+            if report.skipped:
+                continue
             if training.updates % config.check_every == 0 or training.updates == config.updates:
                 after = _measured(head, frozen, heldout, states, config)
                 checks.append({"update": training.updates, "tokens": tokens, **after})
@@ -143,7 +146,6 @@ def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
     """The head to train. ConfigError where the one to go on from does not fit the loss or the model."""
     if not model.is_dir():
         raise ConfigError(f"{model}: no such folder; the target is a Hugging Face model in a folder")
-    target = read_config(model)
     if config.head is None:
         return new_head(model, config.loss.method, config.seed)
     head = load_head(config.head)
@@ -151,17 +153,7 @@ def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
         raise ConfigError(
             f"{config.head} holds an {head.method} head, and {config.loss.kind} trains {config.loss.method} heads"
         )
-    for name in ("hidden_size", "vocab_size"):
-        if getattr(head.config, name) != getattr(target, name):
-            raise ConfigError(
-                f"{config.head} is for a target with {name} {getattr(head.config, name)}, "
-                f"{model} has {getattr(target, name)}"
-            )
-    if max(head.aux_layers, default=0) > target.num_hidden_layers:
-        raise ConfigError(
-            f"{config.head} reads layer {max(head.aux_layers)} of its target, "
-            f"{model} has {target.num_hidden_layers} layers"
-        )
+    check_fit(head, config.head, model)
     return head
 
 
@@ -187,7 +179,7 @@ def _texts(
 def _measured(
     head: DrafterHead, frozen: FrozenTarget, heldout: Sequence[Text], states: TargetStates, config: WarmUpConfig
 ) -> dict[str, Any]:
-    """Acceptance and mean loss of a row on held-out texts."""
+    """Acceptance and mean loss of a row on held-out texts. RunError where that loss is not finite."""
     total, rows = 0.0, 0
 
     def each() -> Iterator[TrainingSequence]:
@@ -202,6 +194,8 @@ def _measured(
             yield sequence
 
     acceptance = acceptance_along(head, frozen, each(), config.depth)
+    if not math.isfinite(total):
+        raise RunError("the loss on held-out responses is not finite: look for NaN in the model's hidden states")
     return {**acceptance.to_json(), "loss": total / rows if rows else 0.0}
 
 
@@ -238,4 +232,6 @@ def new_head_folder(out: Path, marker: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
     finally:
-        shutil.rmtree(beside)
+        if (beside / "old").exists() and not out.exists():
+            os.replace(beside / "old", out)
+        shutil.rmtree(beside, ignore_errors=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from .drafter_recipe import DrafterConfig
@@ -109,7 +109,7 @@ class TrainerProcesses:
                 answers[worker] = ray.get(call)
             except RayTaskError as error:
                 self.events.note(f"the drafter's trainer of worker {worker}: {_sentence(error)}", worker=worker)
-            except RayActorError:
+            except RayError:
                 continue
         return answers
 
@@ -167,8 +167,15 @@ class TrainerProcesses:
         there = ray.remote(num_cpus=0)(_kill).options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         )
-        with contextlib.suppress(RayError, GetTimeoutError):
-            ray.get(there.remote(process.pid), timeout=self.config.coordinator.yield_timeout_s)
+        timeout_s = self.config.coordinator.yield_timeout_s
+        try:
+            ray.get(there.remote(process.pid), timeout=timeout_s)
+        except (RayError, GetTimeoutError):
+            self.events.note(
+                f"the drafter's trainer of worker {worker} was to end, and its machine did not say within "
+                f"{timeout_s:g} s that it has",
+                worker=worker,
+            )
 
     def _watch(self) -> None:
         while not self._closed.wait(WATCH_S):
@@ -190,7 +197,7 @@ class TrainerProcesses:
                     process.pid, process.run = answer, process.actor.run.remote()
                     return
                 why = "it ended"
-            except (RayActorError, RayTaskError) as error:
+            except RayError as error:
                 why = _sentence(error)
             del self._processes[worker]
         self._end(worker, process)

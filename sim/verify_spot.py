@@ -86,8 +86,8 @@ class SpotRun:
         """Acceptance of some RL steps as it holds for the drafter of another one.
 
         Each of them is scaled by the level of its drafter, with a freshness fitted to acceptance.parquet in the RL
-        steps `known` but `step`. Without several ages or numbers of
-        updates there, or with an RL step whose drafter is unknown, it is the base itself.
+        steps `known` but `step`. Without several ages or numbers of updates there, or with an RL step whose drafter is
+        unknown, it is the base itself.
         """
         table, iterations = self.trace.acceptance, self.trace.iterations
         if base is None or table is None or iterations is None or not {*fit_on, step} <= self.states.keys():
@@ -121,8 +121,13 @@ class SpotRun:
         most = self._most(step)
         wanted = float(np.mean([r.trained.updates for r in found])) if found else float("nan")
         allowed = min(1.0, most / wanted) if wanted > 0 else 1.0
-        idle_s = float((self._ends(step).max() - self._ends(step)).sum())
-        trained_s = float(self._rows.loc[self._rows["rl_step"] == step, "train_s"].sum())
+        ends = self._ends(step)
+        idle_s = float((ends.max() - ends).sum())
+        rows = self._rows[self._rows["rl_step"] == step]
+        # The last update may outlast the idle time: a row's updates count in proportion to what lies within.
+        begin, end = rows["t_start"], rows["t_start"] + rows["duration"]
+        within_s = end.clip(upper=ends.max()) - begin.clip(lower=pd.Series(ends[rows["worker"]], index=rows.index))
+        trained_s = float((rows["train_s"] * (within_s / rows["duration"]).clip(0.0, 1.0)).sum())
         return {
             "updates": self.updates.get(step, 0),
             "predicted_updates": wanted * allowed,
@@ -145,9 +150,11 @@ class SpotRun:
 
     def _ends(self, step: int) -> Floats:
         """When each worker had nothing left; 0 for one that never had anything."""
+        assert self._rows is not None
         rows = self._last_iterations
         mine = rows[rows["rl_step"] == step]
-        found = np.zeros(max(self.trace.manifest.num_workers or 1, 1 + int(rows["worker"].max())))
+        last = pd.concat([rows["worker"], self._rows["worker"]]).max()
+        found = np.zeros(max(self.trace.manifest.num_workers or 1, 1 + int(last)))
         found[mine["worker"].to_numpy(np.int64)] = mine["end"]
         return found
 

@@ -88,7 +88,10 @@ def recorded_updates(table: pd.DataFrame) -> dict[int, int]:
 
 def _beside(table: pd.DataFrame) -> pd.DataFrame:
     """Rows that held a device, with `opens` (first of their period), `changes` of the group while they were in it, and
-    `others`: how many trained beside them on average."""
+    `others`: how many trained beside them on average.
+
+    A killed trainer's row tells when it held its device and little else: it opens nothing where another row does.
+    """
     rows = table[table["duration"] > 0].reset_index(drop=True)
     opens = np.zeros(len(rows), bool)
     changes, others = np.zeros(len(rows), np.int64), np.zeros(len(rows))
@@ -97,7 +100,7 @@ def _beside(table: pd.DataFrame) -> pd.DataFrame:
         start = rows["t_start"].to_numpy()[at]
         end = start + rows["duration"].to_numpy()[at]
         ready = np.minimum(start + rows["setup_s"].to_numpy()[at], end)
-        opens[at[0]] = True
+        opens[next((row for row in at if rows["ended"][row] != "killed"), at[0])] = True
         moments = np.unique(np.concatenate([start, end]))
         for i, row in enumerate(at):
             changes[row] = int(((moments > start[i]) & (moments < end[i])).sum())
@@ -190,7 +193,11 @@ def _is_shared(tokens: Floats, together: Floats, weight: Floats) -> bool:
 
 def _pauses(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> tuple[float, float]:
     """`start_s` and `join_s`: whoever joins a group pauses for that and for every later change, who opens it starts."""
-    opened, joined = rows[rows["opens"]], rows[~rows["opens"]]
+    told = rows[rows["ended"] != "killed"]
+    opened, joined = told[told["opens"]], told[~told["opens"]]
+    if opened.empty:
+        notes.append("start_s and join_s keep their defaults: every period was killed")
+        return default.start_s, default.join_s
     if joined.empty:
         notes.append("join_s keeps its default: no worker joined another's group")
         return float(opened["setup_s"].median()), default.join_s

@@ -221,7 +221,18 @@ def _chains(*depths: int, drafter: str = "ngram") -> Strategies:
 
 _TABLE = zip((1, 5, 17, 33), (*_chains(8, 4, 2), NO_SPECULATION), strict=True)
 _BUCKETS = zip((1, 5, 17), (_chains(8, 4, 2, 0), _chains(4, 2, 1, 0), _chains(2, 1, 0)), strict=True)
-_BOTH = zip((1, 5, 17), ((8, 4), (4, 2), (2, 1)), strict=True)
+_TWO_DEPTHS = ((1, (8, 4)), (5, (4, 2)), (17, (2, 1)))
+
+
+def _between(first: str, second: str) -> Policy:
+    """BEG-MAB between two drafters, at two depths each, and none."""
+    buckets = tuple(
+        Bucket(min_batch=b, strategies=(*_chains(*depths, drafter=first), *_chains(*depths, 0, drafter=second)))
+        for b, depths in _TWO_DEPTHS
+    )
+    return Policy(selector=BegMabSpec(buckets=buckets, reward="relative"), activation=Activation())
+
+
 
 # The bandits learn from relative rewards: within a rollout the batch only falls, so tokens per second would favour
 # whatever arm ran early. UCB1's textbook exploration of 1 keeps trying arms that are clearly worse; 0.1 is calmer.
@@ -244,15 +255,9 @@ SHIPPED: dict[str, Policy] = {
         ),
         activation=Activation(),
     ),
-    "beg-mab-suffix": Policy(
-        selector=BegMabSpec(
-            buckets=tuple(
-                Bucket(min_batch=b, strategies=(*_chains(*d, drafter="suffix"), *_chains(*d, 0))) for b, d in _BOTH
-            ),
-            reward="relative",
-        ),
-        activation=Activation(),
-    ),
+    "beg-mab-suffix": _between("suffix", "ngram"),
+    # For engines that have a drafter "learned", as runs with a [drafter] do.
+    "beg-mab-learned": _between("learned", "suffix"),
     "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
     # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
     "das": Policy(

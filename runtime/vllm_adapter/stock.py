@@ -35,10 +35,20 @@ class StockRun:
 class StockEngine:
     """A `vllm.LLM` of a target and a drafter's checkpoint, in this process. A context manager; leaving it frees all.
 
-    `method` is vLLM's name of the drafter's kind, `depth` the tokens it drafts. RunError where vLLM does not start.
+    `method` is vLLM's name of the drafter's kind, `depth` the tokens it drafts, `max_model_len` the tokens that a
+    prompt and its response may have. RunError where vLLM does not start.
     """
 
-    def __init__(self, target: str | Path, drafter: str | Path, *, method: str, depth: int, seed: int = 0) -> None:
+    def __init__(
+        self,
+        target: str | Path,
+        drafter: str | Path,
+        *,
+        method: str,
+        depth: int,
+        max_model_len: int,
+        seed: int = 0,
+    ) -> None:
         cpu = on_cpu()
         # A process of its own gives all of a device's memory back when it ends.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
@@ -53,6 +63,7 @@ class StockEngine:
         try:
             self._llm = vllm.LLM(
                 model=str(target),
+                max_model_len=max_model_len,
                 speculative_config={"method": method, "model": str(drafter), "num_speculative_tokens": depth},
                 disable_log_stats=False,
                 generation_config="vllm",
@@ -73,11 +84,6 @@ class StockEngine:
     def close(self) -> None:
         """Release the engine's memory and threads."""
         self._llm.llm_engine.engine_core.shutdown()
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens that a prompt and its response may have."""
-        return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
 
     def generate(self, prompts: Sequence[Sequence[int]], *, temperature: float, max_tokens: int) -> StockRun:
         """One response per prompt of token ids. ConfigError for what vLLM refuses."""

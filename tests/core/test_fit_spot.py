@@ -53,6 +53,23 @@ def test_a_run_gives_back_what_it_was_made_with(seed: int):
     assert model.packed, "the table knows packed training only"
 
 
+def test_a_killed_trainer_whose_row_tells_only_when_it_held_its_device_changes_no_rate():
+    trace, truth = run(), fit_spot(run()).model
+    table = trace.spot_training
+    assert table is not None
+    opener = table.sort_values(["t_start", "worker"]).groupby("rl_step").head(1)
+    beside = opener.assign(worker=99, ended="killed", accept=None, yield_s=None, loss=None)
+    nothing = ["setup_s", "train_s", "wait_s", "blocked_s", "updates", "tokens", "sequences", "checkpoints"]
+    beside[nothing] = 0
+    # It came first by a little, and its death ended the period.
+    beside = beside.assign(t_start=beside["t_start"] - 0.01, duration=beside["duration"] + 0.01)
+    found = fit_spot(trace.replace(spot_training=pd.concat([beside, table], ignore_index=True)))
+    for name in ("start_s", "join_s", "checkpoint_every", "yield_s"):
+        assert getattr(found.model, name) == pytest.approx(getattr(truth, name)), name
+    assert found.median_error is not None
+    assert found.median_error < 0.1
+
+
 def test_updates_of_steps_left_out_follow_from_their_training_seconds():
     found = fit_spot(run(noise=0.2))
     assert found.residuals["updates"].tolist() == list(recorded_updates(run(noise=0.2).spot_training).values())

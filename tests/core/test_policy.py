@@ -57,25 +57,31 @@ def test_a_shipped_policy_survives_its_file(name, tmp_path):
     assert load_policy(str(tmp_path / "new folder" / "policy.json")) == policy
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+MODEL_FREE = [name for name in SHIPPED if name != "beg-mab-learned"]
+
+
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_a_shipped_policy_drafts_without_a_network_at_a_few_depths(name):
     for strategy in load_policy(name).strategies:
         assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in (0, 1, 2, 4, 8)]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", MODEL_FREE)
 def test_a_shipped_policy_names_only_drafters_that_every_engine_has_or_it_brings_along(name):
     policy = load_policy(name)
     assert {s.drafter for s in policy.strategies if s.speculates} <= {*DEFAULT_DRAFTERS, *policy.drafters}
 
 
-def test_the_shipped_bandit_over_two_drafters_can_choose_between_them_in_every_bucket():
-    for bucket in load_policy("beg-mab-suffix").selector.buckets:
-        assert {s.drafter for s in bucket.strategies} == {"ngram", "suffix", "none"}
+@pytest.mark.parametrize(
+    ("name", "drafters"), [("beg-mab-suffix", {"ngram", "suffix"}), ("beg-mab-learned", {"learned", "suffix"})]
+)
+def test_the_shipped_bandits_over_two_drafters_can_choose_between_them_in_every_bucket(name, drafters):
+    for bucket in load_policy(name).selector.buckets:
+        assert {s.drafter for s in bucket.strategies} == drafters | {"none"}
         assert len(bucket.strategies) == 5
 
 
-@pytest.mark.parametrize("name", ["beg-mab", "beg-mab-suffix"])
+@pytest.mark.parametrize("name", ["beg-mab", "beg-mab-suffix", "beg-mab-learned"])
 def test_the_shipped_bandits_have_a_choice_in_each_bucket_and_draft_deeper_for_smaller_batches(name):
     buckets = load_policy(name).selector.buckets
     assert all(len(bucket.strategies) > 1 for bucket in buckets)

@@ -10,16 +10,22 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 
-def easy_target(random_model: Path, folder: Path) -> Path:
+def easy_target(random_model: Path, folder: Path, max_positions: int = 256) -> Path:
     """The random model with weak attention and sharp logits: the next token follows mostly from the last one."""
     for file in random_model.iterdir():
         if file.suffix in (".json", ".jsonl"):
             (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_positions}))
     weights = load_file(random_model / "model.safetensors")
     weights["lm_head.weight"] *= 4.0
     weak = {name: weight * (0.1 if "o_proj" in name else 1.0) for name, weight in weights.items()}
     save_file(weak, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+LONG_CONTEXT = 1 << 19
+"""Positions for which the KV cache that an engine has on a CPU is too small."""
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from tltlab.coordinator import CoordinatorConfig
 from tltlab.coordinator_agent import Hold, TrainIn
 from tltlab.coordinator_messages import Kill, StopTraining, Train, WorkerReport
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime import coordinator_thread
 from tltlab.runtime.coordinator_client import CoordinatorClient
 from tltlab.runtime.coordinator_keys import ClientKeys, check_endpoint, make_keys
 from tltlab.runtime.coordinator_server import CoordinatorServer
@@ -252,10 +253,10 @@ def test_coordination_of_a_rollout_takes_few_messages_and_little_time(cluster):
 
 
 def test_heartbeats_go_on_while_the_main_thread_works(cluster):
-    server, workers = cluster(num_workers=2, gone_after_s=0.6)
+    server, workers = cluster(num_workers=2, gone_after_s=1.2)
     begin(server, workers, 0)
     train(workers, 1, rl_step=0)
-    end = time.monotonic() + 1.2
+    end = time.monotonic() + 2.0
     while time.monotonic() < end:
         sum(i * i for i in range(1000))
     assert workers[1].training
@@ -486,3 +487,27 @@ def test_an_address_in_use_and_keys_for_other_workers_are_refused():
     server.close()
     with pytest.raises(ConfigError, match="3 workers' keys for 2 workers"):
         CoordinatorServer(CoordinatorConfig(), None, 2, lambda worker: None, make_keys(3)[0])
+
+
+def test_a_server_that_hangs_while_it_ends_a_process_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(coordinator_thread, "_CLOSE_S", 0.2)
+    goes_on, hangs = threading.Event(), threading.Event()
+
+    def on_kill(worker: int) -> None:
+        hangs.set()
+        goes_on.wait(20)
+
+    config = CoordinatorConfig(yield_timeout_s=0.1)
+    server = CoordinatorServer(config, f"ipc://{tmp_path}/c", 1, on_kill, take_over=True)
+    assert hangs.wait(5)
+    begin = time.perf_counter()
+    server.close()
+    assert time.perf_counter() - begin < 2.0
+    with pytest.raises(RunError, match="was closed"):
+        server.rollout_ended(0)
+    second = CoordinatorServer(config, server.endpoint, 1, lambda worker: None, take_over=True)
+    assert second.rollout_ended(0) < 2.0
+    second.close()
+    goes_on.set()
+    server._thread.join(5)
+    assert not server._thread.is_alive()

@@ -100,7 +100,12 @@ saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor
     assert ended.returncode == -signal.SIGKILL
     assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir()
     assert loaded(tmp_path) == 1.0
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000000"]
+    assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir(), "who reads takes nothing away from who may be writing"
+    saved = DrafterCheckpoint(tmp_path)
+    saved.save(state(3.0), wait=True)
+    assert saved.failures == []
+    assert loaded(tmp_path) == 3.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000000", "checkpoint-00000001"]
 
 
 def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,7 +28,8 @@ from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.recorder import repair
 from tltlab.runtime import trainer_processes
-from tltlab.runtime.drafter_run import DrafterRun, drafter_of
+from tltlab.runtime.drafter_recipe import DrafterConfig
+from tltlab.runtime.drafter_run import DrafterRun, check_machines, drafter_of
 from tltlab.runtime.drafting import DrafterReport
 from tltlab.runtime.feed import FeedSender
 from tltlab.runtime.heads import load_head, new_head
@@ -252,7 +254,9 @@ def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollo
     at = story.updates(1)
     until(lambda: story.updates(1) > at + 10)
     assert story.end() < YIELD_S
-    assert not [row for row in story.rows["spot_training"] if row["ended"] == "failed"]
+    ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
+    assert ended.count((2, "killed")) == 1
+    assert not [worker for worker, how in ended if how == "failed"]
     assert story.run.updates > at
 
 
@@ -267,6 +271,12 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
     assert not alive(hanging)
     until(lambda: story.pids.get(2, hanging) != hanging)
     assert story.run.updates > start, "what the others have is used"
+    ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
+    assert ended == {1: "stopped", 2: "killed"}
+    (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
+    assert lost["t_start"] + lost["duration"] > waited
+    assert (lost["members"], lost["updates"]) == (2, 0)
+    assert lost.keys() == story.rows["spot_training"][0].keys()
     assert any("did not yield within 3 s" in said for said in story.said + story.events.take())
 
 
@@ -338,6 +348,24 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
     until(lambda: story.updates(1) > start)
     assert story.end() < YIELD_S
     assert story.run.updates > start
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "message"),
+    [
+        ({}, "hh", ""),
+        ({"coordinator": {"max_members": 1}}, "ha", r"set drafter.endpoint to tcp://HOST:PORT"),
+        ({"endpoint": "ipc:///tmp/c", "coordinator": {"max_members": 1}}, "ha", r"set drafter.endpoint"),
+        ({"endpoint": "tcp://*:5555", "coordinator": {"max_members": 1}}, "ha", r"an address of the driver's machine"),
+        ({"endpoint": "tcp://10.0.0.1:5555"}, "ha", r"drafter.coordinator.max_members to 1"),
+        ({"endpoint": "tcp://10.0.0.1:5555"}, "aa", ""),
+        ({"endpoint": "tcp://10.0.0.1:5555", "coordinator": {"max_members": 1}}, "hab", ""),
+    ],
+)
+def test_workers_on_other_machines_that_could_not_train_are_refused(settings: dict, nodes: str, message: str):
+    config = DrafterConfig.model_validate(settings)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_machines(config, list(nodes), "h")
 
 
 def test_closing_leaves_nothing(story: Story):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -188,10 +188,25 @@ def test_all_leave_together_when_one_wants_to(tmp_path: Path):
     group = Threads(2)
     texts = [sequence(0)]
     first = together([lambda: left.update(texts, group), lambda: right.update(texts, group)])
-    second = together([lambda: left.update(texts, group), lambda: right.update(texts, group, leave=True)])
+    second = together([lambda: left.update(texts, group), lambda: right.update(texts, group, leave=lambda: True)])
     assert [report.leave for report in first + second] == [False, False, True, True]
     assert left.updates == right.updates == 2
-    assert left.update(texts, leave=True).leave
+    assert left.update(texts, leave=lambda: True).leave
+
+
+def test_a_member_told_to_leave_in_mid_update_leaves_with_that_update(tmp_path: Path):
+    left, right = training(tmp_path / "a"), training(tmp_path / "b")
+    group, told = Threads(2), threading.Event()
+    own_part = right._own_part
+
+    def told_meanwhile(sequences: Sequence[TrainingSequence]) -> None:
+        own_part(sequences)
+        told.set()
+
+    right._own_part = told_meanwhile  # type: ignore[method-assign]
+    texts = [sequence(0)]
+    reports = together([lambda: left.update(texts, group), lambda: right.update(texts, group, leave=told.is_set)])
+    assert [report.leave for report in reports] == [True, True]
 
 
 def test_nan_at_one_member_keeps_all_from_updating(tmp_path: Path):
@@ -237,6 +252,14 @@ def test_weights_that_are_not_finite_are_never_held(tmp_path: Path):
     assert made.updates == 0
     assert all(bool(value.isfinite().all()) for value in made.head.parameters())
     assert made.predict([sequence(2)])[0] > 0
+
+
+def test_a_gradient_whose_norm_overflows_is_not_applied(tmp_path: Path):
+    made = training(tmp_path, LossConfig(hidden_weight=1e30))
+    before = made.state_dict()
+    assert made.update([sequence(0)]).skipped
+    assert (made.updates, made.skipped) == (0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items() if name != "counters")
 
 
 def test_a_lost_member_leaves_the_state_as_it_was(tmp_path: Path):

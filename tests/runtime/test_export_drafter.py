@@ -16,7 +16,7 @@ from tltlab.runtime.export_drafter import Comparison, ExportConfig, Source, comp
 from tltlab.runtime.heads import load_head, new_head
 from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
 
-from .easy_target import easy_target, sampled_rows, write_rows
+from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
 
 torch.set_num_threads(1)
 CHECK = ExportConfig(max_response_tokens=60)
@@ -24,7 +24,7 @@ CHECK = ExportConfig(max_response_tokens=60)
 
 @pytest.fixture(scope="module")
 def target(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return easy_target(random_model, tmp_path_factory.mktemp("easy"))
+    return easy_target(random_model, tmp_path_factory.mktemp("easy"), LONG_CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +166,12 @@ def test_wrong_input_is_refused_and_nothing_is_written(target: Path, heads: dict
     shape = json.loads((target / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 99}))
     new_head(other, "eagle", 0).save(tmp_path / "foreign")
+    (other / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 9, "layer_types": None}))
+    (other / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes())
+    new_head(other, "eagle3", 0).save(tmp_path / "deep")
     for head, prompts, said in (
         (tmp_path / "foreign", target / "heldout.jsonl", "vocab_size 99"),
+        (tmp_path / "deep", target / "heldout.jsonl", "reads layer 6 of its target"),
         (tmp_path / "nothing", target / "heldout.jsonl", "no readable config"),
         (tmp_path / "bare", tmp_path / "nowhere.jsonl", "cannot read"),
     ):

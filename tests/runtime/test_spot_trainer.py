@@ -264,6 +264,7 @@ def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
     assert [row["members"] for row in rows] == [2, 2]
     assert rows[1]["updates"] == old.num_updates() - before
     assert bench.server.periods()[-1].leader == 1
+    until(lambda: not list((bench.folder / "groups").glob("*")), 5.0)
 
 
 def test_a_trainer_does_no_more_updates_than_it_may(bench: Bench):
@@ -303,3 +304,14 @@ def test_a_response_whose_prompt_was_cached_gets_its_states_from_a_sibling(bench
     assert joined.token_ids.tolist() == whole.token_ids[:8].tolist() + cached.token_ids.tolist()
     (kept,) = trainer._prompts.values()
     assert kept.num_rows == 10, "the sibling's response is the buffer's"
+
+
+def test_what_is_kept_beside_the_buffer_is_bounded_by_bytes_too(bench: Bench):
+    one = text.sequence(0, rows=24, prompt=10)
+    most = 8 * 3 * one.nbytes
+    trainer = bench.add(1, CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": most})}))
+    bench.begin(0)
+    bench.teach(1, [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)])
+    assert 1 < len(trainer._heldout) <= 3
+    assert 1 < len(trainer._prompts) <= 7
+    assert trainer._prompt_bytes == sum(prompt.nbytes for prompt in trainer._prompts.values()) <= 3 * one.nbytes

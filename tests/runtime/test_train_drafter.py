@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import typer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -25,12 +26,12 @@ from tltlab.runtime.drafter_acceptance import acceptance_along, walk
 from tltlab.runtime.drafter_data import Epochs, TargetStates, Text, TextConfig, load_target, read_texts, split_by_prompt
 from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
 from tltlab.runtime.heads import load_head, new_head
-from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
+from tltlab.runtime.train_drafter import MARKER, WarmUpConfig, new_head_folder, train_drafter
 from tltlab.runtime.train_drafter_command import train_drafter as command
 from tltlab.schema import Manifest
 from tltlab.trace import Trace
 
-from .easy_target import easy_target, sampled_rows, write_rows
+from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
 
 torch.set_num_threads(1)
 
@@ -206,7 +207,9 @@ def test_texts_come_from_a_trace_a_parquet_file_or_a_jsonl_file(target: Path, tm
 
 
 @pytest.mark.engine
-def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(target: Path, tmp_path: Path):
+def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(random_model: Path, tmp_path: Path):
+    (tmp_path / "target").mkdir()
+    target = easy_target(random_model, tmp_path / "target", LONG_CONTEXT)
     app = typer.Typer()
     app.command()(command)
     options = ["--updates", "5", "--tokens-per-update", "256", "--max-response-tokens", "24", "--json"]
@@ -222,6 +225,43 @@ def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(target: P
         "model.safetensors",
         "training.json",
     ]
+
+
+def test_without_updates_the_head_is_written_as_it_was_measured(target: Path, data: Path, tmp_path: Path):
+    made = train_drafter(target, data, tmp_path / "made", config(updates=0), quiet)
+    again = train_drafter(target, data, tmp_path / "again", config(updates=0, head=str(tmp_path / "made")), quiet)
+    assert made["before"] == made["after"] == again["before"]
+
+
+def test_a_target_whose_states_are_not_finite_is_told_before_training(random_model: Path, data: Path, tmp_path: Path):
+    (tmp_path / "broken").mkdir()
+    target = easy_target(random_model, tmp_path / "broken")
+    weights = load_file(target / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match="not finite: look for NaN"):
+        train_drafter(target, data, tmp_path / "heads" / "new", config(), quiet)
+    assert list((tmp_path / "heads").iterdir()) == []
+
+
+def test_an_earlier_checkpoint_stays_where_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "head"
+    out.mkdir()
+    (out / MARKER).write_text("earlier")
+    move = os.replace
+
+    def refuse(old: Path, new: Path) -> None:
+        if Path(old).name == "new":
+            raise OSError("refused")
+        move(old, new)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(RunError, match="was not written"), new_head_folder(out, MARKER) as folder:
+        (folder / MARKER).write_text("later")
+    assert (out / MARKER).read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
@@ -260,6 +300,9 @@ def test_wrong_input_is_refused_in_one_sentence_and_nothing_is_written(target: P
         "empty": "",
         "broken": "{",
         "mixed": '{"prompt": [4, 5], "response": [6]}\n{"prompt": [4, 5]}\n',
+        "messages": '{"prompt": [{"role": "user", "content": "w1"}], "response": [6]}\n',
+        "negative": '{"prompt": [4, -1], "response": [6]}\n{"prompt": [5], "response": [7]}\n',
+        "text": '{"prompt": "w1 w2", "response": "w3"}\n',
         "foreign": '{"prompt": [4, 5], "response": [999]}\n{"prompt": [5], "response": [7]}\n',
         "short": '{"prompt": [4], "response": [6]}\n{"prompt": [5], "response": [7]}\n',
         "one": '{"prompt": [4, 5], "response": [6]}\n' * 3,
@@ -278,7 +321,10 @@ def test_wrong_input_is_refused_in_one_sentence_and_nothing_is_written(target: P
         (target, tmp_path / "empty.jsonl", out, config(), "nothing to train"),
         (target, tmp_path / "broken.jsonl", out, config(), "not what its name says"),
         (target, tmp_path / "mixed.jsonl", out, config(), "unlike the first"),
-        (target, tmp_path / "foreign.jsonl", out, config(), "vocabulary ends at 23"),
+        (target, tmp_path / "messages.jsonl", out, config(), "not of token ids"),
+        (target, tmp_path / "text.jsonl", out, config(texts=TextConfig(chat=True)), "no chat template"),
+        (target, tmp_path / "foreign.jsonl", out, config(), "token 999, and the model's vocabulary goes from 0 to 23"),
+        (target, tmp_path / "negative.jsonl", out, config(), "token -1"),
         (target, tmp_path / "short.jsonl", out, config(), "long enough"),
         (target, tmp_path / "one.jsonl", out, config(), "one prompt"),
         (target, tmp_path / "column.jsonl", out, config(), "no column 'prompt'"),

@@ -175,6 +175,19 @@ def test_workers_that_stop_by_themselves_bound_the_prediction(run: Path, tmp_pat
     assert rows_found["predicted_updates"].tolist() == pytest.approx([15], rel=0.01)
 
 
+def test_an_update_that_outlasts_the_rollout_uses_no_more_than_the_idle_time(run: Path):
+    trace = read(run)
+    table = trace.spot_training
+    assert table is not None
+    late = table["rl_step"] == 1
+    # All of it in updates, the last of which goes on for three seconds after the rollout.
+    longer = table["duration"].where(~late, table["duration"] + 3.0)
+    table = table.assign(duration=longer, train_s=table["train_s"].where(~late, longer))
+    shares = [SpotRun(trace=trace.replace(spot_training=table)).columns(step, [])["used_share"] for step in (0, 1)]
+    assert shares[0] == pytest.approx(SpotRun(trace=trace).columns(0, [])["used_share"])
+    assert 0.9 < shares[1] <= 1.0
+
+
 def test_a_run_without_training_rows_looks_as_before(run: Path, tmp_path: Path):
     read(run).replace(spot_training=None).write(tmp_path / "trace")
     (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
