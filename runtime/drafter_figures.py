@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.bootstrap import Interval, paired_interval
+from tltlab.fit_spot import recorded_updates
 from tltlab.trace import Trace
 
 from .drafter_acceptance import walk
@@ -145,6 +146,7 @@ def idle_times(trace: Trace) -> list[IdleTime]:
     if steps is None or iterations is None:
         return []
     found = []
+    updates = {} if training is None else recorded_updates(training)
     ends = (iterations["t_start"] + iterations["duration"]).groupby([iterations["rl_step"], iterations["worker"]]).max()
     for step, rollout_s in zip(steps["rl_step"], steps["rollout_s"], strict=True):
         if step not in ends.index.get_level_values(0):
@@ -161,7 +163,7 @@ def idle_times(trace: Trace) -> list[IdleTime]:
                 held_s=sum(within),
                 train_s=sum(w * row["train_s"] / row["duration"] for w, row in zip(within, rows, strict=True) if w),
                 wait_s=max(float(rollout_s) - last, 0.0),
-                updates=max((int(row["updates"]) for row in rows), default=0),
+                updates=updates.get(int(step), 0),
                 yield_s=tuple(float(row["yield_s"]) for row in rows if not pd.isna(row["yield_s"])),
             )
         )

@@ -31,7 +31,7 @@ class DrafterLoss:
     """Scalars of one batch: `loss` to go backward from, and its parts, without gradient, over all steps alike.
 
     `accept[i]`: mean target probability of the greedy token of step i, over the rows from which the drafter's tokens
-    of steps before were the text's: the share of them that rejection sampling keeps at temperature 1. `reached[i]` are
+    of steps before were the text's: the share of them that rejection sampling keeps. `reached[i]` are
     those rows; where there is none `accept[i]` is 0. `rows` are those that counted on step 0, whose token is the
     response's; with none the loss is 0.
     """
@@ -44,12 +44,20 @@ class DrafterLoss:
     rows: int
 
 
-def drafter_loss(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, config: LossConfig) -> DrafterLoss:
+def drafter_loss(
+    head: DrafterHead,
+    frozen: FrozenTarget,
+    batch: PackedBatch,
+    config: LossConfig,
+    *,
+    temperature: float = 1.0,
+) -> DrafterLoss:
     """The loss of one packed batch: a mean over rows whose token is the response's, then over steps by their weights.
 
     "eagle" and "hass" weigh steps alike, and a step is hidden_weight * SmoothL1(drafted state, target's next state) +
     token_weight * CE(target's distribution, drafter's); "eagle3" is CE alone, step i weighing decay ** i. A drafter of
-    a part of the vocabulary learns the target's distribution within that part.
+    a part of the vocabulary learns the target's distribution within that part. `temperature`, of the sampling, only
+    counts in `accept`.
     """
     chains = Chains(head, frozen, batch)
     losses, hidden_losses, token_losses, weights = [], [], [], []
@@ -62,7 +70,7 @@ def drafter_loss(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, co
         chosen = counted.nonzero()[:, 0]
         rows = len(chosen) if step == 0 else rows
         drafted, target = states[chosen], batch.next_hidden[at[chosen]]
-        token_loss, probability, greedy = _token_loss(head, frozen, drafted, target)
+        token_loss, probability, greedy = _token_loss(head, frozen, drafted, target, temperature)
         hidden_loss = functional.smooth_l1_loss(drafted.float(), target.float()) if len(chosen) else drafted.sum()
         if config.kind == "eagle3":
             losses.append(token_loss)
@@ -130,22 +138,22 @@ class Chains:
 
 
 def _token_loss(
-    head: DrafterHead, frozen: FrozenTarget, drafted: Tensor, target: Tensor
+    head: DrafterHead, frozen: FrozenTarget, drafted: Tensor, target: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of states drafted and the target's (N, H): mean cross-entropy, then for each row the target's probability of the
-    drafter's greedy token (N), and that token's id (N)."""
+    """Of states drafted and the target's (N, H): mean cross-entropy, then for each row the target's probability, at a
+    temperature, of the drafter's greedy token (N), and that token's id (N)."""
 
     def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
             wanted = (target.to(frozen.lm_head.dtype) @ frozen.lm_head.T).float()
-            log_total = wanted.logsumexp(-1)
             within = wanted if head.draft_ids is None else wanted[:, head.draft_ids]
             probabilities = torch.softmax(within, -1)
         logits = head.logits(drafted, frozen).float()
         with torch.no_grad():
             best = logits.argmax(-1)
             greedy = best if head.draft_ids is None else head.draft_ids[best]
-            probability = (wanted.gather(1, greedy[:, None])[:, 0] - log_total).exp()
+            scaled = wanted / temperature
+            probability = (scaled.gather(1, greedy[:, None])[:, 0] - scaled.logsumexp(-1)).exp()
         cross = -(probabilities * torch.log_softmax(logits, -1)).sum()
         return cross, probability, greedy
 

@@ -31,11 +31,10 @@ from .coordinator_log import Membership, PeriodRecord
 from .coordinator_server import CoordinatorServer
 from .drafter_recipe import DrafterConfig
 from .drafting import DrafterPool, DrafterReport
-from .heads import load_head, new_head
+from .heads import check_fit, load_head, new_head
 from .recipe import Recipe
 from .run_events import RunEvents
 from .spot_trainer import SpotPlace
-from .target_states import read_config
 from .trainer_processes import TrainerProcesses
 
 MOST_LETTERS = 85
@@ -167,6 +166,7 @@ class DrafterRun(NoDrafter):
                 head=self._head,
                 seed=self.recipe.seed,
                 max_depth=self.recipe.rollout.max_draft_depth,
+                temperature=self.recipe.rollout.temperature,
                 keys=client_keys[worker],
             )
             for worker in range(self.num_workers)
@@ -334,7 +334,7 @@ class DrafterRun(NoDrafter):
             self.events.note(f"the drafter that worker {best} trained does not go into service: {error}")
             return
         shared = ray.put(weights)
-        self._get([worker.update_draft_weights.remote(shared, predictions[best]) for worker in self._workers])
+        self._get([w.update_draft_weights.remote(shared, predictions[best], updates) for w in self._workers])
         self._weights, self._published = weights, rl_step
         self._trainers.state, self._trainers.published = state[best], rl_step
         self.schedule.trained(rl_step - 1, updates - self.updates)
@@ -436,13 +436,10 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
 
 
 def _check_head(folder: str, method: str, model: str) -> None:
-    head, target = load_head(folder), read_config(model)
+    head = load_head(folder)
     if head.method != method:
         raise ConfigError(f"{folder} is an {head.method} head, and drafter.loss trains one of method {method}")
-    for name in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(head.config, name), getattr(target, name)
-        if theirs != ours:
-            raise ConfigError(f"{folder} is of another target: its {name} is {theirs}, that of {model} is {ours}")
+    check_fit(head, folder, model)
 
 
 def _drafts(name: str, learned: str, specs: Mapping[str, DrafterSpec]) -> bool:

@@ -81,8 +81,11 @@ class DrafterTraining:
         loss: LossConfig,
         optim: OptimConfig,
         device: torch.device | str = "cpu",
+        *,
+        temperature: float = 1.0,
     ) -> None:
         self.device = torch.device(device)
+        self.temperature = temperature
         self.head = head.to(self.device, torch.float32)
         self.loss, self.optim = loss, optim
         self.updates = 0
@@ -166,7 +169,8 @@ class DrafterTraining:
         if not used:
             return []
         with torch.no_grad(), self._autocast():
-            return drafter_loss(self.head, self.frozen, pack(used, self.device, torch.float32), self.loss).accept
+            batch = pack(used, self.device, torch.float32)
+            return drafter_loss(self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
 
     def share(self, group: Group) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.

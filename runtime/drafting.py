@@ -231,16 +231,19 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
         self.canary = Canary(config)
 
-    def updated(self, predicted: Sequence[float] = ()) -> None:
-        """The learned drafter has new weights, whose drafts training `predicted` to be kept: a chance per position."""
+    def updated(self, predicted: Sequence[float] = (), updates: int | None = None) -> None:
+        """The learned drafter has new weights, whose drafts training `predicted` to be kept: a chance per position.
+
+        They are of so many optimizer `updates`, by default one more than the last.
+        """
         assert self.learned is not None
         check_chances(predicted)
-        updates = self._updates + 1
+        updates = self._updates + 1 if updates is None else updates
         self._states[self.learned] = DrafterState(age=0, updates=updates)
         self._fresh = True
         self._lately.pop(self.learned, None)
         self._counts.clear()
-        self.canary.expect(predicted, f"swap {updates} of the drafter's weights{self._when()}")
+        self.canary.expect(predicted, f"weights of {updates} updates were swapped in{self._when()}")
 
     def target_updated(self, version: str) -> None:
         """The target has new weights."""

@@ -369,20 +369,24 @@ class Engine:
         self._call("target_updated", str(version))
 
     def update_draft_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], predicted: Sequence[float] | None = None
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        predicted: Sequence[float] | None = None,
+        updates: int | None = None,
     ) -> None:
         """Load new weights into the learned drafter, between iterations; requests may run.
 
         `predicted` is what training measured, best on data it did not train on: the chance that draft token i is kept
         given those before it, at the rollout's temperature. The canary holds the drafter to it; without it nothing is
-        expected. ConfigError where the engine has no learned drafter or these are no chances: the old weights stay.
+        expected. `updates` are the optimizer updates that made the weights, by default one more than the last.
+        ConfigError where the engine has no learned drafter or these are no chances: the old weights stay.
         """
         if self._pool.learned is None:
             raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
         chances = [float(chance) for chance in predicted or ()]
         check_chances(chances)
         self._load(weights, "", draft=True)
-        self._call("updated", chances)
+        self._call("updated", chances, updates)
 
     def guard_drafter(self, config: CanaryConfig) -> None:
         """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""

@@ -65,6 +65,7 @@ class SpotPlace:
     head: Path
     seed: int
     max_depth: int
+    temperature: float
     keys: Any = None
 
 
@@ -144,7 +145,10 @@ class SpotTrainer:
         the newest checkpoint in the folder, if that is further.
         """
         place, config = self.place, self.config
-        self.training = DrafterTraining(load_head(place.head), target, config.loss, config.optim, self.device)
+        head = load_head(place.head)
+        self.training = DrafterTraining(
+            head, target, config.loss, config.optim, self.device, temperature=place.temperature
+        )
         self.publish(state, rl_step)
         self.checkpoint = DrafterCheckpoint(place.folder)
         in_service, saved = self.training.state_dict(), self.training.state_dict()

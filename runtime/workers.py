@@ -113,8 +113,8 @@ class RolloutWorker:
     def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self.engine.update_weights(weights.items(), version)
 
-    def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float]) -> None:
-        self.engine.update_draft_weights(weights.items(), predicted)
+    def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float], updates: int) -> None:
+        self.engine.update_draft_weights(weights.items(), predicted, updates)
 
     def guard_drafter(self, config: CanaryConfig) -> None:
         self.engine.guard_drafter(config)

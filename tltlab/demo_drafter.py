@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.runtime.bench_runs import DRAFTER, Sizes, fixed_depth, recipe_of, run_steps, warmed_up
+from tltlab.runtime.bench_runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
 from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_times, last_third
-from tltlab.runtime.drafter_recipe import DrafterConfig
 from tltlab.runtime.environment import run_json
 from tltlab.sim.verify import verify
 
 from .cli import write_json
 from .errors import RunError
 from .plot import timeline
-from .training_schedule import ScheduleConfig
 
 
 def run_drafter(model: Path, out: Path, *, steps: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -28,14 +26,7 @@ def run_drafter(model: Path, out: Path, *, steps: int, seed: int, say: Callable[
     """
     sizes = Sizes(steps=steps, heldout=0)
     head = warmed_up(model, out / "warm-up", sizes, say)
-    drafter = DrafterConfig(
-        name=DRAFTER,
-        checkpoint=str(head),
-        schedule=ScheduleConfig(kind="always"),
-        tokens_per_update=1024,
-        annotate=8,
-        ages=steps,
-    )
+    drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
     policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
     trace = run_steps(recipe, out, steps, say)

@@ -233,7 +233,6 @@ def _between(first: str, second: str) -> Policy:
     return Policy(selector=BegMabSpec(buckets=buckets, reward="relative"), activation=Activation())
 
 
-
 # The bandits learn from relative rewards: within a rollout the batch only falls, so tokens per second would favour
 # whatever arm ran early. UCB1's textbook exploration of 1 keeps trying arms that are clearly worse; 0.1 is calmer.
 SHIPPED: dict[str, Policy] = {

@@ -283,7 +283,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "resume": Control.resume,
     "remember": Control.remember,
     "forget": lambda control: control.drafters.forget(),
-    "updated": lambda control, predicted: control.drafters.updated(predicted),
+    "updated": lambda control, predicted, updates: control.drafters.updated(predicted, updates),
     "target_updated": lambda control, version: control.drafters.target_updated(version),
     "woke": lambda control: control.drafters.woke(),
     "guard_drafter": lambda control, config: control.drafters.guard(config),

@@ -125,7 +125,7 @@ def test_a_verdict_names_what_happened_before():
     drafters.woke()
     verified(drafters, 0)
     assert [(v.kind, v.why) for v in drafters.report().verdicts] == [
-        ("fine", "swap 1 of the drafter's weights at RL step 4"),
+        ("fine", "weights of 1 updates were swapped in at RL step 4"),
         ("fine", "the sync of weights 6 at RL step 5"),
         ("collapsed", "the engine woke at RL step 5"),
     ]

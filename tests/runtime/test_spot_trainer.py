@@ -67,6 +67,7 @@ class Bench:
             head=self.folder / "head",
             seed=0,
             max_depth=4,
+            temperature=1.0,
         )
         trainer = SpotTrainer(place, config)
         trainer.start(text.frozen(), state, 0)
