@@ -22,7 +22,7 @@ HALF = [1, 2, 5, 7, 8, 12]
 
 
 def slow_loss(
-    head: DrafterHead, frozen: FrozenTarget, sequences: list[TrainingSequence], config: LossConfig
+    head: DrafterHead, frozen: FrozenTarget, sequences: list[TrainingSequence], config: LossConfig, temperature: float
 ) -> tuple[Tensor, list[float], list[int]]:
     """The loss, accept and reached: every chain drafted on its own, every row's terms written out."""
     terms: list[list[Tensor]] = [[] for _ in range(config.num_unrolled)]
@@ -50,7 +50,7 @@ def slow_loss(
                 )
                 greedy = ids[int(logits.argmax())]
                 if alive:
-                    kept[step].append(float(torch.softmax(wanted, 0)[greedy]))
+                    kept[step].append(float(torch.softmax(wanted / temperature, 0)[greedy]))
                 alive = alive and greedy == int(sequence.token_ids[row + 2])
     weights = [config.decay**i if config.kind == "eagle3" else 1.0 for i in range(config.num_unrolled)]
     per_step = [torch.stack(rows).mean() if rows else torch.zeros(()) for rows in terms]
@@ -67,17 +67,20 @@ def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence
     return sequence
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, None) for kind in KINDS), ("eagle3", HALF)])
-def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(kind: str, vocabulary: list[int] | None):
+def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(
+    kind: str, vocabulary: list[int] | None, temperature: float
+):
     config = LossConfig(kind=kind, unroll=3, hidden_weight=0.7, token_weight=0.3)
     head, frozen = made_head(config.method, vocabulary=vocabulary), made_target()
     sequences = [made_sequence(n, seed=n, first_position=n, prompt_tokens=p) for n, p in ((14, 0), (9, 5), (3, 20))]
     sequences = [obedient(head, frozen, sequence) for sequence in sequences]
-    fast = drafter_loss(head, frozen, pack(sequences), config)
+    fast = drafter_loss(head, frozen, pack(sequences), config, temperature=temperature)
     fast.loss.backward()
     gradients = {name: value.grad.clone() for name, value in head.named_parameters() if value.grad is not None}
     head.zero_grad()
-    slow, accept, reached = slow_loss(head, frozen, sequences, config)
+    slow, accept, reached = slow_loss(head, frozen, sequences, config, temperature)
     slow.backward()
     assert float(fast.loss.detach()) == pytest.approx(float(slow.detach()), rel=1e-5)
     assert fast.accept == pytest.approx(accept, rel=1e-4)
