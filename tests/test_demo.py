@@ -17,14 +17,14 @@ from tltlab.demo import make_room
 from tltlab.errors import ConfigError
 from tltlab.policy import load_policy
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(800)]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("demo") / "out"
     command = [sys.executable, "-m", "tltlab", "demo", "--fast", "--out", str(out), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False, env=os.environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
     shown = json.loads(done.stdout)
     assert shown == json.loads((out / "summary.json").read_text())
@@ -74,6 +74,21 @@ def test_what_was_made_is_a_picture_and_a_perfetto_file(demo: tuple[Path, dict[s
     assert (demo[0] / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((demo[0] / "timeline.json").read_text())["traceEvents"]
     assert {"M", "X"} <= {event["ph"] for event in events}
+
+
+def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path, dict[str, Any]]):
+    out, summary = demo
+    drafter = summary["drafter"]
+    assert drafter["frozen_accept_length"] > 1.5
+    assert drafter["adaptive_accept_length"] > drafter["frozen_accept_length"] - 0.3
+    assert drafter["updates"] > 0
+    trace = tltlab.read(out / drafter["run"])
+    assert trace.manifest.num_workers == 4
+    assert trace.spot_training["updates"].sum() >= drafter["updates"]
+    assert {"spot_train", "idle"} <= set(trace.spans["kind"])
+    assert trace.acceptance["drafter_age"].max() > 0
+    assert (out / drafter["timeline"]).read_bytes().startswith(b"\x89PNG")
+    assert drafter["verify"]["num_steps"] == len(trace.rl_steps)
 
 
 def test_an_earlier_demo_is_moved_aside_and_anything_else_is_refused(tmp_path: Path):
