@@ -86,7 +86,7 @@ class StandIn:
 
     def _guard_drafter(self, config: CanaryConfig) -> None: ...
 
-    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float]) -> None:
+    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float], updates: int) -> None:
         self.given.append((weights, predicted))
 
     def _drafter_report(self) -> DrafterReport:
@@ -488,7 +488,7 @@ def descendants(pid: int) -> list[int]:
     [
         ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
         ("drafter.checkpoint=/no/such/head", "no readable config.json"),
-        ("drafter.checkpoint=WIDER", "is of another target: its hidden_size is 32"),
+        ("drafter.checkpoint=WIDER", "is for a target with hidden_size 32"),
         ('drafter.loss={"kind": "eagle3"}', "is an eagle head, and drafter.loss trains one of method eagle3"),
         ("drafter.fallback=oracle", "its fallback 'oracle' is no model-free drafter here"),
         ('rollout.drafters.learned={"kind": "ngram"}', "is in both rollout.drafters and"),
