@@ -460,7 +460,15 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         places.mkdir()
         env = os.environ | {"PYTHONPATH": str(recipe_file.parent), "TMPDIR": str(places)}
         command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "--out", str(out)]
-        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's background jobs, and what they start, ignore it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
         assert process.stderr is not None
         try:
             assert any(line.startswith("step 1:") for line in process.stderr), "the run stopped by itself"

@@ -168,8 +168,10 @@ def test_where_told_to_stop_it_stops_with_a_sentence_and_the_engine_is_none_the_
 ):
     engine.guard_drafter(WATCH.model_copy(update={"on_collapse": "stop"}))
     engine.update_draft_weights(bad.items(), [0.9] * 4)
-    said = r"worker 0: the learned drafter has collapsed: 0\.\d+ of 50 first draft tokens were kept since swap \d+ .*"
-    with pytest.raises(RunError, match=said + r"training predicted 0\.900; likely .* stale weights"):
+    said = (
+        r"worker 0: the learned drafter has collapsed: 0\.\d+ of 50 first draft tokens were kept since weights of \d+ "
+    )
+    with pytest.raises(RunError, match=said + r"updates .* training predicted 0\.900; likely .* stale weights"):
         generate(engine)
     assert not engine.llm.llm_engine.has_unfinished_requests()
     assert engine.control.live == {}
