@@ -28,9 +28,9 @@ from .drafter_data import TextConfig, load_target, load_tokenizer, read_texts
 from .drafter_head import WEIGHTS_FILE, DrafterHead
 from .eagle3 import Eagle3Head
 from .heads import check_fit, load_head
+from .new_folder import new_folder
 from .target_states import FrozenTarget, hidden_states_of, read_config
 from .train_drafter import MARKER as TRAINED
-from .train_drafter import new_head_folder
 from .training_sequence import TrainingSequence
 from .vllm_adapter.stock import StockEngine, StockRun
 
@@ -119,7 +119,7 @@ def export_drafter(
     """
     out = Path(out)
     began = time.perf_counter()
-    with new_head_folder(out, MARKER) as folder:
+    with new_folder(out, MARKER) as folder:
         head = load_head(source.head)
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)

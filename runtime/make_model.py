@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +20,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from tltlab.errors import ConfigError, InputError
+from tltlab.errors import ConfigError
 
 from .measure import measure
+from .new_folder import new_folder
 from .pretrain import pretrain
 from .tasks import TASKS, Problem, Task
 
@@ -77,7 +75,7 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
         raise ConfigError(f"no task named {task!r}; there are: {', '.join(TASKS)}")
     if seed < 0:
         raise ConfigError(f"seed {seed} is negative; take 0 or more")
-    with new_model_folder(out) as folder, _one_thread(seed):
+    with new_folder(out, "report.json") as folder, _one_thread(seed):
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)
         tokenizer = make_tokenizer(TASKS[task])
@@ -195,27 +193,3 @@ def _one_thread(seed: int) -> Iterator[None]:
             yield
         finally:
             torch.set_num_threads(threads)
-
-
-@contextmanager
-def new_model_folder(out: Path) -> Iterator[Path]:
-    """Give a folder to write a model into; it becomes `out` when the block ends well and vanishes when it does not.
-
-    ConfigError, before anything is done, where `out` holds something that is not a model made here.
-    """
-    if out.exists() and not (out / "report.json").is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is no model made by tltlab; name another folder with --out")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}") from error
-    try:
-        folder = beside / "new"
-        folder.mkdir()
-        yield folder
-        if out.exists():
-            os.replace(out, beside / "old")
-        os.replace(folder, out)
-    finally:
-        shutil.rmtree(beside)

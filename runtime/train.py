@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
-from transformers import AutoTokenizer
 
 from tltlab.cli import write_json
 from tltlab.drafters import DEFAULT_DRAFTERS
@@ -22,6 +21,7 @@ from tltlab.recorder import Recorder
 from tltlab.trace import Manifest, Trace
 
 from .data import load_prompts, load_reward, prompt_batch
+from .drafter_data import load_tokenizer
 from .drafter_run import drafter_of
 from .engine import GenerationRequest
 from .environment import hardware, run_json, versions
@@ -43,7 +43,7 @@ class GrpoRun:
         self.recipe = recipe
         self.out = Path(out)
         self.reward = load_reward(recipe.reward)
-        self.tokenizer = _tokenizer(recipe.model)
+        self.tokenizer = load_tokenizer(recipe.model)
         self.train_prompts = load_prompts(recipe.data.train, recipe.data, self.tokenizer)
         heldout = recipe.data.heldout
         self.heldout_prompts = load_prompts(heldout, recipe.data, self.tokenizer) if heldout else []
@@ -351,10 +351,3 @@ def train(recipe: Recipe, out: Path, *, say: Callable[[str], None]) -> dict[str,
     }
     write_json(out / "summary.json", summary)
     return summary
-
-
-def _tokenizer(model: str) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model} has no tokenizer that loads: {' '.join(str(error).split())[:200]}") from error

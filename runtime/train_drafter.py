@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
 
-from tltlab.errors import ConfigError, InputError, RunError
+from tltlab.errors import ConfigError, RunError
 
 from .drafter_acceptance import acceptance_along
 from .drafter_data import (
@@ -38,6 +33,7 @@ from .drafter_loss import drafter_loss
 from .drafter_recipe import LossConfig, OptimConfig
 from .drafter_training import DrafterTraining
 from .heads import check_fit, fit_inputs, load_head, new_head
+from .new_folder import new_folder
 from .packing import pack
 from .target_states import FrozenTarget, read_config
 from .training_sequence import TrainingSequence
@@ -87,7 +83,7 @@ def train_drafter(
     """
     out = Path(out)
     began = time.perf_counter()
-    with new_head_folder(out, MARKER) as folder:
+    with new_folder(out, MARKER) as folder:
         head = _head(Path(model), config)
         texts, heldout = _texts(str(model), data, config, progress)
         target, frozen = load_target(model)
@@ -206,32 +202,3 @@ def _reaches(measured: dict[str, Any], config: WarmUpConfig) -> bool:
 
 def _length(measured: dict[str, Any]) -> float:
     return round(float(measured["accept_length"]), 3)
-
-
-@contextmanager
-def new_head_folder(out: Path, marker: str) -> Iterator[Path]:
-    """Give a folder to write a checkpoint into; it becomes `out` when the block ends well and vanishes when not.
-
-    ConfigError, before anything is done, where `out` holds something without the file `marker`, which says that it was
-    written by this. RunError where the disk refuses.
-    """
-    if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out} exists and has no {marker}; name another folder with --out")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        beside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
-    except OSError as error:
-        raise InputError(f"cannot write {out}: {error.strerror}") from error
-    try:
-        folder = beside / "new"
-        folder.mkdir()
-        yield folder
-        if out.exists():
-            os.replace(out, beside / "old")
-        os.replace(folder, out)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
-    finally:
-        if (beside / "old").exists() and not out.exists():
-            os.replace(beside / "old", out)
-        shutil.rmtree(beside, ignore_errors=True)

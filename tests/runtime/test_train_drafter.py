@@ -26,7 +26,8 @@ from tltlab.runtime.drafter_acceptance import acceptance_along, walk
 from tltlab.runtime.drafter_data import Epochs, TargetStates, Text, TextConfig, load_target, read_texts, split_by_prompt
 from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
 from tltlab.runtime.heads import load_head, new_head
-from tltlab.runtime.train_drafter import MARKER, WarmUpConfig, new_head_folder, train_drafter
+from tltlab.runtime.new_folder import new_folder
+from tltlab.runtime.train_drafter import MARKER, WarmUpConfig, train_drafter
 from tltlab.runtime.train_drafter_command import train_drafter as command
 from tltlab.schema import Manifest
 from tltlab.trace import Trace
@@ -258,7 +259,7 @@ def test_an_earlier_checkpoint_stays_where_the_new_one_cannot_take_its_place(
         move(old, new)
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(RunError, match="was not written"), new_head_folder(out, MARKER) as folder:
+    with pytest.raises(RunError, match="was not written"), new_folder(out, MARKER) as folder:
         (folder / MARKER).write_text("later")
     assert (out / MARKER).read_text() == "earlier"
     assert list(tmp_path.iterdir()) == [out]
