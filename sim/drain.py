@@ -88,6 +88,7 @@ def drain(
         reward=[None] * len(sizes),
         regime=[plan.regime(size) for size in sizes],
         gains=[None] * len(sizes),
+        noise=[None] * len(sizes),
     )
     return Drained(
         columns=columns,

@@ -18,13 +18,14 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 import simpy
 
 from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
+from tltlab.noise import IterationNoise
 from tltlab.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -32,6 +33,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .batch import TOLERANCE_TOKENS, Batch, Floats, FluidBatch, Ints, MacroStep
 from .drain import Drained, drain
 from .log import Entry, WorkerLog
+from .noise_draws import NoiseDraws
 from .plan import Plan, check_known
 from .regime import Regime, Regimes
 from .requests import Requests
@@ -80,7 +82,10 @@ class Rollout:
 
 @dataclass(slots=True)
 class Engine:
-    """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker."""
+    """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker.
+
+    `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none.
+    """
 
     costs: CostModel
     selectors: list[Selector]
@@ -90,6 +95,8 @@ class Engine:
     regimes: Regimes = field(init=False)
     new_batch: Callable[[Requests], Batch] = field(init=False)
     drafters: Mapping[str, DrafterState] = field(default_factory=dict)
+    noise: IterationNoise | None = None
+    seed: int = 0
     plan: Plan = field(init=False)
 
     def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> Engine:
@@ -165,6 +172,8 @@ class Worker:
         self.asked_at: tuple[int, int] | None = None
         self.bucket: int | None = None
         self.propensity = 1.0
+        noise = engine.noise
+        self.noise = None if noise is None else NoiseDraws(noise, engine.seed, self.requests.rl_step, index)
 
     def run(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """The SimPy process: macro-step after macro-step until nothing runs or waits."""
@@ -194,7 +203,7 @@ class Worker:
                     tokens += self._prefill(math.inf, admitted)
             prefill_s = self.engine.costs.prefill_s(tokens)
             waiting = len(self.waiting) + len(self.prefilling)
-            if waiting == 0 and self.forgetful and isinstance(batch, FluidBatch) and batch.grows_to <= self.capacity:
+            if waiting == 0 and self._drains(batch) and batch.grows_to <= self.capacity:
                 yield from self._finish(env, batch, prefill_s, tokens, admitted)
                 return
             asked, switch_s = self._ask(waiting)
@@ -202,6 +211,7 @@ class Worker:
             if self.prefilling:
                 limit, chunk = self._chunk(limit)
             macro = batch.advance(self._regime(), limit, self._room() if self.limited else math.inf)
+            drawn = self._make_noise(macro)
             in_chunks = min(chunk * macro.num_iterations, self._prefill_left()) if chunk else 0.0
             chunks_s = self.engine.costs.prefill_s(in_chunks)
             ready_s = start_s + switch_s + prefill_s
@@ -236,6 +246,7 @@ class Worker:
                     reward=reward,
                     regime=macro.regime,
                     gains=macro.gains,
+                    noise=drawn,
                 )
             )
             self.iteration += macro.num_iterations
@@ -243,12 +254,24 @@ class Worker:
     def _all_at_once(self) -> bool:
         """Whether everything can be admitted at the start, and all that follows is a drain."""
         return (
-            isinstance(self.batch, FluidBatch)
+            self._drains(self.batch)
             and self.token_budget == math.inf
             and len(self.queue) <= self.max_num_seqs
-            and self.forgetful
             and (self.requests.prompts[self.queue] + self.requests.lengths[self.queue] + 1).sum() <= self.capacity
         )
+
+    def _drains(self, batch: Batch) -> TypeGuard[FluidBatch]:
+        """Whether a drain has a closed form: all gain alike, nothing is learned, and iterations take what costs say."""
+        return self.forgetful and self.noise is None and isinstance(batch, FluidBatch)
+
+    def _make_noise(self, macro: MacroStep) -> Floats | None:
+        """Multiply a macro-step's time by the mean of its iterations' noise; they hardly differ in length."""
+        if self.noise is None:
+            return None
+        drawn = self.noise.between(self.iteration, macro.num_iterations)
+        macro.first_s *= float(drawn[0])
+        macro.seconds *= self.noise.mean(self.iteration, macro.num_iterations)
+        return drawn
 
     def _finish(
         self, env: simpy.Environment, batch: FluidBatch, prefill_s: float, tokens: float, admitted: list[int]

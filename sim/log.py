@@ -21,7 +21,8 @@ class Entry(NamedTuple):
     `seconds` is the decoding part, `context_tokens` the sum before its first iteration, `tokens` all that came out,
     surplus of finishing requests included. `prefill_s` and `prefill_tokens` hold all prefill; `chunk_tokens` of them
     were prefilled beside the iterations, spread evenly. `asked` marks a decision of the policy. `gains[i, j]` is what
-    request i got in iteration j where that differs between requests, else None.
+    request i got in iteration j where that differs between requests, else None. `noise[j]` is what iteration j's time
+    was multiplied by, None without noise.
     """
 
     start_s: float
@@ -41,6 +42,7 @@ class Entry(NamedTuple):
     reward: float | None
     regime: Regime
     gains: npt.NDArray[Any] | None
+    noise: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class Columns:
     reward: list[float | None]
     regime: list[Regime]
     gains: list[npt.NDArray[Any] | None]
+    noise: list[Floats | None]
 
     def __len__(self) -> int:
         return len(self.regime)
@@ -114,6 +117,7 @@ _TYPES: dict[str, Any] = {
     "reward": list,
     "regime": list,
     "gains": list,
+    "noise": list,
 }
 
 

@@ -135,6 +135,9 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
     draft_s = drafting[of]
     verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[of]
     verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[of] * context
+    if any(noise is not None for noise in c.noise):
+        noise = _noise(c, verify_s + draft_s)
+        draft_s, verify_s = draft_s * noise, verify_s * noise
     next_draft_s = np.append(draft_s[1:], 0.0)
     up_front = 1.0 - _share(c.chunk_tokens, c.prefill_tokens)
     duration = np.where(first, (c.switch_s + c.prefill_s * up_front)[of], 0.0) + verify_s + next_draft_s
@@ -169,6 +172,15 @@ def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
             "next_draft_depth": np.append(depth[1:], 0),
         }
     )
+
+
+def _noise(columns: Columns, modelled_s: Floats) -> Floats:
+    """The factor of each iteration, such that a macro-step's iterations add up to its seconds."""
+    counts = columns.num_iterations
+    parts = [np.ones(n) if one is None else one for one, n in zip(columns.noise, counts.tolist(), strict=True)]
+    drawn = np.concatenate(parts)
+    summed = np.add.reduceat(drawn * modelled_s, np.cumsum(counts) - counts)
+    return drawn * np.repeat(_share(columns.seconds, summed), counts)
 
 
 def _share(part: Floats, whole: Floats) -> Floats:

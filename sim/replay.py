@@ -162,7 +162,8 @@ def simulate(
     Response lengths are the trace's; what is simulated is when each token comes. Defaults: costs from the trace
     folder's `costs.json`, else the preset `cpu-small`; acceptance from the trace's acceptance.parquet, else the
     folder's `acceptance.json`; workers from the manifest. In `fluid` mode every request gains the expected tokens in
-    each iteration, in `sampled` mode they are drawn from the seed; `acceptance="trace"` is the same in both.
+    each iteration, in `sampled` mode they are drawn from the seed, and so is the costs' noise; `acceptance="trace"` is
+    the same in both.
 
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless

@@ -138,6 +138,8 @@ class Scenario:
             decision_block=self.decision_block,
             record_rewards=record_rewards,
             idle_use=trainer or LeaveIdle(),
+            noise=self.costs.noise if self.mode == "sampled" else None,
+            seed=self.seed,
         )
         done: list[Rollout] = []
         before, state = None, DrafterState()
@@ -161,7 +163,8 @@ class Scenario:
     def bounds_s(self, strategies: Sequence[Strategy]) -> list[float]:
         """The clairvoyant lower bound of each RL step, over all uses of these strategies, all requests drafted alike.
 
-        Where acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
+        The bound is for iterations that take what the costs say: with `noise` a lucky rollout may undercut it. Where
+        acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
         model: Settled | None = None
         if isinstance(self.acceptance, TraceAcceptance):

@@ -342,4 +342,6 @@ def _terms(costs: CostModel) -> list[str]:
     else:
         named = costs.constants.model_dump() if isinstance(costs, RooflineCosts) else {}
     named |= {name: value for name, value in costs.model_dump().items() if name.endswith("_s") and name != "switch_s"}
+    if costs.noise is not None:
+        named["noise (spread, relative)"] = costs.noise.spread
     return [f"{name:32s}{'not identified' if value is None else format(value, '.4g')}" for name, value in named.items()]

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from .cli import write_json
 from .errors import ConfigError
+from .noise import IterationNoise
 from .strategy import Strategy
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -56,7 +57,7 @@ class CostModel(BaseModel, ABC):
     tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
     cut. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
     is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
-    (`sd_idle_s`). `calibrated` is what the fit's data covered.
+    (`sd_idle_s`). `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -67,6 +68,7 @@ class CostModel(BaseModel, ABC):
     max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
     graph_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = None
     calibrated: CalibratedRange | None = None
+    noise: IterationNoise | None = None
     notes: tuple[str, ...] = ()
 
     @field_validator("graph_sizes")
@@ -132,11 +134,13 @@ class LinearCosts(CostModel):
     One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
 
         base_s + per_request_s*b + per_token_s*b*v + per_context_s*S
-          + [if drafting]              sd_base_s + d*(draft_level_s + draft_level_per_request_s*b)
+          + [if drafting]              sd_base_s + draft_per_request_s*b
+                                       + d*(draft_level_s + draft_level_per_request_s*b)
           + [a drafter loaded, d = 0]  sd_idle_s
 
-    `prefill_per_token_s` is per prompt token. Where nothing was ever verified `per_token_s` is None and its share
-    stands in `per_request_s`: at v = 1 the two cannot be told apart.
+    `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
+    request. `prefill_per_token_s` is per prompt token. Where nothing was ever verified `per_token_s` is None and its
+    share stands in `per_request_s`: at v = 1 the two cannot be told apart.
     """
 
     kind: Literal["linear"] = "linear"
@@ -148,6 +152,7 @@ class LinearCosts(CostModel):
     sd_idle_s: Seconds | None = None
     draft_level_s: Seconds | None = None
     draft_level_per_request_s: Seconds | None = None
+    draft_per_request_s: Seconds = 0.0
     prefill_per_token_s: Seconds | None = None
 
     def iteration(
@@ -159,7 +164,7 @@ class LinearCosts(CostModel):
         if strategy.speculates:
             fixed += self.need("sd_base_s")
             draft_fixed = depth * self.need("draft_level_s")
-            draft_per_request = depth * self.need("draft_level_per_request_s")
+            draft_per_request = self.draft_per_request_s + depth * self.need("draft_level_per_request_s")
         elif drafter_loaded:
             fixed += self.need("sd_idle_s")
         return LinearIteration(

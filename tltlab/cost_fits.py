@@ -16,6 +16,7 @@ from .cost import CostModel
 from .cost_ways import Data, Hardware, Way, iterations_of, table_of_points, way_of_points, way_of_trace
 from .errors import ConfigError
 from .fit import FloatArray
+from .noise import IterationNoise, fit_noise
 from .residuals import MOST_FOLDS, coverage, folds, held_out_errors, regimes, residuals, worker_sums
 from .trace import Trace
 
@@ -49,7 +50,8 @@ def fit_trace(
 ) -> CostFit:
     """Fit costs to `trace.iterations`; fewer than two folds, or one RL step: no cross-validation.
 
-    `hardware` is for kind "roofline". Raises ConfigError for a trace without iterations and for an unknown kind.
+    The costs' `noise` is that of iterations which prefilled nothing. `hardware` is for kind "roofline". Raises
+    ConfigError for a trace without iterations and for an unknown kind.
     """
     table = iterations_of(trace)
     way = way_of_trace(kind, hardware)
@@ -68,7 +70,7 @@ def fit_trace(
         held.append(found.assign(predicted_s=_left_out(way, name, rest, out, len(rows), notes)))
     return CostFit(
         kind=kind,
-        costs=_with_notes(costs, notes),
+        costs=_with_notes(costs, notes).model_copy(update={"noise": _noise(table, predicted)}),
         residuals=residuals(regime, table["batch"].to_numpy(np.float64), duration, predicted),
         sums=worker_sums(table, duration, predicted),
         cross_validation=held_out_errors(pd.concat(held, ignore_index=True) if held else pd.DataFrame()),
@@ -113,6 +115,12 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
         sums=pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"]),
         cross_validation=held_out_errors(pd.concat(held, ignore_index=True) if held else pd.DataFrame()),
     )
+
+
+def _noise(table: pd.DataFrame, predicted: FloatArray) -> IterationNoise | None:
+    rows = table.assign(predicted=predicted, series=table.groupby(["rl_step", "worker"]).ngroup())
+    rows = rows[rows["prefill_tokens"] == 0].sort_values(["series", "iteration"], kind="stable")
+    return fit_noise(rows["duration"], rows["predicted"], rows["series"])
 
 
 def _left_out(way: Way[Data], fold: str, rest: Data, out: Data, num: int, notes: list[str]) -> FloatArray:

@@ -182,10 +182,15 @@ def _fit_drafting(rows: Rows, terms: dict[str, float | None], notes: list[str]) 
         notes.append("drafting time was not recorded apart: it is inside sd_base_s and per_token_s, draft terms are 0")
         return
     depth, batch = rows.next_depth[drafting], rows.batch[drafting]
-    columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "once": np.ones_like(depth)}
+    columns = {
+        "draft_level_s": depth,
+        "draft_level_per_request_s": depth * batch,
+        "draft_per_request_s": batch,
+        "once": np.ones_like(depth),
+    }
     found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
     once = found.coefficients.pop("once")
-    terms |= found.coefficients
+    terms |= found.coefficients | {"draft_per_request_s": found.coefficients["draft_per_request_s"] or 0.0}
     if once:
         terms["sd_base_s"] = (terms["sd_base_s"] or 0.0) + once
     if once is None:
@@ -221,4 +226,5 @@ def predict(costs: LinearCosts, rows: Rows) -> FloatArray:
     verify = c["base_s"] + c["per_request_s"] * rows.batch + c["per_token_s"] * rows.verified
     verify += c["per_context_s"] * rows.context + c["prefill_per_token_s"] * rows.prefill
     verify += c["sd_base_s"] * rows.spec + c["sd_idle_s"] * (rows.loaded & ~rows.spec)
-    return verify + rows.next_depth * (c["draft_level_s"] + c["draft_level_per_request_s"] * rows.batch)
+    drafting = rows.next_depth * (c["draft_level_s"] + c["draft_level_per_request_s"] * rows.batch)
+    return verify + drafting + c["draft_per_request_s"] * rows.batch * (rows.next_depth > 0)
