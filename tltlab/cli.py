@@ -20,7 +20,7 @@ from .errors import ConfigError, InputError, TltlabError
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
 _EXTRA_OF_MODULE = {
-    "simpy": "sim", "torch": "runtime", "ray": "runtime", "vllm": "runtime",
+    "simpy": "sim", "optuna": "sim", "torch": "runtime", "ray": "runtime", "vllm": "runtime",
     "transformers": "runtime", "safetensors": "runtime", "tokenizers": "runtime",
 }  # fmt: skip
 

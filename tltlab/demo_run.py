@@ -1,9 +1,8 @@
-"""The whole loop on this machine: make a model, train, record, calibrate, predict, pick a policy, train on with it."""
+"""The whole loop on this machine: make a model, train, record, calibrate, predict, tune a policy, train on with it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from tltlab.runtime.make_model import make_model
 from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate
-from tltlab.sim.pick import Candidate, pick
+from tltlab.sim.tune import tune
 from tltlab.sim.verify import nearest, verify
 
 from .calibrate import Calibration, calibrate
@@ -30,6 +29,7 @@ from .policy import Policy, load_policy
 from .trace import Trace, read
 
 PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
+TRIALS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,21 +74,28 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
         recorded = run.trace()
-        say("4/7 calibrating and picking a policy in the simulator")
+        say("4/7 calibrating and tuning a policy in the simulator")
         # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
         recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
         fitted = calibrate(recorded.select(recent))
         if fitted.acceptance is None:
-            raise RunError("nothing was drafted while exploring, so there is no policy to pick")
+            raise RunError("nothing was drafted while exploring, so there is no policy to tune")
         fitted.costs.write(out / "costs.json")
         fitted.acceptance.write(out / "acceptance.json")
-        candidates = pick(recorded.select(recent), fitted.costs, fitted.acceptance, seed=seed)
-        best = candidates[0]
-        tuned = best.policy.model_copy(update={"provenance": provenance(best, candidates, recent, seed)})
-        tuned.write(out / "policy.json")
-        for candidate in candidates[:3]:
+        found = tune(
+            recorded.select(recent),
+            costs=fitted.costs,
+            acceptance=fitted.acceptance,
+            placement="recorded",
+            trials=TRIALS,
+            seed=seed,
+            provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
+        )
+        found.policy.write(out / "policy.json")
+        for candidate in found.candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-        say(f"5/7 GRPO goes on under {best.name}, from {out / 'policy.json'}")
+        say(found.verdict)
+        say(f"5/7 GRPO goes on under {found.name}, from {out / 'policy.json'}")
         tuned = load_policy(out / "policy.json")
         run.set_policy(tuned, TUNED)
         for _ in range(setting.tuned_steps):
@@ -133,7 +140,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
         "predicted_rollout_s_without_speculation": float(np.mean(list(without.values()))),
         "drafter": drafter,
-        "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in candidates],
+        "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in found.candidates],
         "model": model,
         "trace": "trace",
         "policy": "policy.json",
@@ -179,20 +186,6 @@ def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, see
             ]
         )
     )
-
-
-def provenance(best: Candidate, candidates: Sequence[Candidate], rl_steps: list[int], seed: int) -> dict[str, Any]:
-    """Where the picked policy came from."""
-    return {
-        "name": best.name,
-        "trace": "trace",
-        "costs": "costs.json",
-        "rl_steps": rl_steps,
-        "objective": "mean simulated makespan of these RL steps",
-        "makespan_s": best.makespan_s,
-        "candidates": len(candidates),
-        "seed": seed,
-    }
 
 
 def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) -> None:
