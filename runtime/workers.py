@@ -37,6 +37,8 @@ def start_ray() -> bool:
     if ray.is_initialized():
         return False
     address = os.environ.get("RAY_ADDRESS")
+    # Ray starts workers at niceness 15: on a busy machine whatever else runs would be served first, and be measured.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address=address,
         include_dashboard=None if address else False,

@@ -176,7 +176,7 @@ def _row(
     past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
     training = spot.model(step, fit_on)
     made = [_simulate(past, spot, force, fitted, accepted, seed + k, training) for k in range(samples)]
-    predicted_s = float(np.mean([rollout.makespan_s for rollout in made])) + _overhead_s(trace, fit_on)
+    predicted_s = float(np.mean([rollout.makespan_s for rollout in made])) + overhead_s(trace, fit_on)
     own = trace.select([step])
     assert own.iterations is not None
     times = own.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, own))
@@ -251,7 +251,7 @@ def _simulate(
     return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
 
 
-def _overhead_s(trace: Trace, rl_steps: list[int]) -> float:
+def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
     """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
     assert trace.iterations is not None
     assert trace.steps is not None
@@ -271,7 +271,7 @@ def _forecast(
         fit_on, fitted = _fitted(trace, earlier, window, force.policy, step)
     except ConfigError:
         return (float("nan"),) * 3
-    overhead_s = _overhead_s(trace, fit_on)
+    beside_s = overhead_s(trace, fit_on)
     rng = np.random.default_rng([seed, step])
     history, accepted = trace.select(fit_on), spot.acceptance(fitted.acceptance, step, fit_on, earlier)
     made = [
@@ -281,7 +281,7 @@ def _forecast(
         for k in range(FORECASTS)
     ]
     low, high = np.percentile(made, INTERVAL)
-    return float(np.median(made)) + overhead_s, float(low) + overhead_s, float(high) + overhead_s
+    return float(np.median(made)) + beside_s, float(low) + beside_s, float(high) + beside_s
 
 
 def force_from(force: InForce, step: int) -> InForce:

@@ -17,9 +17,9 @@ from tltlab.sim import simulate
 from tltlab.sim.bench import COSTS
 from tltlab.sim.run_files import policies_in_force
 from tltlab.sim.verify import drawn_lengths, nearest, text, verify
-from tltlab.sim.verify_command import verify as command
 from tltlab.strategy import Strategy
 from tltlab.trace import read
+from tltlab.verify_command import verify as command
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
 GCD = Path(__file__).parents[2] / "traces" / "gcd-small"

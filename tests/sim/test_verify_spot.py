@@ -13,11 +13,11 @@ from tltlab.policy import FixedSpec, Policy
 from tltlab.sim import simulate
 from tltlab.sim.bench import COSTS
 from tltlab.sim.verify import text, verify
-from tltlab.sim.verify_command import verify as command
 from tltlab.sim.verify_spot import SpotRun
 from tltlab.spot_training import SpotTraining
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace, read
+from tltlab.verify_command import verify as command
 
 from ..spot_rows import frame, spot_rows
 
