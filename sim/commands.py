@@ -17,19 +17,25 @@ from tltlab.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.schema import MANIFEST_FILE
 from tltlab.stage_files import load_stages
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.systems import SYSTEMS
 from tltlab.trace import read
 
 from .placement import PLACEMENTS
 from .replay import simulate as run
-from .rl_step import run_steps
+from .rl_step import RunResult, run_steps
 from .rl_step import summary as whole_steps
 from .scenario import find_acceptance
+from .system_run import by_name
 from .topology import load_topology
 
 
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
     policy: Annotated[str, typer.Option(help="Policy file, shipped name or package.module:Class.")] = "none",
+    system: Annotated[
+        str | None,
+        typer.Option(help=f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
     costs: Annotated[
         str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
@@ -38,7 +44,10 @@ def simulate(
         str | None,
         typer.Option(help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has]"),
     ] = None,
-    placement: Annotated[str, typer.Option(help=f"One of {', '.join(PLACEMENTS)}.")] = "contiguous",
+    placement: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
+    ] = None,
     mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
     strategy: Annotated[
         str | None, typer.Option(help="D,K,V: one strategy throughout, e.g. 4,1,5; replaces --policy.")
@@ -69,9 +78,12 @@ def simulate(
         str | None, typer.Option(help="Stage costs, a file or preset: simulate whole RL steps, not rollouts alone.")
     ] = None,
     topology: Annotated[
-        str,
-        typer.Option(help="With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart)."),
-    ] = "colocated",
+        str | None,
+        typer.Option(
+            help="With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart). "
+            "[default: colocated, or the system's]"
+        ),
+    ] = None,
     gpus_per_worker: Annotated[
         int | None,
         typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
@@ -87,39 +99,58 @@ def simulate(
     """
     source = read(trace)
     refuse_to_replace_a_recording(out)
-    if stages is None and (topology != "colocated" or gpus_per_worker is not None or max_staleness):
+    if stages is None and (topology is not None or gpus_per_worker is not None or max_staleness):
         raise ConfigError(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
         )
     model = find_acceptance(source, acceptance)
-    result = run(
-        source,
-        choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs)),
-        costs=costs,
-        acceptance=model,
-        workers=workers,
-        placement=placement,
-        mode=mode,
-        seed=seed,
-        rl_steps=parse_rl_steps(rl_steps, source.rl_steps),
-        decision_block=decision_block,
-        record_iterations=record_iterations,
-        max_response_tokens=max_response_tokens,
-        spot=spot_training,
-    )
+    common: dict[str, Any] = {
+        "mode": mode, "seed": seed, "rl_steps": parse_rl_steps(rl_steps, source.rl_steps),
+        "decision_block": decision_block, "record_iterations": record_iterations,
+        "max_response_tokens": max_response_tokens,
+    }  # fmt: skip
+    notes: list[str] = []
+    whole: RunResult | None = None
+    if system is not None:
+        if policy != "none" or any(given is not None for given in (strategy, drafter, sd_threshold)):
+            raise ConfigError(
+                "--system brings its own policy: leave out --policy, --strategy, --drafter, --sd-threshold"
+            )
+        if topology is not None or max_staleness:
+            raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
+        found = by_name(
+            source, system, costs=costs, acceptance=model, workers=workers, placement=placement,
+            spot=spot_training, stages=stages, gpus_per_worker=gpus_per_worker, **common,
+        )  # fmt: skip
+        result, whole = found.result, found.whole
+        notes = [f"assumed            {note}" for note in found.bound.assumptions]
+    else:
+        result = run(
+            source,
+            choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs)),
+            costs=costs,
+            acceptance=model,
+            workers=workers,
+            placement=placement or "contiguous",
+            spot=spot_training,
+            **common,
+        )
+        if stages is not None:
+            gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
+            placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
+            whole = run_steps(result, load_stages(stages), topology=placed)
     summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
-    if stages is not None:
-        gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
-        placed = load_topology(topology, gpus_per_worker=gpus, max_staleness=max_staleness)
-        whole = run_steps(result, load_stages(stages), topology=placed)
+    if system is not None:
+        summary = summary | {"system": found.bound.system.name, "assumptions": list(found.bound.assumptions)}
+    if whole is not None:
         summary = summary | whole_steps(whole)
         trace_out = whole.trace if out is not None else None
         shown.append(stage_table(summary))
     if out is not None and trace_out is not None:
         trace_out.write(out)
-    if spot_training is not None and not isinstance(model, FreshAcceptance):
+    if spot_training is not None and not isinstance(result.scenario.acceptance, FreshAcceptance):
         shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
-    emit(summary, as_json=as_json, text="\n".join(shown))
+    emit(summary, as_json=as_json, text="\n".join([*shown, *notes]))
 
 
 def likely_drafter(model: Acceptance | None, costs: str | None) -> str:

@@ -1,0 +1,291 @@
+"""Systems from the literature on one trace: each row is a simulation that could have been made by hand."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import tltlab
+from tltlab import cli
+from tltlab.acceptance import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
+from tltlab.cost_files import load_costs
+from tltlab.errors import ConfigError
+from tltlab.freshness import Freshness
+from tltlab.generate import log_normal
+from tltlab.sim import Colocated, Separate, run_steps, simulate
+from tltlab.sim.bench import COSTS
+from tltlab.sim.system_run import on_gpus, simulate_system
+from tltlab.sim.systems import compare_systems
+from tltlab.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
+from tltlab.system_binding import bind
+from tltlab.systems import SYSTEMS, Rung, System, one_strategy
+from tltlab.trace import Trace
+
+TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
+STAGES = StageCosts(
+    num_gpus=4, inference=InferenceCosts(per_token_s=1e-4), reward=RewardCosts(base_s=0.5),
+    train=TrainCosts(per_token_s=3e-4, per_update_s=0.1), sync=SyncCosts(base_s=0.25),
+)  # fmt: skip
+GPU = {"costs": "h100-qwen2.5-32b-tp4", "decision_block": 16}
+KEYS = {
+    "system", "makespan_s", "ratio", "ratio_low", "ratio_high", "interval", "regret", "lossless", "assumptions",
+    "source", "stand_ins",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trace() -> Trace:
+    return log_normal(prompts=4, group_size=8, rl_steps=3, median=200, cap=1000, workers=4)
+
+
+@pytest.fixture(scope="module")
+def found(trace: Trace) -> pd.DataFrame:
+    return compare_systems(trace, costs=COSTS, acceptance="geometric:0.7", stages=STAGES).set_index("system")
+
+
+def test_each_row_is_the_simulation_of_its_policy(trace: Trace, found: pd.DataFrame):
+    assert set(found.index) == set(SYSTEMS)
+    assert not found.attrs["left_out"]
+    for name, system in SYSTEMS.items():
+        bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
+        workers = 2 if name == "open-r1" else 4
+        alone = simulate(trace, bound.policy, costs=COSTS, acceptance=bound.acceptance, workers=workers)
+        assert found.loc[name, "makespan_s"] == pytest.approx(alone.makespan_s, rel=1e-12)
+        accept = found.loc[name, "mean_accept_length"]
+        assert accept == pytest.approx(alone.summary["mean_accept_length"]) if accept == accept else "r" in name
+
+
+def test_ratios_are_to_verl_and_have_intervals(trace: Trace, found: pd.DataFrame):
+    assert found.attrs["baseline"] == "verl"
+    assert found.loc["verl", ["ratio", "ratio_low", "ratio_high"]].tolist() == [1.0, 1.0, 1.0]
+    expected = found["makespan_s"] / found.loc["verl", "makespan_s"]
+    assert found["ratio"].to_numpy() == pytest.approx(expected.to_numpy())
+    assert ((found["ratio_low"] <= found["ratio"]) & (found["ratio"] <= found["ratio_high"])).all()
+    other = compare_systems(trace, "das,tlt-base", costs=COSTS, acceptance="geometric:0.7")
+    assert other.attrs["baseline"] == "das"
+
+
+def test_whole_rl_steps_differ_by_who_has_which_gpus(trace: Trace, found: pd.DataFrame):
+    plain = simulate(trace, "none", costs=COSTS, workers=4)
+    assert found.loc["verl", "step_s"] == run_steps(plain, STAGES, topology=Colocated()).step_s
+    half = simulate(trace, "none", costs=COSTS, workers=2)
+    twice = StageCosts(
+        num_gpus=2, inference=InferenceCosts(per_token_s=2e-4), reward=RewardCosts(base_s=0.5),
+        train=TrainCosts(per_token_s=6e-4, per_update_s=0.2), sync=SyncCosts(base_s=0.25),
+    )  # fmt: skip
+    assert on_gpus(STAGES, 2) == twice
+    expected = run_steps(half, twice, topology=Separate(train_gpus=2))
+    assert found.loc["open-r1", "step_s"] == pytest.approx(expected.step_s, rel=1e-12)
+    assert expected.num_gpus == 4
+    assert found.loc["open-r1", "step_s"] > found.loc["verl", "step_s"]
+
+
+def test_stage_costs_for_other_gpus_are_refused(trace: Trace):
+    with pytest.raises(ConfigError, match="for 8 GPUs, but 4 workers of 1 are 4"):
+        compare_systems(
+            trace, "open-r1", costs=COSTS, stages=STAGES.model_copy(update={"num_gpus": 8}), workers=4,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["fluid", "sampled"])
+@pytest.mark.parametrize("model_free", [None, "seer-siblings"])
+def test_no_system_beats_the_clairvoyant_bound(trace: Trace, mode: str, model_free: str | None):
+    table = compare_systems(
+        trace, costs=COSTS, acceptance="geometric:0.7", model_free_acceptance=model_free, mode=mode, decision_block=8
+    ).set_index("system")
+    assert pd.isna(table.loc["das", "regret"])
+    assert (table["regret"].drop("das").astype(float) >= 0).all()
+    # One bound for all: regrets differ as makespans do.
+    bounds = (table["makespan_s"] / (1 + table["regret"].astype(float))).drop("das")
+    assert np.ptp(bounds) < 1e-9
+
+
+def test_a_system_can_be_sent_to_another_process(trace: Trace):
+    for system in SYSTEMS.values():
+        bound = bind(system, COSTS, load_acceptance("geometric:0.7"))
+        sent = pickle.loads(pickle.dumps(bound))
+        here, there = (
+            simulate_system(trace, one, costs=COSTS, workers=4, rl_steps=[0], decision_block=8).result.makespan_s
+            for one in (bound, sent)
+        )
+        assert here == there
+
+
+def test_repeats_share_their_luck_and_are_averaged(trace: Trace):
+    some = {"costs": COSTS, "acceptance": "geometric:0.7", "mode": "sampled", "decision_block": 8}
+    both = compare_systems(trace, "verl,das", repeats=2, seed=5, **some).set_index("system")
+    each = [compare_systems(trace, "verl,das", seed=s, **some).set_index("system")["makespan_s"] for s in (5, 6)]
+    assert both["makespan_s"].to_numpy() == pytest.approx(((each[0] + each[1]) / 2)[both.index].to_numpy())
+    assert each[0]["das"] != each[1]["das"]
+
+
+def test_idle_workers_train_tlts_drafter_and_nobody_trains_a_static_one():
+    long = log_normal(prompts=8, group_size=4, rl_steps=3, median=2000, cap=16000, workers=4)
+    trees, costs = load_acceptance("tlt-qwen2.5-32b"), load_costs("h100-qwen2.5-32b-tp4")
+    accepted = {}
+    for name in ("tlt", "vllm-dynamic"):
+        bound = bind(SYSTEMS[name], costs, trees)
+        steps = [
+            simulate_system(long, bound, costs=costs, workers=4, rl_steps=range(k), decision_block=16)
+            .result.summary["mean_accept_length"] for k in (1, 3)
+        ]  # fmt: skip
+        accepted[name] = steps
+    assert accepted["tlt"][1] > 1.05 * accepted["tlt"][0]
+    assert accepted["vllm-dynamic"][1] == pytest.approx(accepted["vllm-dynamic"][0], rel=0.02)
+
+
+def test_training_in_idle_time_is_worth_what_freshness_says():
+    """A drafter that accepts nothing untrained, everything trained: the first RL step without it, the others with."""
+    long = log_normal(prompts=8, group_size=4, rl_steps=3, median=2000, cap=16000, workers=4)
+    full = FittedAcceptance(drafters_by_depth={"learned": {4: FittedDepth(accepted=(0, 0, 0, 0, 1), drafted=4)}})
+    model = FreshAcceptance(base=full, freshness=Freshness(untrained=0.0, floor=0.0, updates_to_train=0.1))
+    mine = System(
+        name="mine", title="Mine", source="this test", drafters=("learned",), selector=one_strategy,
+        ladder=(Rung(min_batch=1, chains=(4,)),), idle_use=SYSTEMS["tlt"].idle_use,
+    )  # fmt: skip
+    costs = load_costs("h100-qwen2.5-7b")
+    bound = bind(mine, costs, model)
+    spans = [r.makespan_s for r in simulate_system(long, bound, costs=costs, workers=4).result.rollouts]
+    useless, perfect = (
+        [r.makespan_s for r in simulate(long, bound.policy, costs=costs, acceptance=f"constant:{a}").rollouts]
+        for a in (1, 5)
+    )
+    assert spans == pytest.approx([useless[0], *perfect[1:]], rel=1e-6)
+    table = compare_systems(long, [SYSTEMS["verl"], mine], costs=costs, acceptance=model).set_index("system")
+    assert table.loc["mine", "makespan_s"] == pytest.approx(np.mean(spans))
+
+
+def test_systems_whose_acceptance_is_unknown_are_left_out_by_name(trace: Trace):
+    table = compare_systems(trace, "verl,tlt,tlt-base,das", acceptance="tlt-qwen2.5-32b", **GPU)
+    assert set(table["system"]) == {"verl", "tlt"}
+    assert set(table.attrs["left_out"]) == {"tlt-base", "das"}
+    assert all("seer-siblings" in reason for reason in table.attrs["left_out"].values())
+    with pytest.raises(ConfigError, match="none of the systems"):
+        compare_systems(trace, "das", **GPU)
+
+
+def test_replayed_acceptance_serves_where_every_response_has_it(trace: Trace):
+    rows = trace.outcomes[["rl_step", "prompt_id", "sample", "turn", "response_tokens"]]
+    table = pd.DataFrame(
+        [
+            (*key, "suffix", 0, 8, np.full(tokens, 2, np.uint8))
+            for *key, tokens in rows.itertuples(index=False, name=None)
+        ],
+        columns=["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"],
+    )  # fmt: skip
+    some = {"costs": COSTS, "rl_steps": [0, 1]}
+    whole = compare_systems(trace.replace(acceptance=table), **some)
+    assert set(whole.attrs["left_out"]) == {"das"}
+    assert whole.set_index("system").loc["vllm-dynamic", "mean_accept_length"] == pytest.approx(3.0, rel=0.02)
+    assert (whole["regret"] >= 0).all()
+    part = compare_systems(trace.replace(acceptance=table.iloc[1:]), **some)
+    assert set(part["system"]) == {"verl", "open-r1"}
+    assert "for some responses only" in part.attrs["left_out"]["tlt"]
+
+
+def test_one_worker_cannot_be_split(trace: Trace):
+    table = compare_systems(trace, "verl,open-r1", costs=COSTS, workers=1)
+    assert "cannot be split" in table.attrs["left_out"]["open-r1"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        cli.main([*argv])
+    shown = capsys.readouterr()
+    return int(end.value.code or 0), shown.out, shown.err
+
+
+def test_the_command_prints_and_writes_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "systems.json"
+    argv = ["compare", str(TINY), "--systems", "all", "--stages", "cpu-small", "--out", str(out), "--json"]
+    code, shown, _ = run(capsys, *argv)
+    result = json.loads(shown)
+    assert code == 0
+    assert json.loads(out.read_text()) == result
+    assert result["baseline"] == "verl"
+    assert result["left_out"] == {}
+    assert result["figures"] == "simulated"
+    rows = {row["system"]: row for row in result["systems"]}
+    assert set(rows) == set(SYSTEMS)
+    for row in rows.values():
+        assert set(row) >= KEYS | {"step_s", "step_ratio", "step_interval"}
+        assert row["interval"] == [row["ratio_low"], row["ratio_high"]]
+        assert row["lossless"] is True
+    assert rows["das"]["regret"] is None
+    assert rows["tlt"]["regret"] > 0
+    assert "ngram" in rows["das"]["stand_ins"][0]
+
+
+def test_one_rl_step_has_a_ratio_and_no_interval(capsys: pytest.CaptureFixture[str]):
+    _, shown, _ = run(capsys, "compare", str(TINY), "--systems", "verl,tlt-base", "--rl-steps", "0:1", "--json")
+    assert [row["interval"] for row in json.loads(shown)["systems"]] == [None, None]
+
+
+def test_the_table_says_what_takes_whose_place_and_what_is_left_out(capsys: pytest.CaptureFixture[str]):
+    _, shown, _ = run(capsys, "compare", str(TINY), "--systems", "all")
+    assert "das*" in shown
+    assert "'ngram' takes its place (das)" in shown
+    assert "open-r1 generates on 1 of them" in shown
+    assert "simulated on 2 workers" in shown
+    argv = ["--acceptance", "tlt-qwen2.5-32b", "--costs", "h100-qwen2.5-7b", "--systems", "verl,das"]
+    _, shown, _ = run(capsys, "compare", str(TINY), *argv)
+    assert "left out: das" in shown
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--systems", "verl,nobody"],
+        ["--systems", "all", "--policies", "none"],
+        ["--systems", "all", "--placement", "round_robin"],
+        ["--systems", "all", "--gpus-per-worker", "2"],
+        ["--stages", "cpu-small"],
+        ["--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
+        ["--systems", "all", "--model-free-acceptance", "nothing.json"],
+    ],
+)
+def test_what_does_not_fit_together_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    code, shown, said = run(capsys, "compare", str(TINY), *argv)
+    assert code == 2
+    assert not shown
+    assert len(said.splitlines()) == 1
+
+
+def test_a_comparison_of_policies_can_be_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "policies.json"
+    run(capsys, "compare", str(TINY), "--policies", "none,table", "--out", str(out))
+    written = json.loads(out.read_text())
+    assert written["baseline"] == "none"
+    assert {row["policy"] for row in written["policies"]} == {"none", "table"}
+
+
+def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plain = json.loads(run(capsys, "simulate", str(TINY), "--policy", "none", "--json")[1])
+    verl = json.loads(run(capsys, "simulate", str(TINY), "--system", "verl", "--json")[1])
+    assert set(verl) - set(plain) == {"system", "assumptions"}
+    assert {key: verl[key] for key in plain if key != "wall_s"} == {k: v for k, v in plain.items() if k != "wall_s"}
+    argv = ["--system", "open-r1", "--stages", "cpu-small", "--out", str(tmp_path / "sim"), "--json"]
+    split = json.loads(run(capsys, "simulate", str(TINY), *argv)[1])
+    assert split["topology"] == "separate"
+    assert split["num_gpus"] == 2
+    assert tltlab.read(tmp_path / "sim").manifest.num_workers == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--system", "nobody"],
+        ["--system", "tlt", "--policy", "table"],
+        ["--system", "tlt", "--strategy", "4,1,5"],
+        ["--system", "tlt", "--stages", "cpu-small", "--topology", "separate"],
+        ["--system", "das", "--acceptance", "tlt-qwen2.5-32b"],
+    ],
+)
+def test_a_system_brings_its_own_policy(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    code, shown, said = run(capsys, "simulate", str(TINY), *argv)
+    assert code == 2
+    assert not shown
+    assert len(said.splitlines()) == 1
