@@ -1,0 +1,205 @@
+"""Small charts in one look: bars with intervals, lines, shares over time, predicted against measured."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from .errors import ConfigError, InputError
+
+# Ordered so that neighbours differ in luminance: they keep apart in grey and for colour-blind eyes.
+COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9704f", "#6f6f6f", "#cfc76a", "#111111")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
+_HATCHES = ("", "////", "", "....", "\\\\\\\\", "", "xxxx", "----", "||||", "++++")
+_WIDTH_IN = 7.2
+_MOST_MARKERS = 24
+FORMATS = (".png", ".svg")
+
+Values = Sequence[float | None] | np.ndarray
+
+
+def bars(
+    labels: Sequence[str],
+    values: Values,
+    low: Values | None = None,
+    high: Values | None = None,
+    *,
+    xlabel: str,
+    title: str,
+    reference: float | None = None,
+) -> Figure:
+    """Horizontal bars, the first on top; `low` and `high` are the ends of an interval around each, in `values`' unit.
+
+    None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
+    """
+    num = len(labels)
+    figure = Figure(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(num, 1)), layout="constrained")
+    axes = figure.subplots()
+    y, size = np.arange(num), _floats(values)
+    axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
+    if low is not None and high is not None:
+        least, most = _floats(low), _floats(high)
+        known = np.isfinite(size) & np.isfinite(least) & np.isfinite(most)
+        away = np.stack([size - least, most - size])[:, known]
+        axes.errorbar(size[known], y[known], xerr=np.maximum(away, 0.0), fmt="none", ecolor="#111111", elinewidth=1.1,
+                      capsize=3)  # fmt: skip
+    if reference is not None:
+        axes.axvline(reference, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
+    axes.set_yticks(y, list(labels), fontsize=8)
+    axes.set_ylim(num - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    _finish(axes, xlabel=xlabel, ylabel="", title=title, grid="x")
+    return figure
+
+
+def lines(
+    series: Mapping[str, tuple[Any, Any]],
+    *,
+    xlabel: str,
+    ylabel: str,
+    title: str,
+    bands: Mapping[str, tuple[Any, Any]] | None = None,
+    doubling: bool = False,
+) -> Figure:
+    """One line per series of (x, y), told apart by colour, dash and marker; `bands` are (low, high) at a series' x.
+
+    `doubling` spaces x = 1, 2, 4, ... evenly, as batch sizes want it.
+    """
+    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    axes = figure.subplots()
+    whole = True
+    for i, (name, (x, y)) in enumerate(series.items()):
+        across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
+        whole = whole and bool(np.all(across == np.round(across)))
+        axes.plot(across, up, color=color, linestyle=_DASHES[i % len(_DASHES)], marker=_MARKERS[i % len(_MARKERS)],
+                  linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name)  # fmt: skip
+        if bands is not None and name in bands:
+            low, high = (_floats(end) for end in bands[name])
+            axes.fill_between(across, low, high, color=color, alpha=0.18, linewidth=0)
+    if doubling:
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=whole))
+    if len(series) > 1:
+        _legend(axes, len(series))
+    _finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    return figure
+
+
+def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: Sequence[str] | None = None) -> Figure:
+    """Stacked columns of percent, one per value of `x`: what a whole consists of over time.
+
+    `parts` are shares between 0 and 1, one per value of x; a part that is 0 throughout takes a colour and is not
+    drawn. `names` stands in place of the values of x.
+    """
+    figure = Figure(figsize=(_WIDTH_IN, 2.9), layout="constrained")
+    axes = figure.subplots()
+    across = _floats(x)
+    width = float(np.min(np.diff(across))) if len(across) > 1 else 1.0
+    floor = np.zeros(len(across))
+    for i, (name, part) in enumerate(parts.items()):
+        height = np.nan_to_num(_floats(part))
+        if not height.any():
+            continue  # keeps its colour for another chart of the same parts
+        axes.bar(across, 100 * height, width=0.9 * width, bottom=100 * floor, color=COLORS[i % len(COLORS)],
+                 hatch=_HATCHES[i % len(_HATCHES)], edgecolor="white", linewidth=0, label=name)  # fmt: skip
+        floor += height
+    if names is None:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=bool(np.all(across == np.round(across)))))
+    else:
+        axes.set_xticks(across, list(names))
+    axes.set_ylim(0, 100)
+    if len(across):
+        axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
+    _legend(axes, sum(bool(np.any(part)) for part in parts.values()))
+    _finish(axes, xlabel=xlabel, ylabel="%", title=title, grid="")
+    return figure
+
+
+def scatter_identity(
+    measured: Values, predicted: Values, *, xlabel: str, ylabel: str, title: str, labels: Sequence[str] | None = None
+) -> Figure:
+    """Predicted over measured with the line on which they agree; `labels` names each point's group."""
+    figure = Figure(figsize=(4.6, 4.0), layout="constrained")
+    axes = figure.subplots()
+    x, y = _floats(measured), _floats(predicted)
+    group = np.asarray(labels if labels is not None else [""] * len(x), dtype=object)
+    for i, name in enumerate(dict.fromkeys(group)):
+        of_group = group == name
+        axes.plot(x[of_group], y[of_group], linestyle="none", marker=_MARKERS[i % len(_MARKERS)], markersize=5,
+                  color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name)  # fmt: skip
+    known = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
+    end = 1.08 * float(known.max()) or 1.0
+    axes.plot([0, end], [0, end], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), zorder=0)
+    axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
+    if labels is not None:
+        _legend(axes, len(set(group)), columns=3)
+    _finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    return figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a .png or .svg in one move, parents made; same figure, same bytes.
+
+    Raises ConfigError for another ending, InputError where the file cannot be written.
+    """
+    if path.suffix not in FORMATS:
+        raise ConfigError(f"{path}: a picture is written as {' or '.join(FORMATS)}")
+    picture = _bytes(figure, path.suffix[1:])
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            new = Path(folder) / path.name
+            new.write_bytes(picture)
+            os.replace(new, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:
+    """The figure as the source of an <img>: SVG, which stays sharp, or PNG where SVG would be larger than that."""
+    svg = _bytes(figure, "svg")
+    kind, picture = ("svg+xml", svg) if len(svg) <= most_svg_bytes else ("png", _bytes(figure, "png"))
+    return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
+
+
+def _bytes(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}):
+        figure.savefig(buffer, format=kind, dpi=160, metadata={"Date": None} if kind == "svg" else None)
+    return buffer.getvalue()
+
+
+def _floats(values: Any) -> np.ndarray:
+    """Numbers as float64, None as NaN."""
+    return np.array([np.nan if value is None else float(value) for value in values], dtype=np.float64)
+
+
+def _legend(axes: Axes, num: int, columns: int = 4) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=min(num, columns), fontsize=8, frameon=False,
+                borderaxespad=0.0, handlelength=2.4)  # fmt: skip
+
+
+def _finish(axes: Axes, *, xlabel: str, ylabel: str, title: str, grid: Literal["x", "both", ""]) -> None:
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.tick_params(labelsize=8)
+    if grid:
+        axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
