@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -17,21 +18,32 @@ _AFTER_ROLLOUT = {"inference_s": "inference", "reward_s": "reward", "train_s": "
 """Parts of an RL step in the order in which `steps` lists them, and the kind of span each is."""
 
 
-def lanes(trace: Trace, rl_step: int | Literal["all"]) -> pd.DataFrame:
+def lanes(
+    trace: Trace,
+    rl_step: int | Literal["all"],
+    *,
+    offsets: Mapping[int, float] | None = None,
+    rollout_only: bool = False,
+) -> pd.DataFrame:
     """Segments of an RL step, or of all one after the other: lane, kind, start_s, end_s; lanes in display order.
 
     Taken from `spans`, else from `iterations`, else from `outcomes` (a worker is busy until its last response
     finishes). Neighbours of one kind are merged, gaps of a worker during the rollout are "idle". Without a trainer in
-    the spans its lane comes from `steps`. Times are since the start of the RL step, for "all" since that of the run.
-    Raises TraceError where the trace has no times.
+    the spans its lane comes from `steps`. Times are since the start of the RL step, for "all" since that of the run;
+    `offsets` places the RL steps elsewhere. `rollout_only` keeps workers only, until the rollout's end.
+    Raises TraceError where the trace has no times, or no such RL step.
     """
-    offsets = step_offsets(trace)
+    places = step_offsets(trace) if offsets is None else offsets
+    if rl_step != "all" and rl_step not in trace.rl_steps:
+        known = trace.rl_steps
+        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {known[0]}..{known[-1]}")
     steps = trace.rl_steps if rl_step == "all" else [rl_step]
     pieces = []
     for step in steps:
         one = trace.select([step])
-        piece = pd.concat([_workers(one), _trainer(one)], ignore_index=True)
-        shift = offsets[step] if rl_step == "all" else 0.0
+        piece = _workers(one)
+        piece = _rollout(one, piece) if rollout_only else pd.concat([piece, _trainer(one)], ignore_index=True)
+        shift = places[step] if rl_step == "all" else 0.0
         pieces.append(piece.assign(start_s=piece["start_s"] + shift, end_s=piece["end_s"] + shift))
     segments = pd.concat(pieces, ignore_index=True)
     order = {lane: i for i, lane in enumerate(sorted(segments["lane"].unique(), key=_lane_order))}
@@ -51,9 +63,30 @@ def step_offsets(trace: Trace) -> dict[int, float]:
     return {step: float(start) for step, start in zip(trace.rl_steps, starts[:-1], strict=True)}
 
 
-def median_step(trace: Trace) -> int:
-    """The RL step with the median rollout time (the lower of two). Raises TraceError where none is known."""
-    known = sorted((d, step) for step, d in metrics.rollout_s(trace).items() if d is not None)
+def aligned_offsets(*traces: Trace, rollout_only: bool = False) -> dict[int, float]:
+    """Where each RL step of several traces starts, in seconds, so that it starts at the same place in all of them.
+
+    An RL step begins when the longest of those before it has ended. Lasting 2 s and 3 s: {0: 0.0, 1: 3.0}.
+    """
+    lasts: dict[int, float] = {}
+    for trace in traces:
+        for step in trace.rl_steps:
+            end_s = float(lanes(trace, step, rollout_only=rollout_only)["end_s"].max())
+            lasts[step] = max(lasts.get(step, 0.0), end_s)
+    steps = sorted(lasts)
+    starts = np.concatenate([[0.0], np.cumsum([lasts[step] for step in steps])])
+    return {step: float(start) for step, start in zip(steps, starts[:-1], strict=True)}
+
+
+def median_step(trace: Trace, *others: Trace) -> int:
+    """The RL step with the median rollout time (the lower of two), of those that `others` have too.
+
+    Raises TraceError where none is known.
+    """
+    common = set(trace.rl_steps).intersection(*(other.rl_steps for other in others))
+    if not common:
+        raise TraceError("the traces have no RL step in common: compare the same RL steps")
+    known = sorted((d, step) for step, d in metrics.rollout_s(trace).items() if d is not None and step in common)
     if not known:
         raise TraceError(f"{trace.path or 'this trace'} has no times: simulate it first (tltlab simulate)")
     return known[(len(known) - 1) // 2][1]
@@ -88,6 +121,16 @@ def _workers(trace: Trace) -> pd.DataFrame:
     pieces = [_fill(name, _merge(found[found["lane"] == name], gap_s), start_s, end_s, gap_s) for name in sorted(names)]
     pieces += [_merge(rows, gap_s) for _, rows in others.groupby("lane")]
     return pd.concat([piece for piece in pieces if len(piece)] or [others], ignore_index=True)
+
+
+def _rollout(trace: Trace, segments: pd.DataFrame) -> pd.DataFrame:
+    """The workers' segments of an RL step, cut at the end of its rollout."""
+    segments = segments[segments["lane"].str.startswith("worker ")]
+    duration, start = metrics.rollout_s(trace)[trace.rl_steps[0]], trace.outcomes["t_submit"].min()
+    if duration is None:
+        return segments
+    end_s = duration + (0.0 if pd.isna(start) else float(start))
+    return segments[segments["start_s"] < end_s].assign(end_s=segments["end_s"].clip(upper=end_s))
 
 
 def _trainer(trace: Trace) -> pd.DataFrame:

@@ -80,6 +80,22 @@ def bubble_fraction(trace: Trace) -> float | None:
     return _ratio(idle, total)
 
 
+def worker_bubbles(trace: Trace) -> dict[str, float]:
+    """Idle share of each worker lane, sum (D - busy_w) / sum D; their mean is `bubble_fraction`. Empty where unknown.
+
+    Two workers, done at 5 s and 10 s: {"worker 0": 0.5, "worker 1": 0.0}.
+    """
+    names = [f"worker {worker}" for worker in range(num_workers(trace))]
+    busy_s, total_s = dict.fromkeys(names, 0.0), 0.0
+    for step in _steps(trace):
+        busy = _busy_s(step)
+        if step.rollout_s is not None and busy is not None:
+            total_s += step.rollout_s
+            for name, seconds in busy.items():
+                busy_s[name] = busy_s.get(name, 0.0) + seconds
+    return {name: 1.0 - seconds / total_s for name, seconds in busy_s.items()} if total_s > 0 else {}
+
+
 def tail_fraction(trace: Trace) -> float | None:
     """Share of the rollout in which fewer than 1/8 of the responses are still running, sum tail / sum D.
 

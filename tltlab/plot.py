@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
@@ -17,27 +15,30 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from . import metrics
-from .errors import ConfigError, InputError, TraceError
-from .lanes import lanes, median_step, step_offsets
+from .charts import FORMATS, save_figure
+from .errors import ConfigError, TraceError
+from .lanes import aligned_offsets, lanes, median_step, step_offsets
 from .trace import Trace
 
-# Colours keep apart in grey (by luminance) and for colour-blind eyes; hatches help where two come close.
+# Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
 LOOKS: dict[str, tuple[str, str, str]] = {
-    "decode": ("decode", "#7fb8de", ""),
+    "decode": ("decode", "#98cdf0", ""),
     "speculative_decode": ("speculative decode", "#1f5f99", ""),
-    "prefill": ("prefill", "#e8a33d", "////"),
+    "prefill": ("prefill", "#d08a2a", "////"),
     "switch": ("switch", "#111111", ""),
     "idle": ("idle (bubble)", "#efefef", ""),
-    "spot_train": ("spot training", "#b789c9", "\\\\\\\\"),
-    "inference": ("inference", "#cfc76a", "...."),
-    "reward": ("reward", "#5cb08c", "xxxx"),
-    "train": ("train", "#8a4a3c", ""),
-    "weight_sync": ("weight sync", "#d9704f", "----"),
-    "checkpoint": ("checkpoint", "#9a9a9a", "||||"),
+    "spot_train": ("spot training", "#8f5fa8", "\\\\\\\\"),
+    "inference": ("inference", "#b5ac45", "...."),
+    "reward": ("reward", "#3f8f6d", "xxxx"),
+    "train": ("train", "#55261d", ""),
+    "weight_sync": ("weight sync", "#f2c3ae", "----"),
+    "checkpoint": ("checkpoint", "#575757", "||||"),
 }
 _OTHER = ("other", "#c9c9c9", "++++")
 _MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
-FORMATS = (".png", ".svg")
+_FEW_LANES = 18  # up to here every lane has its name and its bubble share in figures
+
+Offsets = Mapping[int, float]
 
 
 def timeline(
@@ -45,41 +46,62 @@ def timeline(
     *,
     rl_step: int | Literal["all"] | None = None,
     out: str | Path | None = None,
-    title: str | None = None,
+    title: str | tuple[str, str] | None = None,
     compare: Any = None,
+    rollout_only: bool = False,
 ) -> Figure:
-    """Draw one lane per worker, the trainer below, and the running requests over time.
+    """Draw one lane per worker with its bubble share, the trainer below, and the running requests over time.
 
     `trace` is a trace or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one with the
     median rollout time; "all" lays the RL steps one after the other. `compare`, a second trace, is drawn below on the
-    same time axis. `out` names a .png or .svg file. Raises TraceError where there are no times to draw.
+    same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
+    `rollout_only` leaves out what comes after the rollouts. Spot training fills a bubble and does not make it smaller.
+    `out` names a .png or .svg file. Raises TraceError where there are no times to draw.
 
     >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
     """
     first: Trace = getattr(trace, "trace", trace)
-    traces: list[Trace] = [first] if compare is None else [first, getattr(compare, "trace", compare)]
+    others: list[Trace] = [] if compare is None else [getattr(compare, "trace", compare)]
     if out is not None and Path(out).suffix not in FORMATS:
         raise ConfigError(f"{out}: a timeline is written as {' or '.join(FORMATS)} (or as .json for Perfetto)")
-    chosen = median_step(first) if rl_step is None else rl_step
-    drawn = [(one, lanes(one, chosen)) for one in traces]
+    chosen = median_step(first, *others) if rl_step is None else rl_step
+    offsets: Offsets = {} if chosen == "all" else {chosen: 0.0}
+    if chosen == "all":
+        alone = not others and not rollout_only
+        offsets = step_offsets(first) if alone else aligned_offsets(first, *others, rollout_only=rollout_only)
+    names = title if isinstance(title, tuple) else (title, None)
+    drawn = [(one, lanes(one, chosen, offsets=offsets, rollout_only=rollout_only)) for one in (first, *others)]
     heights: list[float] = []
     for _, segments in drawn:
         heights += [_lanes_inches(segments["lane"].nunique()), 1.0]
-    figure = Figure(figsize=(10.0, sum(heights) + 0.5 * len(traces) + 0.75), layout="constrained")
+    figure = Figure(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
     for number, (one, segments) in enumerate(drawn):
         above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
         _draw_lanes(above, segments, end_s)
-        _draw_running(below, one, chosen, end_s)
-        above.set_title(_title(one, chosen, title if number == 0 else None), loc="left", fontsize=10)
+        _draw_bubbles(above, one if chosen == "all" else one.select([chosen]), segments)
+        _draw_running(below, one, offsets, end_s)
+        above.set_title(_title(one, chosen, names[number]), loc="left", fontsize=10)
+    most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
+    for axes in grid[1::2, 0]:
+        axes.set_ylim(0, most)
     grid[-1, 0].set_xlim(0.0, end_s)
-    since = "the run" if chosen == "all" else "the RL step"
-    grid[-1, 0].set_xlabel(f"seconds since the start of {since}", fontsize=9)
+    grid[-1, 0].set_xlabel(_time_label(chosen, aligned=bool(others), rollout_only=rollout_only), fontsize=9)
     _legend(figure, pd.concat([segments["kind"] for _, segments in drawn]))
     if out is not None:
-        _save(figure, Path(out))
+        save_figure(figure, Path(out))
     return figure
+
+
+def _time_label(rl_step: int | Literal["all"], *, aligned: bool, rollout_only: bool) -> str:
+    if rl_step != "all":
+        return "seconds since the start of the RL step"
+    if rollout_only:
+        return "seconds of rollout" + (", each RL step starting at the same place in both" if aligned else "")
+    return (
+        "seconds, each RL step starting at the same place in both" if aligned else "seconds since the start of the run"
+    )
 
 
 def _lanes_inches(num_lanes: int) -> float:
@@ -105,7 +127,7 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
             )
         )  # fmt: skip
     axes.set_ylim(len(names) - 0.4, -0.6)
-    every = 1 if len(names) <= 18 else int(np.ceil(len(names) / 16 / 4) * 4)
+    every = 1 if len(names) <= _FEW_LANES else int(np.ceil(len(names) / 16 / 4) * 4)
     shown = [i for i, name in enumerate(names) if not name.startswith("worker ") or i % every == 0]
     axes.set_yticks(shown, [names[i] for i in shown], fontsize=8)
     axes.tick_params(axis="y", length=0)
@@ -113,10 +135,29 @@ def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _draw_running(axes: Axes, trace: Trace, rl_step: int | Literal["all"], end_s: float) -> None:
-    offsets = step_offsets(trace)
-    for step in trace.rl_steps if rl_step == "all" else [rl_step]:
-        shift = offsets[step] if rl_step == "all" else 0.0
+def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
+    """A strip at the right end: the share of the rollout in which each worker was idle."""
+    shares = metrics.worker_bubbles(trace)
+    at = [(row, shares[name]) for row, name in enumerate(segments["lane"].unique()) if name in shares]
+    if not at:
+        return
+    strip = axes.inset_axes((1.008, 0.0, 0.05, 1.0), sharey=axes)
+    rows, widths = zip(*at, strict=True)
+    strip.barh(rows, np.ones(len(rows)), height=0.84, color="#efefef", linewidth=0)
+    strip.barh(rows, widths, height=0.84, color="#9a9a9a", linewidth=0)
+    if segments["lane"].nunique() <= _FEW_LANES:
+        for row, width in at:
+            strip.text(0.5, row, f"{100 * width:.0f} %", ha="center", va="center", fontsize=7)
+    strip.set_xlim(0.0, 1.0)
+    strip.set_xticks([])
+    strip.tick_params(axis="y", left=False, labelleft=False)
+    strip.set_title("bubble", fontsize=7.5, pad=3)
+    strip.spines[:].set_visible(False)
+
+
+def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        shift = offsets[step]
         try:
             times, counts = metrics.running_requests(trace, step)
         except TraceError:
@@ -125,11 +166,12 @@ def _draw_running(axes: Axes, trace: Trace, rl_step: int | Literal["all"], end_s
         axes.step(times + shift, counts, where="post", color="#1f5f99", linewidth=1.2)
         if (tail := metrics.tail_window(trace, step)) is not None and tail[1] > tail[0]:
             axes.axvspan(tail[0] + shift, tail[1] + shift, color="#d9704f", alpha=0.14, linewidth=0, zorder=0)
-            if rl_step != "all":
+            if len(offsets) == 1:
                 at = (tail[0] + tail[1]) / 2
                 text = "tail: fewer than 1/8 running" if tail[1] - tail[0] > 0.2 * end_s else "tail"
                 axes.text(at, 0.88, text, transform=axes.get_xaxis_transform(),
                           ha="center", va="top", fontsize=7.5, color="#a0452a")  # fmt: skip
+    _name_steps(axes, trace, offsets, end_s)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("running\nrequests", fontsize=8)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
@@ -139,10 +181,25 @@ def _draw_running(axes: Axes, trace: Trace, rl_step: int | Literal["all"], end_s
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
+    """Where several RL steps lie side by side: a mark where each starts, and its number where there is room."""
+    if len(offsets) < 2:
+        return
+    free_s = 0.0
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        axes.axvline(offsets[step], color="#6f6f6f", linewidth=0.7, linestyle=(0, (2, 2)), zorder=0)
+        if offsets[step] >= free_s:
+            axes.text(offsets[step], 1.01, f" step {step}", transform=axes.get_xaxis_transform(),
+                      ha="left", va="bottom", fontsize=7, color="#444444")  # fmt: skip
+            free_s = offsets[step] + 0.05 * end_s
+
+
 def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> str:
     part = trace if rl_step == "all" else trace.select([rl_step])
     what = "all RL steps" if rl_step == "all" else f"RL step {rl_step}"
-    name = title or " ".join(word for word in (trace.manifest.name, f"({trace.manifest.kind})") if word)
+    policies = [] if part.steps is None else part.steps["policy"].dropna().unique().tolist()
+    kind = ", ".join([trace.manifest.kind, *(policies if len(policies) == 1 else [])])
+    name = title or " ".join(word for word in (trace.manifest.name, f"({kind})") if word)
     facts = [f"{name}: {what}"]
     if (duration := metrics.makespan_s(part)) is not None:
         facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")
@@ -165,18 +222,3 @@ def _legend(figure: Figure, kinds: pd.Series[Any]) -> None:
         handles=patches, loc="outside lower center", ncols=min(len(patches), 6), fontsize=8, frameon=False,
         handlelength=1.8, handleheight=1.0,
     )  # fmt: skip
-
-
-def _save(figure: Figure, path: Path) -> None:
-    """Write the picture in one move; same trace, same bytes."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder,
-            matplotlib.rc_context({"svg.hashsalt": "tltlab", "svg.fonttype": "none"}),
-        ):
-            new = Path(folder) / path.name
-            figure.savefig(new, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
-            os.replace(new, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error

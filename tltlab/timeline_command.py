@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
+from .charts import FORMATS
 from .cli import Json, emit
 from .errors import ConfigError
 from .lanes import median_step
 from .perfetto import write_perfetto
-from .plot import FORMATS
 from .plot import timeline as draw
 from .trace import read
 
@@ -25,8 +25,12 @@ def timeline(
         str | None, typer.Option(metavar="N|all", help="RL step; default: the one of median rollout time (json: all).")
     ] = None,
     compare: Annotated[
-        Path | None, typer.Option(metavar="TRACE2", help="A second trace, drawn below on the same time axis.")
+        Path | None,
+        typer.Option(metavar="TRACE2", help="A second trace, recorded or simulated, drawn below and aligned."),
     ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Leave out what comes after the rollout (pictures).")
+    ] = False,
     title: Annotated[str | None, typer.Option(help="Name in the title, instead of the trace's.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -41,8 +45,15 @@ def timeline(
         chosen = step if step is not None else "all"
         write_perfetto(out, first, *second, rl_step=chosen)
     elif out.suffix in FORMATS:
-        chosen = step if step is not None else median_step(first)
-        draw(first, rl_step=chosen, out=out, title=title, compare=second[0] if second else None)
+        chosen = step if step is not None else median_step(first, *second)
+        draw(
+            first,
+            rl_step=chosen,
+            out=out,
+            title=title,
+            compare=second[0] if second else None,
+            rollout_only=rollout_only,
+        )
     else:
         raise ConfigError(f"--out {out}: it must end in .png, .svg or .json")
     emit({"out": str(out), "rl_step": chosen}, as_json=as_json, text=f"wrote {out} (RL step {chosen})")

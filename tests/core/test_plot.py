@@ -1,19 +1,23 @@
 """The timeline: which lanes and segments are drawn, and that pictures and Perfetto files come out."""
 
 import json
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
+from tltlab import metrics
 from tltlab.errors import ConfigError, TraceError
 from tltlab.generate import log_normal
-from tltlab.lanes import lanes, median_step
+from tltlab.lanes import aligned_offsets, lanes, median_step
 from tltlab.perfetto import to_perfetto, write_perfetto
 from tltlab.plot import timeline
 from tltlab.schema import SPAN_KINDS, Manifest
-from tltlab.trace import Trace
+from tltlab.sim import simulate
+from tltlab.trace import Trace, read
 
 
 def recorded(num_workers=2, spans=None, iterations=None, steps=None, name="small", num_steps=1):
@@ -134,6 +138,80 @@ def test_the_picture_is_written_and_the_same_each_time(tmp_path, suffix, magic):
     assert data[0] == data[1]
 
 
+def test_rl_steps_of_two_traces_start_at_the_same_place():
+    late = pd.DataFrame({"rl_step": [0, 1, 2], "t_start": [0.5, 10.0, 20.0], "policy_version": 0})
+    first, second = recorded(1, num_steps=3), recorded(2, num_steps=3, steps=late, name="other")
+    assert aligned_offsets(first, second) == {0: 0.0, 1: 2.0, 2: 5.0}
+    figure = timeline(first, compare=second, rl_step="all")
+    starts = [[text.get_position()[0] for text in axes.texts] for axes in (figure.axes[1], figure.axes[3])]
+    assert starts == [[0.0, 2.0, 5.0]] * 2
+    assert "same place in both" in figure.axes[-1].get_xlabel()
+
+
+def test_an_rl_step_that_only_one_trace_has_is_not_taken_by_default():
+    longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
+    assert median_step(longer, shorter) == 0
+    with pytest.raises(TraceError, match=r"no RL step 2: it has 0\.\.0"):
+        timeline(longer, compare=shorter, rl_step=2)
+    with pytest.raises(TraceError, match="no RL step in common"):
+        timeline(longer.select([1]), compare=shorter)
+
+
+def test_each_worker_has_its_bubble_share_and_their_mean_is_the_traces():
+    trace = recorded(4)
+    shares = metrics.worker_bubbles(trace)
+    assert shares == {"worker 0": 0.75, "worker 1": 0.5, "worker 2": 0.25, "worker 3": 0.0}
+    assert np.mean(list(shares.values())) == pytest.approx(metrics.bubble_fraction(trace))
+    (strip,) = timeline(trace).axes[0].child_axes
+    assert [text.get_text() for text in strip.texts] == ["75 %", "50 %", "25 %", "0 %"]
+
+
+def test_the_title_names_the_policy_where_there_is_one():
+    steps = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.0, 2.0], "policy_version": 0, "policy": ["none", "tuned"]})
+    trace = recorded(num_steps=2, steps=steps)
+    titles = [timeline(trace, rl_step=which).axes[0].get_title(loc="left") for which in (1, "all")]
+    assert [title.split(":")[0] for title in titles] == ["small (recorded, tuned)", "small (recorded)"]
+
+
+def test_sixty_four_workers_keep_their_lanes_and_some_names():
+    figure = timeline(recorded(64))
+    above = figure.axes[0]
+    assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(0, 64, 4)]
+    assert sum(len(collection.get_paths()) for collection in above.collections) == 64 + 63
+    assert figure.get_size_inches()[1] < 9
+
+
+def test_rollouts_alone_have_no_trainer_and_follow_each_other():
+    steps = pd.DataFrame(
+        {"rl_step": [0, 1], "t_start": [0.0, 9.0], "policy_version": 0, "rollout_s": [1.0, 2.0], "train_s": 5.0}
+    )
+    trace = recorded(1, num_steps=2, steps=steps)
+    assert set(lanes(trace, "all")["lane"]) == {"worker 0", "trainer"}
+    figure = timeline(trace, rl_step="all", rollout_only=True)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0"]
+    assert figure.axes[0].get_xlim() == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        ("prefill", "decode", "speculative_decode", "switch", "idle", "spot_train", "weight_sync"),
+        ("inference", "reward", "train", "weight_sync", "checkpoint", "idle"),
+    ],
+)
+def test_kinds_that_meet_on_a_lane_keep_apart_in_grey(meet):
+    figure = timeline(recorded(1, spans=[("worker 0", kind, i * 1.0, 1.0) for i, kind in enumerate(meet)]))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    grey = np.asarray(canvas.buffer_rgba())[::-1, :, :3] @ [0.299, 0.587, 0.114] / 255
+    drawn = []
+    for i in range(len(meet)):
+        (x0, x1), (y1, y0) = figure.axes[0].transData.transform([(i + 0.2, -0.35), (i + 0.8, 0.35)]).astype(int).T
+        drawn.append(grey[y0:y1, x0:x1].mean())  # with its hatch, as an eye sees it from afar
+    apart = np.abs(np.subtract.outer(drawn, drawn))[~np.eye(len(meet), dtype=bool)]
+    assert apart.min() > 0.06
+
+
 def test_another_format_is_refused():
     with pytest.raises(ConfigError, match=r"\.png or \.svg"):
         timeline(recorded(), out="picture.gif")
@@ -157,8 +235,52 @@ def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
 def test_two_traces_in_a_perfetto_file_are_two_processes(tmp_path):
     path = write_perfetto(tmp_path / "new" / "t.json", recorded(), recorded(name="other"))
     events = json.loads(path.read_text())["traceEvents"]
-    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["small", "other"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "small (recorded)",
+        "other (recorded)",
+    ]
     assert {e["pid"] for e in events} == {1, 2}
+
+
+def test_rl_steps_of_two_traces_start_together_in_perfetto(tmp_path):
+    late = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.5, 10.0], "policy_version": 0})
+    path = write_perfetto(tmp_path / "t.json", recorded(num_steps=2), recorded(3, num_steps=2, steps=late))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith("rollout ")]
+    assert [(e["pid"], e["ts"]) for e in events] == [(1, 0.0), (1, 3e6), (2, 0.0), (2, 3e6)]
+
+
+@pytest.mark.parametrize("kind", ["recorded", "simulated"])
+def test_perfetto_files_keep_to_the_trace_event_format(tmp_path, kind):
+    trace = read("traces/tiny")
+    trace = trace if kind == "recorded" else simulate(trace, "fixed", workers=3, spot="tlt")
+    whole = json.loads(write_perfetto(tmp_path / "t.json", trace).read_text())
+    assert set(whole) == {"displayTimeUnit", "traceEvents"}
+    needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "s": {"ts", "id", "cat"}}
+    needed["f"] = needed["s"] | {"bp"}
+    named = {(e["pid"], e["tid"]) for e in whole["traceEvents"] if e["name"] == "thread_name"}
+    slices: dict[int, list[tuple[float, float]]] = {}
+    for event in whole["traceEvents"]:
+        assert {"ph", "pid", "name", *needed[event["ph"]]} <= set(event)
+        assert event.get("ts", 0.0) >= 0
+        if event["ph"] == "M":
+            assert event["name"] in {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert (event["pid"], event["tid"]) in named
+            slices.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for of_track in slices.values():  # Perfetto drops slices that overlap without one holding the other
+        ordered = sorted(of_track)
+        assert all(b[0] >= a[1] - 1.0 or b[1] <= a[1] + 1.0 for a, b in pairwise(ordered))
+    assert {"strategy", "batch"} <= set().union(*(e.get("args", {}) for e in whole["traceEvents"]))
+
+
+def test_an_arrow_leads_from_new_weights_to_their_first_rollout():
+    steps = pd.DataFrame(
+        {"rl_step": [0, 1], "t_start": [0.0, 9.0], "policy_version": [0, 1], "rollout_s": [1.0, 2.0], "sync_s": 0.5}
+    )
+    events = to_perfetto(recorded(1, num_steps=2, steps=steps))["traceEvents"]
+    arrows = [(e["ph"], e["ts"], e["id"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", 1e6, "1.0"), ("f", 9e6, "1.0")]
 
 
 def test_iterations_are_slices_with_arguments():
