@@ -1,0 +1,67 @@
+"""The notebooks run as a reader runs them, and what is shown in each pair is what its script says."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+jupytext = pytest.importorskip("jupytext", reason="notebooks need jupytext, nbclient and ipykernel: extra 'notebooks'")
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
+ENGINES = {"05_tune_and_run"}
+"""Start a real engine in the notebook."""
+
+
+def cells(path):
+    return [(cell.cell_type, cell.source) for cell in jupytext.read(path).cells]
+
+
+def errors(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", []) if output.output_type == "error"]
+
+
+def pictures(notebook):
+    shown = (output for cell in notebook.cells for output in cell.get("outputs", []))
+    return sum("image/png" in output.get("data", {}) for output in shown)
+
+
+def test_there_are_five():
+    assert [path.stem for path in SCRIPTS] == [
+        "01_bubble_timeline",
+        "02_policies_compared",
+        "03_simulated_against_recorded",
+        "04_drafter_drift",
+        "05_tune_and_run",
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_script_and_notebook_are_a_pair(script):
+    notebook = script.with_suffix(".ipynb")
+    assert cells(notebook) == cells(script), f"jupytext --sync notebooks/{script.name}"
+    stored = jupytext.read(notebook)
+    assert pictures(stored) >= 1, "a reader on the web sees the stored pictures"
+    assert not errors(stored)
+    assert str(ROOT) not in notebook.read_text(), "paths of a machine do not belong in a notebook"
+    assert notebook.stat().st_size < 400_000
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.engine] if path.stem in ENGINES else []) for path in SCRIPTS],
+)
+def test_a_notebook_runs_from_its_script(script, monkeypatch):
+    """Within a minute where nothing else keeps the machine busy; the limit here leaves room for neighbours."""
+    from nbclient import NotebookClient
+
+    if script.stem in ENGINES:
+        pytest.importorskip("vllm", reason="no engine installed: extra 'runtime' or 'runtime-cpu'")
+    for name in ("TLTLAB_RUN", "TLTLAB_MODEL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    notebook = jupytext.read(script)
+    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
+    client.execute()
+    assert not errors(notebook)
+    assert pictures(notebook) == pictures(jupytext.read(script.with_suffix(".ipynb")))
