@@ -67,6 +67,21 @@ def accuracy(
 
 
 @app.command()
+def buckets(
+    rounds: Annotated[int, typer.Option(min=1, help="Cases, each under five caps on memory.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """How fast buckets are chosen exactly under a memory cap, and whether exhaustive search agrees on small cases.
+
+    Example: tltlab bench buckets --rounds 5
+    """
+    from .buckets_bench import bench, text
+
+    found = bench(rounds)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
 def trace(
     responses: Annotated[int, typer.Option(min=1000, help="Responses to write, describe and read back.")] = 2_000_000,
     as_json: Json = False,

@@ -51,6 +51,17 @@ def bench(rounds: int = 5) -> dict[str, Any]:
     }
 
 
+def text(found: dict[str, Any]) -> str:
+    """The figures for people."""
+    agrees = "equal to" if found["equal_to_exhaustive"] else "NOT equal to"
+    return (
+        f"{found['num_sizes']} batch sizes x {found['num_strategies']} strategies under {found['num_searches']} caps: "
+        f"median {1e3 * found['seconds']:.0f} ms, at most {1e3 * found['most_seconds']:.0f} ms\n"
+        f"{SMALL_BATCH} x {len(SMALL_STRATEGIES)}: {1e3 * found['small_seconds']:.1f} ms, {agrees} exhaustive search, "
+        f"which takes {1e3 * found['exhaustive_seconds']:.0f} ms"
+    )
+
+
 class _Case:
     """Weights by batch, and t_s(b) / A_s of a roofline: memory-bound up to a number of tokens, then linear."""
 

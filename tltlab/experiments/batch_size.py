@@ -1,0 +1,262 @@
+"""batch-size: at each forced batch size, what every fixed strategy gives, and what the bandit picks and reaches.
+
+One engine, arms and bandit in a new order in every round; the bandit goes on learning. Speed-ups over plain decoding at
+the same batch size are means of log ratios over rounds, with Student's interval.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from tltlab.charts import COLORS
+from tltlab.drafters import DEFAULT_DRAFTERS
+from tltlab.errors import ConfigError
+from tltlab.policy import load_policy
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from . import EXPERIMENTS
+from .batch_size_measured import Visit, Work, measure
+from .own_model import own_model
+from .panels import finish, with_interval
+from .result import ExperimentResult
+from .settings import as_json
+
+Count = Annotated[int, Field(ge=1)]
+_LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
+_FEWEST = 4
+"""Rounds below which no interval is given: Student's would hold anything."""
+_MARKERS = "os^Dv<>*"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`model` is a folder of `tltlab make-model`, else one of `size` is trained. Arms are no speculation, chains of
+    `depths` by `drafter`, and what `policy` chooses from: a shipped one by name, or a policy file.
+
+    A visit is `tokens` for each request on average, of at least `requests` of them, batch after batch; there are
+    `rounds` of each batch size and arm. The policy learns for `warm_up` iterations at each batch size before.
+    """
+
+    model: Path | None = None
+    size: str = "small"
+    batches: tuple[Count, ...] = (1, 2, 4, 8, 16, 32, 64)
+    drafter: str = "ngram"
+    depths: tuple[Count, ...] = (1, 2, 4, 8)
+    policy: str = "beg-mab"
+    rounds: Count = 8
+    tokens: Annotated[int, Field(ge=32)] = 64
+    requests: Count = 8
+    warm_up: Annotated[int, Field(ge=0)] = 200
+
+
+FAST: Mapping[str, Any] = {
+    "size": "tiny", "batches": (1, 4, 16), "depths": (2, 8), "rounds": 2, "tokens": 32, "requests": 2, "warm_up": 20,
+}  # fmt: skip
+
+
+def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+    """The experiment; a model that is trained stays in `folder`/models."""
+    policy = load_policy(settings.policy)
+    if len(policy.strategies) < 2:
+        raise ConfigError(f"policy {settings.policy} has {len(policy.strategies)} strategy: it has nothing to pick")
+    known = DEFAULT_DRAFTERS | policy.drafters
+    if settings.drafter not in known:
+        raise ConfigError(f"no drafter named {settings.drafter!r} here; there are: {', '.join(known)}")
+    chains = [Strategy.chain(settings.drafter, depth) for depth in settings.depths]
+    work = Work(
+        batches=tuple(sorted(set(settings.batches))),
+        arms=tuple(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies])),
+        policy=policy,
+        rounds=settings.rounds,
+        tokens=settings.tokens,
+        requests=settings.requests,
+        warm_up=settings.warm_up,
+    )
+    model = own_model(settings.model, folder, size=settings.size, progress=progress)
+    visits = measure(model, work, seed=seed, progress=progress)
+    rows = table(visits, settings.policy)
+    frame = pd.DataFrame(rows)
+    return ExperimentResult(
+        name="batch-size",
+        question=EXPERIMENTS["batch-size"].question,
+        verdict=verdict(rows, settings.policy, overall(visits)),
+        rows=frame,
+        figure=_picture(frame, settings.policy),
+        prediction=False,
+        settings=as_json(settings, seed=seed),
+        notes=_notes(settings, model, visits),
+    )
+
+
+def table(visits: Sequence[Visit], policy: str) -> list[dict[str, Any]]:
+    """A row per batch size and arm, then one of the policy.
+
+    `speedup` is over plain decoding at the same batch size, `share` how often the policy ran the arm. `best` is the
+    fastest arm, `level` says that an arm cannot be told from it. `of_best`: the policy's tokens per second over those
+    of the arm that is fastest in the other rounds, so that luck does not choose what it is held against.
+    """
+    rows = []
+    for batch in sorted({visit.batch for visit in visits}):
+        here = {arm: _of(visits, batch, arm) for arm in dict.fromkeys(v.arm for v in visits if v.batch == batch)}
+        arms = sorted((arm for arm in here if arm is not None), key=lambda arm: (arm.speculates, arm.draft_depth))
+        ran: Counter[Strategy] = sum((Counter(visit.ran) for visit in here[None]), Counter())
+        best = max(arms, key=lambda arm: _log_pace(here[arm]))
+        for arm in [*arms, None]:
+            ours = here[arm]
+            drafts = sum(visit.drafts for visit in ours)
+            against, to_best = _speedup(here[NO_SPECULATION], ours), _speedup(here[best], ours)
+            plain = arm == NO_SPECULATION
+            of_best = _ratio(of_best_by_round(visits, batch)) if arm is None else (None, None, None)
+            rows.append(
+                {
+                    "batch": batch,
+                    "arm": policy if arm is None else str(arm),
+                    "tokens_per_s": _pace(ours),
+                    "speedup": against[0],
+                    "low": None if plain else against[1],
+                    "high": None if plain else against[2],
+                    "accept_length": 1 + sum(visit.accepted for visit in ours) / drafts if drafts else None,
+                    "share": None if arm is None else ran[arm] / max(ran.total(), 1),
+                    "best": None if arm is None else arm == best,
+                    "level": None if arm is None else arm == best or to_best[2] is None or to_best[2] >= 1,
+                    "of_best": of_best[0],
+                    "of_best_low": of_best[1],
+                    "of_best_high": of_best[2],
+                }
+            )
+    return rows
+
+
+def of_best_by_round(visits: Sequence[Visit], batch: int) -> list[float]:
+    """The log of the policy's pace over that of the arm that is fastest in the other rounds, round by round."""
+    arms = [arm for arm in dict.fromkeys(visit.arm for visit in visits) if arm is not None]
+    by_round = {arm: {v.round: v for v in _of(visits, batch, arm)} for arm in [*arms, None]}
+    found = []
+    for round_, ours in sorted(by_round[None].items()):
+        others = [n for n in by_round[None] if n != round_] or [round_]
+        best = max(arms, key=lambda arm: _log_pace([by_round[arm][n] for n in others]))
+        found.append(_log_pace([ours]) - _log_pace([by_round[best][round_]]))
+    return found
+
+
+def overall(visits: Sequence[Visit]) -> tuple[float, float | None, float | None]:
+    """The policy's pace over the best arm's, the geometric mean over batch sizes, with its interval over rounds."""
+    logs = np.array([of_best_by_round(visits, batch) for batch in sorted({visit.batch for visit in visits})])
+    return _ratio(logs.mean(0).tolist())
+
+
+def _of(visits: Sequence[Visit], batch: int, arm: Strategy | None) -> list[Visit]:
+    return sorted((v for v in visits if (v.batch, v.arm) == (batch, arm)), key=lambda visit: visit.round)
+
+
+def _pace(visits: Sequence[Visit]) -> float:
+    return sum(visit.num_tokens for visit in visits) / sum(visit.seconds for visit in visits)
+
+
+def _log_pace(visits: Sequence[Visit]) -> float:
+    """The mean of the visits' log tokens per second: one slow round moves it less than the tokens per second of all."""
+    return float(np.mean([np.log(visit.num_tokens / visit.seconds) for visit in visits]))
+
+
+def _speedup(slow: Sequence[Visit], fast: Sequence[Visit]) -> tuple[float, float | None, float | None]:
+    return _ratio([_log_pace([b]) - _log_pace([a]) for a, b in zip(slow, fast, strict=True)])
+
+
+def _ratio(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """The geometric mean of ratios given as logarithms, with Student's interval, None where they are too few."""
+    from tltlab.runtime.bench_intervals import mean_of_few
+
+    found = mean_of_few(logs)
+    if len(logs) < _FEWEST:
+        return float(np.exp(found.estimate)), None, None
+    return float(np.exp(found.estimate)), float(np.exp(found.low)), float(np.exp(found.high))
+
+
+def verdict(rows: Sequence[Mapping[str, Any]], policy: str, of_best: tuple[float, float | None, float | None]) -> str:
+    """Where drafts pay, whether the policy picks an arm that is level with the best, and what it loses to the best."""
+    fixed = [row for row in rows if row["arm"] != policy]
+    batches = sorted({row["batch"] for row in rows})
+    gains = {
+        batch: max((r for r in fixed if r["batch"] == batch and r["arm"] != "none"), key=lambda r: r["low"] or 0.0)
+        for batch in batches
+    }
+    paying = [batch for batch in batches if (gains[batch]["low"] or 0.0) > 1]
+    if all(row["low"] is None for row in fixed):
+        said = "measured here, in too few rounds to tell where drafts pay"
+    elif not paying:
+        said = f"measured here, no draft was shown to be faster than plain decoding at batch sizes {_listed(batches)}"
+    else:
+        top = max((gains[batch] for batch in paying), key=lambda row: row["speedup"])
+        where = "at every batch size tried" if paying == batches else f"at batch sizes {_listed(paying)}"
+        stops = [batch for batch in batches if batch > paying[-1]]
+        then = f" and no gain was shown from {stops[0]} on" if stops else ""
+        said = (
+            f"measured here, drafts pay {where} ({top['arm']} at {top['batch']}: "
+            f"{with_interval(top['speedup'], top['low'], top['high'])} times plain decoding){then}"
+        )
+    picks = {b: max((r for r in fixed if r["batch"] == b), key=lambda r: r["share"]) for b in batches}
+    missed = [f"{b} ({picks[b]['arm']})" for b in batches if not picks[b]["level"]]
+    found = f"{len(batches) - len(missed)} of {len(batches)} batch sizes"
+    not_at = f", not at {', '.join(missed)}" if missed else ""
+    return (
+        f"{said}; the arm that {policy} picks most cannot be told from the best one at {found}{not_at}, and it "
+        f"generates {with_interval(*of_best)} times the tokens per second of the best fixed arm of each batch size."
+    )
+
+
+def _listed(batches: Sequence[int]) -> str:
+    return str(batches[0]) if len(batches) == 1 else f"{', '.join(map(str, batches[:-1]))} and {batches[-1]}"
+
+
+def _notes(settings: Settings, model: Path, visits: Sequence[Visit]) -> tuple[str, ...]:
+    past = sum(visit.past_end for visit in visits) / max(sum(visit.generated for visit in visits), 1)
+    return (
+        f"{model}: requests go on from within its longest responses and past the end of the text, which {past:.0%} of "
+        "the tokens are; drafters forget before each visit, iterations with prefill do not count",
+        f"{settings.rounds} rounds of all arms in turn; intervals are of 95 % over rounds, one by one, not all at once",
+        f"{settings.policy} learned for {settings.warm_up} iterations at each batch size before the first round, apart "
+        "for each; what it explores counts against it",
+    )
+
+
+def _picture(frame: pd.DataFrame, policy: str) -> Figure:
+    """Above, the speed-up of each arm and of the policy; below, how often the policy ran each arm."""
+    batches = sorted(frame["batch"].unique())
+    arms = [name for name in dict.fromkeys(frame["arm"]) if name != policy]
+    at = np.arange(len(batches))
+    figure = Figure(figsize=(7.2, 3.4 + 0.3 * len(arms) + 0.6), layout="constrained")
+    top, below = figure.subplots(2, 1, height_ratios=[3.0, 0.3 * len(arms) + 0.5], sharex=True)
+    for i, name in enumerate([*arms[1:], policy]):
+        rows = frame[frame["arm"] == name].sort_values("batch")
+        middle, low, high = (rows[column].to_numpy(np.float64) for column in ("speedup", "low", "high"))
+        color = "#111111" if name == policy else COLORS[i % len(COLORS)]
+        top.plot(at, middle, label=name, color=color, marker=_MARKERS[i % len(_MARKERS)], markersize=4,
+                 linewidth=2.2 if name == policy else 1.3, linestyle=_LINES[i % len(_LINES)])  # fmt: skip
+        top.fill_between(at, low, high, color=color, alpha=0.13, linewidth=0)
+    best = frame[frame["best"] == True]  # noqa: E712
+    top.plot(at, best.sort_values("batch")["speedup"], linestyle="none", marker="o", markersize=11, fillstyle="none",
+             color="#a0452a", label="best fixed")  # fmt: skip
+    # An interval may reach far beyond what there is to see.
+    top.set_ylim(0, 1.25 * float(frame["speedup"].max()))
+    top.axhline(1.0, color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)))
+    top.legend(fontsize=8, frameon=False, ncols=2)
+    finish(top, title="Tokens per second at a forced batch size, plain decoding = 1", xlabel="", ylabel="times as fast")
+    fixed = frame[frame["arm"] != policy]
+    shares = fixed.pivot(index="arm", columns="batch", values="share").loc[arms, batches].to_numpy(np.float64)
+    below.imshow(shares, aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    for y, x in np.ndindex(*shares.shape):
+        below.text(x, y, f"{100 * shares[y, x]:.0f}", ha="center", va="center", fontsize=8,
+                   color="white" if shares[y, x] > 0.55 else "#333333")  # fmt: skip
+    below.set_yticks(range(len(arms)), arms)
+    below.set_xticks(at, [str(batch) for batch in batches])
+    finish(below, title=f"What {policy} ran, % of iterations", xlabel="batch size", grid=None)
+    return figure

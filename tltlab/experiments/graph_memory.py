@@ -1,0 +1,354 @@
+"""graph-memory: what plans of captured CUDA graphs take in memory and what they cost in time.
+
+Plans: one strategy, TLT's four captured naively, the same in buckets as the released code has them, and plans chosen
+exactly, by `tltlab.buckets`, within several caps. Time is the objective of those: seconds of decoding at batches up to
+`max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a trace. Memory is
+`tltlab.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be fitted to. On a CUDA
+device graphs of a few chain policies are captured too and their memory is measured (`graph_memory_measured`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from pydantic import Field
+
+from tltlab import graph_pool_tlt as tlt
+from tltlab.acceptance import AcceptanceModel, load_acceptance
+from tltlab.batch_times import batch_weights, mean_contexts
+from tltlab.buckets import plan_buckets
+from tltlab.charts import COLORS
+from tltlab.cost import CostModel
+from tltlab.cost_files import load_costs
+from tltlab.errors import ConfigError
+from tltlab.generate import generate
+from tltlab.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
+from tltlab.hardware import ModelShape
+from tltlab.hardware import model as find_model
+from tltlab.length_model import of_regime
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.trace import Trace, read
+
+from . import EXPERIMENTS
+from .graph_memory_measured import cuda, measured_rows
+from .result import ExperimentResult
+from .settings import as_json
+
+GIB = tlt.GIB
+Count = Annotated[int, Field(ge=1)]
+Rows = tuple[tuple[int, Strategy], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Without `trace` lengths are drawn as in TLT's recipe for 32B: 256 prompts x 8 up to 32,768 tokens, 16 workers.
+
+    `depths` and `verify` span the strategies that the exact search chooses from, with TLT's four and no speculation.
+    `caps` is how many memory limits it gets, spaced evenly from the least to what the fastest plan takes. `reading` is
+    the reading of Table 5 that plans are judged by. `model` (a folder or hub id) and `gpu_batch` are for measuring.
+    """
+
+    trace: Path | None = None
+    regime: str = "reasoning"
+    prompts: Count = 256
+    group_size: Count = 8
+    cap: Count = 32_768
+    workers: Count = 16
+    rl_steps: Count = 4
+    costs: str = "h100-qwen2.5-32b-tp4"
+    shape: str = "Qwen2.5-32B"
+    acceptance: str = "tlt-qwen2.5-32b"
+    max_batch: Count = tlt.MAX_BATCH
+    depths: tuple[Count, ...] = (4, 6, 8, 10)
+    top_k: Count = 8
+    verify: tuple[Annotated[int, Field(ge=2)], ...] = (16, 32, 48, 64)
+    caps: Count = 8
+    reading: str = "shipped strategies, one logits buffer"
+    model: str | None = None
+    gpu_batch: Count = 64
+
+
+FAST: Mapping[str, Any] = {"prompts": 64, "rl_steps": 1, "workers": 4, "depths": (4, 8), "verify": (16, 48), "caps": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    name: str
+    rows: Rows
+    captured: CapturePlan
+    seconds: float
+
+
+class _Pools:
+    """Memory of plans on one model, by each reading of Table 5; `chosen` is the one that plans are judged by."""
+
+    def __init__(self, shape: ModelShape, tensor_parallel: int, context_tokens: int, reading: str) -> None:
+        known = {each.name: each for each in tlt.READINGS}
+        if reading not in known:
+            raise ConfigError(f"no reading named {reading!r}; there are: {'; '.join(known)}")
+        model = {
+            "num_layers": shape.layers,
+            "hidden_size": shape.hidden,
+            "vocab_size": shape.vocab,
+            "context_tokens": context_tokens,
+            "tensor_parallel": tensor_parallel,
+        }
+        self._pools: dict[str, GraphPool] = {}
+        for name, each in known.items():
+            single, _, _ = tlt.validation((each,))
+            if single.fitted:
+                self._pools[name] = each.pool(single.bytes_per_layer).model_copy(update=model)
+        if reading not in self._pools:
+            raise ConfigError(
+                f"the reading {reading!r} cannot be fitted to Table 5; take another of {list(self._pools)}"
+            )
+        self.chosen = self._pools[reading]
+
+    def ratios(self, large: CapturePlan, small: CapturePlan) -> tuple[float, float]:
+        """The least and the most of all readings of how many times the memory of `small` the other takes."""
+        found = [pool.memory_bytes(large) / pool.memory_bytes(small) for pool in self._pools.values()]
+        return min(found), max(found)
+
+    def gib(self, plan: CapturePlan) -> dict[str, float]:
+        """Memory by the chosen reading, and the least and the most of all."""
+        all_gib = [pool.memory_bytes(plan) / GIB for pool in self._pools.values()]
+        chosen = self.chosen.memory_bytes(plan) / GIB
+        return {"predicted_gib": chosen, "low_gib": min(all_gib), "high_gib": max(all_gib)}
+
+
+def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+    """The experiment; nothing is written to `folder`."""
+    costs, acceptance = load_costs(settings.costs), load_acceptance(settings.acceptance)
+    if not isinstance(acceptance, AcceptanceModel):
+        raise ConfigError(f"acceptance {settings.acceptance}: take a model that treats all requests alike")
+    trace = _trace(settings, seed)
+    strategies = _strategies(settings)
+    weights = {b: w for b, w in batch_weights(trace, settings.workers).items() if b <= settings.max_batch}
+    contexts = mean_contexts(trace, settings.workers)
+    per_token_s = _seconds_per_token(strategies, costs, acceptance, contexts)
+    pools = _Pools(
+        find_model(settings.shape), costs.tensor_parallel, settings.cap + tlt.RL_CONTEXT - 32_768, settings.reading
+    )
+    plans = _plans(settings, strategies, weights, per_token_s, pools.chosen, progress)
+    least_s = min(plan.seconds for plan in plans)
+    if least_s == 0:
+        raise ConfigError(f"no worker spends time at a batch up to {settings.max_batch}: raise max_batch or the cap")
+    rows = [
+        {
+            "model": settings.shape,
+            "plan": plan.name,
+            "strategies": " ".join(f"{b}:{_short(s)}" for b, s in plan.rows),
+            "graphs": len(plan.captured.target_graphs) + 2 * len(plan.captured.drafter_graphs),
+            **pools.gib(plan.captured),
+            "seconds": plan.seconds,
+            "over_fastest": plan.seconds / least_s - 1,
+        }
+        for plan in plans
+    ]
+    frame = pd.DataFrame([*rows, *_table_5()])
+    measured = measured_rows(settings.model, settings.gpu_batch, pools.chosen.bytes_per_layer, progress=progress)
+    if measured:
+        frame = pd.concat([frame, pd.DataFrame(measured)], ignore_index=True)
+    return ExperimentResult(
+        name="graph-memory",
+        question=EXPERIMENTS["graph-memory"].question,
+        verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans)), measured),
+        rows=frame,
+        figure=_picture(frame.iloc[: len(rows)], settings),
+        prediction=not measured,
+        settings=as_json(settings, seed=seed),
+        notes=tuple(_notes(settings, strategies, acceptance)),
+    )
+
+
+def _trace(settings: Settings, seed: int) -> Trace:
+    if settings.trace is not None:
+        return read(settings.trace)
+    return generate(
+        of_regime(settings.regime).with_changes(max_response_tokens=settings.cap),
+        num_rl_steps=settings.rl_steps,
+        prompts_per_step=settings.prompts,
+        group_size=settings.group_size,
+        num_workers=settings.workers,
+        seed=seed,
+    )
+
+
+def _strategies(settings: Settings) -> tuple[Strategy, ...]:
+    """TLT's four, every depth with every number of tokens to verify that its tree can have, and no speculation."""
+    grid = [
+        Strategy("learned", depth, settings.top_k, verify)
+        for depth in settings.depths
+        for verify in settings.verify
+        if verify <= 1 + settings.top_k + (depth - 1) * settings.top_k**2
+    ]
+    return tuple(dict.fromkeys((*(s for _, s in tlt.SHIPPED), *grid, NO_SPECULATION)))
+
+
+def _seconds_per_token(
+    strategies: Sequence[Strategy], costs: CostModel, acceptance: AcceptanceModel, contexts: Mapping[int, float]
+) -> Callable[[Strategy, int], float]:
+    """t_s(b) / A_s at the mean context that the trace has at batch b, between two of its batch sizes on a line."""
+    iterations = {s: costs.iteration(s, drafter_loaded=True) for s in strategies}
+    known = np.array(sorted(contexts))
+    per_request = np.array([contexts[int(b)] / b for b in known])
+
+    def seconds(strategy: Strategy, batch: int) -> float:
+        tokens = acceptance.at(batch).tokens_per_iteration(strategy) if strategy.speculates else 1.0
+        context = batch * float(np.interp(batch, known, per_request))
+        return iterations[strategy].seconds(batch, context) / tokens
+
+    return seconds
+
+
+def _plans(
+    settings: Settings,
+    strategies: Sequence[Strategy],
+    weights: Mapping[int, float],
+    per_token_s: Callable[[Strategy, int], float],
+    pool: GraphPool,
+    progress: Callable[[str], None],
+) -> list[_Plan]:
+    top = settings.max_batch
+    sizes = sglang_sizes(top)
+
+    def fixed(name: str, rows: Rows, captured: CapturePlan, choices: Sequence[Strategy] | None = None) -> _Plan:
+        """`choices` may each serve every batch; without them the row of a batch does."""
+        seconds = sum(
+            w * min(per_token_s(s, b) for s in (choices or [[s for start, s in rows if start <= b][-1]]))
+            for b, w in weights.items()
+        )
+        return _Plan(name=name, rows=rows, captured=captured, seconds=seconds)
+
+    def exact(name: str, cap_bytes: float | None) -> _Plan:
+        found = plan_buckets(
+            weights, per_token_s, strategies, pool=pool, cap_bytes=cap_bytes, sizes=sizes, max_batch=top
+        )
+        return _Plan(name=name, rows=found.rows, captured=plan_bucketed(found.rows, top, sizes), seconds=found.seconds)
+
+    shipped = tuple((b, s) for b, s in tlt.SHIPPED if b <= top)
+    four = [s for _, s in shipped]
+    released = plan_bucketed(shipped, top, sizes)
+    plain: Rows = ((1, NO_SPECULATION),)
+    plans = [
+        fixed("no speculation", plain, plan_bucketed(plain, top, sizes)),
+        fixed("single", ((1, tlt.DEFAULT),), plan_single(tlt.DEFAULT, top, sizes)),
+        fixed("naive", tuple((1, s) for s in four), plan_naive(four, top, sizes), four),
+        fixed("buckets as released", shipped, released),
+        exact("exact, memory as released", pool.memory_bytes(released)),
+        exact("exact, no cap", None),
+    ]
+    least, most = (pool.memory_bytes(plan.captured) for plan in (plans[0], plans[-1]))
+    for cap_bytes in np.linspace(least, most, settings.caps + 1)[1:-1]:
+        plans.append(exact(f"exact, {cap_bytes / GIB:.1f} GiB", float(cap_bytes)))
+        progress(f"exact plan within {cap_bytes / GIB:.1f} GiB: {plans[-1].seconds:.1f} s")
+    return plans
+
+
+def _table_5() -> Iterator[dict[str, Any]]:
+    """TLT's own figures beside what the readings predict; the single strategy is what they are fitted to."""
+    found = [row for row in tlt.validation() if row.num_free]
+    for name, paper_gib in tlt.MEASURED_GB.items():
+        predicted = [row.predicted_gb for row in found if row.name == name]
+        yield {
+            "model": "Llama-3-8B",
+            "plan": f"Table 5, {name}" + (" (fitted)" if name == "single" else ""),
+            "low_gib": min(predicted),
+            "high_gib": max(predicted),
+            "paper_gib": paper_gib,
+        }
+
+
+def _short(strategy: Strategy) -> str:
+    """As TLT writes strategies: depth_topK_verify."""
+    if not strategy.speculates:
+        return "plain"
+    return f"{strategy.draft_depth}_{strategy.top_k}_{strategy.tokens_to_verify}"
+
+
+def _naive_and_released(plans: Sequence[_Plan]) -> tuple[CapturePlan, CapturePlan]:
+    captured = {plan.name: plan.captured for plan in plans}
+    return captured["naive"], captured["buckets as released"]
+
+
+def _verdict(
+    rows: pd.DataFrame, settings: Settings, saved: tuple[float, float], measured: Sequence[Mapping[str, Any]]
+) -> str:
+    by = rows.set_index("plan")
+    naive, released, equal, free = (
+        by.loc[name] for name in ("naive", "buckets as released", "exact, memory as released", "exact, no cap")
+    )
+    said = (
+        f"Predicted for {settings.shape}: buckets as released take {released.predicted_gib:.1f} GiB against "
+        f"{naive.predicted_gib:.1f} captured naively ({naive.predicted_gib / released.predicted_gib:.1f} times; "
+        f"{saved[0]:.1f} to {saved[1]:.1f} over the readings of TLT's Table 5, which itself has "
+        f"{tlt.MEASURED_GB['naive'] / tlt.MEASURED_GB['bucketed']:.1f}), and buckets "
+        f"chosen exactly within the same memory take {equal.seconds:.0f} s of decoding at batches up to "
+        f"{settings.max_batch} against {released.seconds:.0f} s ({1 - equal.seconds / released.seconds:.1%} less); "
+        f"with {free.predicted_gib:.1f} GiB the fastest plan takes {free.seconds:.0f} s"
+    )
+    if measured:
+        errors = [abs(row["predicted_gib"] / row["measured_gib"] - 1) for row in measured if row["measured_gib"]]
+        said += f"; captured here, the model errs by up to {max(errors):.0%}" if errors else ""
+    return said + "."
+
+
+def _notes(settings: Settings, strategies: Sequence[Strategy], acceptance: AcceptanceModel) -> Iterator[str]:
+    yield (
+        "seconds: worker-seconds of decoding per RL step at batches up to max_batch, mean over RL steps; larger "
+        "batches decode plainly and are in no plan"
+    )
+    yield (
+        f"predicted_gib: the reading of Table 5 {settings.reading!r}, its overhead per layer carried over from "
+        "Llama-3-8B; low and high: the least and the most over all readings that can be fitted"
+    )
+    errors = {row.name: row.error for row in tlt.validation() if row.reading == settings.reading and not row.fitted}
+    yield (
+        f"on Table 5 itself this reading errs by {errors['naive']:+.0%} for naive capture and "
+        f"{errors['bucketed']:+.0%} for buckets"
+    )
+    outside = [_short(s) for s in strategies if s.speculates and acceptance.outside(s)]
+    if outside:
+        yield f"acceptance of {', '.join(outside)} is an extrapolation of {settings.acceptance}"
+    if not cuda():
+        yield "no CUDA device here: nothing was captured, all figures are predicted"
+    elif settings.model is None:
+        yield "nothing was captured: name a model with --model to measure on this device"
+
+
+def _picture(rows: pd.DataFrame, settings: Settings) -> Figure:
+    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
+    axes = figure.subplots()
+    exact = rows[rows["plan"].str.startswith("exact")].sort_values("predicted_gib")
+    axes.plot(
+        exact["predicted_gib"], exact["seconds"], color=COLORS[0], marker="o", markersize=4, linewidth=1.4,
+        drawstyle="steps-post", label="chosen exactly, by memory cap",
+    )  # fmt: skip
+    named = rows[~rows["plan"].str.startswith("exact")].to_dict("records")
+    for marker, color, row in zip("Xs^D", (COLORS[7], *COLORS[1:4]), named, strict=True):
+        at, least, most = (float(row[name]) for name in ("predicted_gib", "low_gib", "high_gib"))
+        axes.errorbar(
+            [at], [float(row["seconds"])], xerr=[[at - least], [most - at]], marker=marker, color=color, markersize=8,
+            linestyle="none", elinewidth=0.8, capsize=3, label=str(row["plan"]),
+        )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 5, 10, 20, 50], labels=["0.5", "1", "2", "5", "10", "20", "50"])
+    axes.minorticks_off()
+    axes.set_xlabel("CUDA graphs, GiB a GPU (predicted; bars: least and most of the readings of Table 5)", fontsize=9)
+    axes.set_ylabel(f"seconds at batches up to {settings.max_batch}", fontsize=9)
+    axes.set_title(
+        f"Memory of CUDA graphs against decoding time, {settings.shape} (prediction)", loc="left", fontsize=10
+    )
+    axes.tick_params(labelsize=8)
+    axes.grid(color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    return figure

@@ -1,0 +1,311 @@
+"""lossless: rewards of GRPO runs with and without speculation, and sampled tokens against their exact distribution.
+
+Rewards are as in `tltlab bench drafter --parts reward`: runs of the same seeds, one side with drafts by a bandit among
+a drafter that is trained meanwhile, suffix drafts and none, the other decoding plainly. Tokens are `tltlab audit`: a
+model so small that every outcome's probability is known. The first says what a user would see, the second is the test
+that would find small faults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pydantic import Field
+from scipy.optimize import brentq
+from scipy.special import stdtrit
+from scipy.stats import nct
+
+from tltlab.charts import COLORS
+from tltlab.errors import ConfigError
+
+from . import EXPERIMENTS, trained_drafter
+from .panels import finish, whole_numbers, with_interval
+from .result import ExperimentResult
+from .settings import as_json
+from .trained_drafter import Count, RunSettings, on_devices, prepared
+
+Part = Literal["rewards", "tokens"]
+POWER = 0.9
+_SIDES = ("without", "with")
+_REWARDS = {"held_out": "held-out reward at the end", "trained": "mean reward over the RL steps"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings(RunSettings):
+    """`parts` says what is run. Rewards: `steps` RL steps on `workers` engines with and without speculation, over
+    `seeds` seeds, judged on `heldout` prompts. Tokens: `samples` responses in each case of the `drafters` that `tltlab
+    audit` knows, every value of a factor once, or with `thorough` every pair of them; a sound engine fails any case at
+    the rate `false_alarm_rate`.
+    """
+
+    parts: tuple[Part, ...] = ("rewards", "tokens")
+    steps: Count = 6
+    workers: Annotated[int, Field(ge=2)] = 2
+    seeds: Count = 4
+    heldout: Count = 512
+    drafters: tuple[str, ...] = ("ngram", "suffix", "eagle")
+    thorough: bool = False
+    samples: Annotated[int, Field(ge=512)] = 4096
+    false_alarm_rate: Annotated[float, Field(gt=0, le=0.5)] = 1e-3
+
+
+FAST: Mapping[str, Any] = trained_drafter.FAST | {
+    "steps": 2, "seeds": 2, "heldout": 16, "drafters": ("ngram",), "samples": 512,
+}  # fmt: skip
+
+
+def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:
+    """The experiment; a model that is trained stays in `folder`/models."""
+    if not settings.parts:
+        raise ConfigError("parts is empty: give rewards, tokens or both")
+    tokens = _tokens(settings, seed, progress) if "tokens" in settings.parts else {"cases": []}
+    rewards, curves = _rewards(settings, folder, seed, progress) if "rewards" in settings.parts else ([], _NO_CURVES)
+    rows = [*rewards, *map(token_row, tokens["cases"])]
+    return ExperimentResult(
+        name="lossless",
+        question=EXPERIMENTS["lossless"].question,
+        verdict=verdict(rows),
+        rows=pd.DataFrame(rows),
+        figure=_picture(curves, rows, settings),
+        prediction=False,
+        settings=as_json(settings, seed=seed),
+        notes=_notes(settings, rewards, tokens["cases"]),
+    )
+
+
+def _tokens(settings: Settings, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """What `tltlab audit` reports."""
+    import torch
+
+    from tltlab.runtime.audit_run import run_audit
+
+    torch.set_num_threads(1)
+    return dict(
+        run_audit(
+            fast=not settings.thorough,
+            drafters=list(settings.drafters),
+            policy=None,
+            vllm_args={},
+            num_samples=settings.samples,
+            false_alarm_rate=settings.false_alarm_rate,
+            without_fix=False,
+            seed=seed,
+            progress=progress,
+        )
+    )
+
+
+_NO_CURVES = pd.DataFrame({"side": [], "seed": [], "rl_step": [], "reward": []})
+
+
+def _rewards(
+    settings: Settings, folder: Path, seed: int, progress: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], pd.DataFrame]:
+    """Rows of the differences, and the reward of every RL step of every run."""
+    with prepared(settings, folder, progress, workers=settings.workers, heldout=settings.heldout) as work:
+        from tltlab.runtime.bench_reward import adaptive_policy, differences
+        from tltlab.runtime.bench_runs import recipe_of, trained_beside
+
+        policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
+        drafted = {"policy": policy, "drafter": trained_beside(work.head, work.sizes)}
+        how: dict[str, dict[str, Any]] = {"without": {"policy": None, "drafter": None}, "with": drafted}
+        runs, curves = [], []
+        for number in range(seed, seed + settings.seeds):
+            found = {}
+            for side in _SIDES:
+                progress(f"{side} speculation: {settings.steps} RL steps, seed {number}")
+                recipe = on_devices(recipe_of(work.model, work.sizes, seed=number, **how[side]), settings)
+                found[side], by_step = _run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
+                curves += [
+                    {"side": side, "seed": number, "rl_step": step, "reward": reward}
+                    for step, reward in enumerate(by_step)
+                ]
+            runs.append(found)
+    chances = {"held_out": settings.heldout, "trained": settings.steps * settings.prompts}
+    compared = differences(runs, chances)
+    return [reward_row(kind, compared[kind], runs) for kind in _REWARDS], pd.DataFrame(curves)
+
+
+def _run(recipe: Any, out: Path, steps: int, progress: Callable[[str], None]) -> tuple[dict[str, float], list[float]]:
+    """A run's held-out reward at the end and its mean over the RL steps, and the reward of each."""
+    from tltlab.runtime.train import GrpoRun
+
+    with GrpoRun(recipe, out) as grpo:
+        for _ in range(steps):
+            progress(str(grpo.step()))
+        by_step = [report.reward_mean for report in grpo.reports]
+        return {"held_out": grpo.evaluate(), "trained": float(np.mean(by_step))}, by_step
+
+
+def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A row of the table: a reward with minus without, Student's interval over seeds, and what it would have found."""
+    low, high = difference["low"], difference["high"]
+    known = low is not None and high is not None
+    return {
+        "kind": "reward",
+        "case": _REWARDS[kind],
+        "verdict": "unknown" if not known else "no difference" if low <= 0 <= high else "different",
+        **{side: float(np.mean([run[side][kind] for run in runs])) for side in _SIDES},
+        "difference": difference["estimate"],
+        "low": low,
+        "high": high,
+        "detectable": detectable((high - low) / 2, len(runs)) if known else None,
+        "samples": len(runs),
+    }
+
+
+def detectable(margin: float, num: int, level: float = 0.95) -> float:
+    """The difference that Student's test finds with power 0.9 where the interval over `num` values is +- `margin`.
+
+    From the noncentral t distribution with num - 1 degrees of freedom.
+
+    >>> round(detectable(1.0, 30), 2)
+    1.64
+    """
+    freedom = num - 1
+    threshold = float(stdtrit(freedom, (1 + level) / 2))
+    needed = brentq(lambda shift: nct.sf(threshold, freedom, shift) - POWER, 0.0, 20 * threshold)
+    return float(needed * margin / threshold)
+
+
+def token_row(case: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of the table: one case of the audit; `detectable` is the total variation that it finds with power 0.9."""
+    ranks = case["ranks"] or {}
+    return {
+        "kind": "tokens",
+        "case": case["case"],
+        "verdict": {"passed": "no difference", "failed": "different"}.get(case["verdict"], case["verdict"]),
+        "detectable": case["detectable_tv"],
+        "p_value": case["p_value"],
+        "p_ranks": ranks.get("p_value"),
+        "samples": case["sample_size"],
+        "drafted": case["num_drafted"],
+        "kept": case["num_accepted"],
+        "reason": case["reason"],
+    }
+
+
+def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Whether anything differs, and how large a difference would have been seen."""
+    different = [row for row in rows if row["verdict"] == "different"]
+    untold = [row for row in rows if row["verdict"] not in ("different", "no difference")]
+    said = []
+    for row in (row for row in rows if row["kind"] == "reward"):
+        said.append(
+            f"{row['case']} with speculation minus without is "
+            f"{with_interval(row['difference'], row['low'], row['high'], '+.3f')} over {row['samples']} seeds "
+            f"({_power(row)})"
+        )
+    cases = [row for row in rows if row["kind"] == "tokens"]
+    if cases:
+        wrong = [row["case"] for row in cases if row["verdict"] == "different"]
+        open_ = [row["case"] for row in cases if row in untold]
+        seen = [row["detectable"] for row in cases if row["detectable"] is not None]
+        fine = len(cases) - len(wrong) - len(open_)
+        found = f"tokens follow their exact distribution in {fine} of {len(cases)} audited cases"
+        found += f", not in {'; '.join(wrong)}" if wrong else ""
+        found += f", not tested in {'; '.join(open_)}" if open_ else ""
+        said.append(
+            found
+            + (f" (a total variation of {max(seen):.2f} would have been seen in each that is sampled)" if seen else "")
+        )
+    if different:
+        begins = f"a difference was found ({len(different)} of {len(rows)} rows)"
+    elif len(untold) == len(rows):
+        begins = "nothing could be told"
+    else:
+        begins = "no difference was found"
+    return f"measured here, {begins}: {'; '.join(said)}."
+
+
+def _power(row: Mapping[str, Any]) -> str:
+    """How large a difference of rewards would have been seen."""
+    if row["detectable"] is None:
+        return "no interval from one seed"
+    if row["detectable"] > row["without"]:
+        return "too few seeds: not even the loss of all reward would have been seen"
+    return f"one of {row['detectable']:.3f} would have been seen with {POWER:.0%} power"
+
+
+def _notes(
+    settings: Settings, rewards: Sequence[Mapping[str, Any]], cases: Sequence[Mapping[str, Any]]
+) -> tuple[str, ...]:
+    notes = []
+    if rewards:
+        notes.append(
+            f"rewards: {settings.steps} GRPO steps of {settings.prompts} x {settings.group_size} responses, the same "
+            "model, prompts and seeds on both sides; samples differ by chance, so rewards may; intervals are Student's "
+            "over seeds and no narrower than the sampling of prompts allows"
+            + (", wide as seeds are few" if settings.seeds < 5 else "")
+            + "; each leaves out 0 by luck once in twenty times"
+        )
+    if cases:
+        notes.append(
+            "tokens: p_value is of the first tokens jointly, p_ranks of each token's rank given those before it; one "
+            f"case's difference needs p below {_level(settings, cases):.1e}, so that a sound engine is accused of any "
+            f"at a rate of {settings.false_alarm_rate:g}"
+        )
+    return tuple(notes)
+
+
+def _level(settings: Settings, cases: Sequence[Mapping[str, Any]]) -> float:
+    """Bonferroni's level: two checks of every case that is sampled."""
+    return settings.false_alarm_rate / max(2 * sum(case["p_value"] is not None for case in cases), 1)
+
+
+def _picture(curves: pd.DataFrame, rows: Sequence[Mapping[str, Any]], settings: Settings) -> Figure:
+    """Reward by RL step of both sides, and the p-values of the audited cases against what chance gives."""
+    cases = [row for row in rows if row["kind"] == "tokens" and row["p_value"] is not None]
+    panels = [name for name, there in (("curves", len(curves)), ("p-values", len(cases))) if there]
+    figure = Figure(figsize=(7.2, 3.0 * len(panels) or 1.0), layout="constrained")
+    if not panels:
+        return figure
+    axes = dict(zip(panels, figure.subplots(len(panels), 1, squeeze=False)[:, 0], strict=True))
+    if "curves" in axes:
+        _curves(axes["curves"], curves)
+    if "p-values" in axes:
+        _p_values(axes["p-values"], cases, _level(settings, cases))
+    return figure
+
+
+def _curves(axes: Axes, curves: pd.DataFrame) -> None:
+    for side, color, dash, marker in (("without", "#6f6f6f", (0, (5, 2)), "s"), ("with", COLORS[0], "-", "o")):
+        by_step = curves[curves["side"] == side].groupby("rl_step")["reward"]
+        middle, low, high = by_step.mean(), by_step.min(), by_step.max()
+        axes.plot(middle.index, middle, color=color, linestyle=dash, marker=marker, markersize=4, linewidth=1.5,
+                  label=f"{side} speculation")  # fmt: skip
+        axes.fill_between(middle.index, low, high, color=color, alpha=0.18, linewidth=0)
+    axes.legend(fontsize=8, frameon=False)
+    axes.set_xlim(curves["rl_step"].min() - 0.3, curves["rl_step"].max() + 0.3)
+    whole_numbers(axes)
+    finish(axes, title="Reward, mean over seeds and their range", xlabel="RL step", ylabel="reward")
+
+
+def _p_values(axes: Axes, cases: Sequence[Mapping[str, Any]], level: float) -> None:
+    """Sorted p-values over their expectation under no difference: on the diagonal where nothing differs."""
+    for column, label, color, marker in (
+        ("p_value", "first tokens jointly", COLORS[0], "o"),
+        ("p_ranks", "each token's rank", COLORS[1], "s"),
+    ):
+        values = np.sort([row[column] for row in cases if row[column] is not None])
+        expected = (np.arange(len(values)) + 0.5) / max(len(values), 1)
+        # A probability that rounds to 0 still has a place on a logarithmic axis.
+        axes.plot(expected, np.maximum(values, level / 100), linestyle="none", color=color, marker=marker,
+                  markersize=5, label=label)  # fmt: skip
+    least = min(level / 10, 0.5 / len(cases))
+    axes.plot([least, 1], [least, 1], color="#6f6f6f", linewidth=0.9, linestyle=(0, (4, 2)), label="chance alone")
+    axes.axhline(level, color="#a0452a", linewidth=1.0)
+    axes.annotate("a difference below", (1, level), xytext=(0, 3), textcoords="offset points", fontsize=7, ha="right",
+                  color="#a0452a")  # fmt: skip
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(0.3 / len(cases), 1.1)
+    axes.legend(fontsize=8, frameon=False, loc="center left")
+    finish(axes, title=f"p-values of {len(cases)} sampled cases", xlabel="p-value expected by chance", ylabel="p-value")

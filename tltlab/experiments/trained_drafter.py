@@ -1,0 +1,108 @@
+"""What experiments with GRPO runs and a trained drafter start from: a model, a warmed-up head, a place to run in."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from tltlab.errors import ConfigError
+
+from .own_model import own_model
+
+Count = Annotated[int, Field(ge=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """`model` is a folder of `tltlab make-model`, else one of `size` is trained; `head` a drafter of `tltlab
+    train-drafter` for it, else one is warmed up on `warm_up_texts` responses until its accept length, bonus included,
+    is `warm_up_length`, in `warm_up_updates` at the latest.
+
+    Each RL step rolls out `prompts` x `group_size` responses of up to `cap` tokens, drafts are `draft_depth` deep, an
+    update of the drafter takes `tokens_per_update`. `gpus_per_worker` and `train_gpus` are 0 on a CPU.
+    """
+
+    model: Path | None = None
+    head: Path | None = None
+    size: str = "small"
+    prompts: Count = 24
+    group_size: Annotated[int, Field(ge=2)] = 8
+    cap: Count = 768
+    draft_depth: Count = 4
+    tokens_per_update: Count = 1024
+    warm_up_texts: Count = 256
+    warm_up_length: Annotated[float, Field(gt=1)] = 2.1
+    warm_up_updates: Count = 400
+    gpus_per_worker: Annotated[float, Field(ge=0)] = 0.0
+    train_gpus: Annotated[float, Field(ge=0)] = 0.0
+
+
+FAST: dict[str, Any] = {
+    "size": "tiny", "prompts": 6, "group_size": 4, "cap": 96, "tokens_per_update": 512, "warm_up_texts": 32,
+    "warm_up_length": 1.5, "warm_up_updates": 20,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A model, a head that knows it as it is, a folder to run in, and the `Sizes` of the runs."""
+
+    model: Path
+    head: Path
+    out: Path
+    sizes: Any
+
+
+@contextmanager
+def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None], **more: Any) -> Iterator[Prepared]:
+    """Make what is missing. A trained model stays in `folder`/models; head and runs are gone afterwards.
+
+    `more` are `Sizes` that the settings do not have.
+    """
+    import ray
+    import torch
+
+    from tltlab.runtime.bench_runs import sizes_of, warmed_up
+    from tltlab.runtime.workers import start_ray
+
+    # Two threads on a busy machine stall for seconds.
+    torch.set_num_threads(1)
+    if settings.head is not None and not (settings.head / "config.json").is_file():
+        raise ConfigError(f"{settings.head} is no folder of `tltlab train-drafter`: it has no config.json")
+    sizes = sizes_of(
+        fast=False,
+        model=settings.size,
+        prompts_per_step=settings.prompts,
+        group_size=settings.group_size,
+        max_response_tokens=settings.cap,
+        draft_depth=settings.draft_depth,
+        tokens_per_update=settings.tokens_per_update,
+        warm_up_texts=settings.warm_up_texts,
+        warm_up_length=settings.warm_up_length,
+        warm_up_updates=settings.warm_up_updates,
+        **more,
+    )
+    model = own_model(settings.model, folder, size=settings.size, progress=progress)
+    with tempfile.TemporaryDirectory(prefix="tltlab-experiment-") as place:
+        out = Path(place)
+        head = settings.head or warmed_up(model, out / "head", sizes, progress)
+        # One Ray for all runs: each would start its own, which takes longer than a fast run.
+        started = start_ray()
+        try:
+            yield Prepared(model=model, head=head, out=out, sizes=sizes)
+        finally:
+            if started:
+                ray.shutdown()
+
+
+def on_devices(recipe: Any, settings: RunSettings) -> Any:
+    """The recipe with the settings' devices."""
+    rollout = recipe.rollout.model_copy(update={"gpus_per_worker": settings.gpus_per_worker})
+    train = recipe.train.model_copy(update={"gpus": settings.train_gpus})
+    return recipe.model_copy(update={"rollout": rollout, "train": train})
