@@ -104,9 +104,14 @@ def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, 
                     "rename one, or verify them apart"
                 )
     specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | found
-    pool = DrafterPool(specs, deepest(run, policies))
+    pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
     for name, policy in policies.items():
         for strategy in policy.strategies:
+            if strategy.draft_depth > longest:
+                raise ConfigError(
+                    f"policy {name}: a draft of {strategy.draft_depth} tokens is longer than the run's longest "
+                    f"response, {longest} tokens"
+                )
             try:
                 pool.check(strategy)
             except ConfigError as error:

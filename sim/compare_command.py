@@ -11,7 +11,7 @@ import typer
 
 from tltlab.acceptance import load_acceptance
 from tltlab.calibrate import parse_rl_steps
-from tltlab.cli import Json, emit, write_json
+from tltlab.cli import Json, emit, made_by, write_json
 from tltlab.errors import ConfigError
 from tltlab.policy import load_policy
 from tltlab.systems import SYSTEMS, find_systems
@@ -95,8 +95,9 @@ def compare(
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
         asked = {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
         result, text = _systems(source, systems, shared | asked | {"repeats": repeats, "jobs": jobs}, gpus_per_worker)
-        result |= {"trace": source.manifest.name or str(trace)} | asked | {"costs": costs}
-    result |= {"num_repeats": repeats, "mode": mode, "seed": seed}
+        result |= asked
+    result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
+    result |= {"num_repeats": repeats, "mode": mode, "seed": seed, **made_by("numpy", "scipy", "simpy")}
     if out is not None:
         write_json(out, result)
     emit(result, as_json=as_json, text=text)
@@ -114,7 +115,10 @@ def _policies(
 ) -> tuple[dict[str, Any], str]:
     from .compare import compare as run
 
-    chosen = {name: load_policy(name) for name in policies.split(",") if name}
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--policies {policies!r}: a policy is given twice")
+    chosen = {name: load_policy(name) for name in names}
     if len(chosen) < 2:
         raise ConfigError(f"--policies {policies!r}: give at least two to compare")
     scenario = Scenario.of(source, acceptance=acceptance, placement=placement, **shared)

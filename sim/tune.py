@@ -7,7 +7,6 @@ times. The best of each kind then meets the RL steps that were held out.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +111,7 @@ def tune(
     """
     began = time.perf_counter()
     every = [traces] if isinstance(traces, Trace) else list(traces)
-    _check(every, depths, trials, repeats, max_buckets, robust, cost_error)
+    _check(every, depths, drafters, trials, repeats, max_buckets, robust, cost_error)
     parts = [_split(trace, judge_steps) for trace in every]
 
     def of(trace: Trace, at: int, steps: Sequence[int]) -> Case:
@@ -245,7 +244,7 @@ def _strategies(
         except ConfigError as error:
             notes.append(f"{strategy} is left out: {error}")
     if not found:
-        raise ConfigError(f"none of the strategies can be simulated: {'; '.join(notes) or 'no depth above 0 given'}")
+        raise ConfigError(f"none of the strategies can be simulated: {'; '.join(notes)}")
     return found, notes
 
 
@@ -316,6 +315,7 @@ def _placement(trace: Trace, workers: int | None) -> str:
 def _check(
     traces: Sequence[Trace],
     depths: Sequence[int],
+    drafters: Sequence[str] | None,
     trials: int,
     repeats: int,
     max_buckets: int,
@@ -324,12 +324,18 @@ def _check(
 ) -> None:
     if not traces:
         raise ConfigError("no trace to tune on: give at least one")
+    if drafters is not None and not drafters:
+        raise ConfigError("no drafter given: name one, such as ngram, or leave the choice to the acceptance model")
     if any(depth < 0 for depth in depths):
         raise ConfigError(f"depths count drafted tokens, 0 or more, got {', '.join(map(str, depths))}")
+    if not any(depths):
+        raise ConfigError("no depth above 0 given: name depths to try, such as 1,2,4,8")
     for name, value, least in (("trials", trials, 0), ("repeats", repeats, 1), ("max_buckets", max_buckets, 1)):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
-    if cost_error is not None and not (robust and math.isfinite(cost_error)):
+    if cost_error is not None and not 0.0 <= cost_error < 1.0:
+        raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {cost_error:g}")
+    if cost_error is not None and not robust:
         raise ConfigError("a cost error is what a robust policy withstands: give --robust with it")
     if robust and len(traces) == 1 and not cost_error:
         raise ConfigError("--robust needs more than one case: several traces, or --cost-error 0.2")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.stats import t
 
 from tltlab.bootstrap import Interval, paired_interval
 from tltlab.policy import load_policy
@@ -19,7 +21,10 @@ from .scenario import PolicyLike, Scenario
 from .sweep import sweep
 
 ORACLE = "oracle"
+ENOUGH_STEPS = 10
+"""From fewer RL steps a bootstrap's interval is too narrow: of two steps it is just what lies between them."""
 _RESAMPLES = 2000
+_LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +134,44 @@ class Cases:
     def ratio(self, own: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int) -> Interval:
         """Score of one policy over another's with its 95 % interval over the RL steps.
 
+        From `ENOUGH_STEPS` RL steps on (robust: of each trace) as `resampled`. From fewer, Student's t for the
+        logarithm of the ratio, its spread by the delta method; robust, with each policy's worst case held. One RL step
+        gives no interval.
+        """
+        lengths = [len(row) for row in own]
+        if (min(lengths) if self.robust else sum(lengths)) >= ENOUGH_STEPS:
+            return self.resampled(own, other, plain, seed=seed)
+        parts: dict[int, Floats] = {}
+        if self.robust:
+            for sign, rows in ((1.0, own), (-1.0, other)):
+                worst = max(range(len(rows)), key=lambda i: float(rows[i].sum() / plain[i].sum()))
+                trace = self.cases[worst].trace
+                parts[trace] = parts.get(trace, np.zeros(1)) + sign * (_around(rows[worst]) - _around(plain[worst]))
+        else:
+            parts[0] = _around(np.concatenate(own)) - _around(np.concatenate(other))
+        estimate = self.score(own, plain) / self.score(other, plain)
+        fewest = min(map(len, parts.values()))
+        if fewest == 1:
+            return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
+        spread = math.sqrt(sum(float(part.var(ddof=1)) / len(part) for part in parts.values()))
+        factor = math.exp(float(t.ppf((1.0 + _LEVEL) / 2.0, fewest - 1)) * spread)
+        return Interval(estimate=estimate, low=estimate / factor, high=estimate * factor, level=_LEVEL, method="t")
+
+    def resampled(
+        self, own: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int
+    ) -> Interval:
+        """The ratio's bootstrap interval, however few the RL steps are.
+
         BCa of paired steps (`paired_interval`). Robust, each policy has its own worst case: steps are resampled within
         each trace, alike for all its cases and both policies, and the interval is that of percentiles.
         """
         rng = np.random.default_rng(seed)
         if not self.robust:
-            return paired_interval(np.concatenate(own), np.concatenate(other), rng=rng)
+            return paired_interval(np.concatenate(own), np.concatenate(other), level=_LEVEL, rng=rng)
         estimate = self.score(own, plain) / self.score(other, plain)
         lengths = {case.trace: len(row) for case, row in zip(self.cases, own, strict=True)}
         if max(lengths.values()) == 1:
-            return Interval(estimate=estimate, low=float("nan"), high=float("nan"), level=0.95, method="none")
+            return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
         chosen = {trace: rng.integers(n, size=(_RESAMPLES, n)) for trace, n in lengths.items()}
         at = [chosen[case.trace] for case in self.cases]
         base = [b[i].sum(axis=1) for b, i in zip(plain, at, strict=True)]
@@ -146,5 +179,12 @@ class Cases:
             np.max([a[i].sum(axis=1) / b for a, i, b in zip(rows, at, base, strict=True)], axis=0)
             for rows in (own, other)
         )
-        low, high = np.quantile(first / second, [0.025, 0.975])
-        return Interval(estimate=estimate, low=float(low), high=float(high), level=0.95, method="percentile")
+        tail = (1.0 - _LEVEL) / 2.0
+        low, high = map(float, np.quantile(first / second, [tail, 1.0 - tail]))
+        return Interval(estimate=estimate, low=low, high=high, level=_LEVEL, method="percentile")
+
+
+def _around(seconds: Floats) -> Floats:
+    """What each RL step adds to the logarithm of the mean."""
+    found: Floats = seconds / seconds.mean() - 1.0
+    return found

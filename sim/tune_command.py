@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import tempfile
@@ -105,12 +106,11 @@ def tune(
 
 
 def check_writable(path: Path) -> None:
-    """InputError where no file can be written to `path`, before any work is done for it."""
+    """InputError where no file can be written to `path`, before any work is done for it; makes no folders."""
     if path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'policy.json'}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
             pass
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
@@ -153,7 +153,10 @@ def _numbers(depths: str) -> list[int]:
 def _judged(judge: str | None, sources: list[Trace]) -> list[int] | None:
     if judge is None:
         return None
-    return sorted({step for source in sources for step in parse_rl_steps(judge, list(source.rl_steps)) or []})
+    try:
+        return sorted({step for source in sources for step in parse_rl_steps(judge, list(source.rl_steps)) or []})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--rl-steps", "--judge")) from error
 
 
 def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMemory | None:
@@ -163,6 +166,8 @@ def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMem
         raise ConfigError("--graph-memory and --graph-pool belong together: how much there is, and what graphs take")
     if memory is None or pool is None:
         return None
+    if not 0.0 < memory < math.inf:
+        raise ConfigError(f"--graph-memory is the GiB that graphs may take, above 0, got {memory:g}")
     value: Any = read_json(pool)
     try:
         known = GraphPool.model_validate(value)

@@ -75,7 +75,8 @@ def judge(
     """Compare the finalists in sampled mode; `scores` are theirs on the tuning steps, which name the champion.
 
     Tuning is worth it where the champion's interval over the best fixed strategy lies below 1. The policy to take is
-    the simplest whose interval over the best one reaches 1: of all where it is worth it, else of those not tuned.
+    the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it, else of
+    those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster policy.
     """
     own = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, jobs=jobs)
     oracle = cases.oracle(strategies, mode="sampled", seeds=seeds)
@@ -121,7 +122,7 @@ def judge(
 
 def _reaches(cases: Cases, own: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int) -> bool:
     """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
-    interval = cases.ratio(own, best, plain, seed=seed)
+    interval = cases.resampled(own, best, plain, seed=seed)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 
 

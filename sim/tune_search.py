@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,15 +70,20 @@ class Prices:
         return sorted(self.strategies, key=lambda s: total[s])[:count]
 
     def table(self, max_buckets: int, graphs: GraphMemory | None = None) -> TableSpec:
-        """The exact table of at most `max_buckets` rows; ConfigError where no table's graphs fit."""
+        """The exact table of at most `max_buckets` rows; ConfigError where no table's graphs fit.
+
+        Batches above the largest captured one run under the last row, so what they take counts for its choice.
+        """
+        most = graphs.max_batch if graphs else self.max_batch
+        known = min(most, self.max_batch)
         plan = plan_buckets(
-            dict.fromkeys(range(1, self.max_batch + 1), 1.0),
-            lambda s, b: self.seconds[s, b],
+            dict.fromkeys(range(1, known + 1), 1.0),
+            lambda s, b: math.fsum(self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else b + 1)),
             self.strategies,
             pool=graphs.pool if graphs else None,
             cap_bytes=graphs.cap_bytes if graphs else None,
             sizes=graphs.sizes if graphs else None,
-            max_batch=graphs.max_batch if graphs else self.max_batch,
+            max_batch=most,
             max_buckets=max_buckets,
         )
         return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 import tltlab.sim
@@ -14,8 +15,9 @@ from tltlab.cli import main
 from tltlab.environment_check import check_environment
 from tltlab.environment_machine import GIB, Machine, _try_imports
 from tltlab.policy import EpsilonGreedySpec, Policy
+from tltlab.signatures import diagnose
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import read
+from tltlab.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 
@@ -70,6 +72,7 @@ def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
         ("memory", "problem", {"memory_bytes": 16 * GIB, "engines": 32}),
         ("kv-cache", "problem", {"engines": 4, "kv_bytes": 3 * GIB}),
         ("kv-cache", "problem", {"env": {**SOUND.env, "VLLM_CPU_KVCACHE_SPACE": "12"}}),
+        ("kv-cache", "problem", {"env": {**SOUND.env, "VLLM_CPU_KVCACHE_SPACE": "much"}}),
         ("disk", "problem", {"disk_bytes": GIB}),
         ("shared-memory", "hint", {"shm_bytes": 64 << 20}),
         ("ports", "problem", {"loopback": "Permission denied"}),
@@ -133,6 +136,23 @@ def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(
     assert (code, found["simulated"], found["ok"]) == (0, True, False)
     assert {"explores-too-much", "switches-often"} <= told
     assert "simulated: its figures are predictions" in doctor(capsys, tmp_path / "trace")[1]
+
+
+def test_a_question_that_the_figures_allow_no_answer_to_leaves_the_others_their_answers() -> None:
+    trace = read(TRACES / "subset-sum-small")
+    stopped = trace.steps.assign(**dict.fromkeys(["rollout_s", "reward_s", "inference_s", "train_s", "sync_s"], 0.0))
+    steps = pd.concat([stopped[:1], trace.steps[1:]])
+    tables = {name: getattr(trace, name) for name in ("workload", "outcomes", "iterations", "decisions")}
+    found = diagnose(Trace.from_tables(trace.manifest, {**tables, "steps": steps}))
+    assert "allow no answer" in dict(found.not_checked)["rollout-not-bottleneck"]
+    assert "acceptance-low" in {check.name for check in found.good}
+
+
+def test_costs_without_a_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", "--quick", "--costs", "nothing.json"])
+    assert end.value.code == 2
+    assert "give the RUN" in capsys.readouterr().err
 
 
 def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

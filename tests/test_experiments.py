@@ -20,7 +20,7 @@ from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
 from tltlab.experiments.graph_memory_measured import chain_policies, measured_rows
 from tltlab.experiments.result import ExperimentResult
-from tltlab.experiments.settings import as_json, overrides_of, read_settings
+from tltlab.experiments.settings import as_json, read_settings
 from tltlab.graph_pool_tlt import MEASURED_GB
 
 
@@ -117,7 +117,7 @@ def test_the_command_runs_the_experiment_and_writes_its_folder(asked, tmp_path: 
     assert "working" in err
     told = json.loads(out)
     assert told.pop("out") == str(tmp_path / "asked")
-    assert told["command"] == f"tltlab experiment asked rounds=1 depths=2 --seed 5 --out {tmp_path}"
+    assert told["command"] == f"tltlab experiment asked --fast depths=2 --seed 5 --out {tmp_path} --json"
     assert "numpy" in told["versions"]
     assert told == json.loads((tmp_path / "asked" / "result.json").read_text())
     code, out, _ = command(capsys, "asked", "--out", str(tmp_path))
@@ -182,13 +182,6 @@ def test_a_file_far_above_the_folder_is_refused_before_the_work(asked, tmp_path:
 def test_an_infinite_figure_is_null_in_json():
     rows = pd.DataFrame({"speedup": [float("inf"), 2.0]})
     assert [row["speedup"] for row in replace(answer(), rows=rows).json()["rows"]] == [None, 2.0]
-
-
-def test_the_settings_of_a_result_can_be_given_again():
-    given = ["model=here", "rounds=3", "depths=1,3"]
-    settings = read_settings(Settings, overrides=given)
-    assert overrides_of(settings) == given
-    assert overrides_of(Settings()) == []
 
 
 def test_nothing_half_written_is_left_where_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -283,6 +276,7 @@ def test_tlts_settings_are_simulated_beside_its_claim_and_marked_as_a_prediction
         assert own.loc["TLT", "paper"] == "1.7-2.1"
         assert own["paper"].notna().sum() == 1
     assert "predicted by simulation" in found.verdict
+    assert found.figure.axes[0].get_xlim()[1] > 2.1  # the paper's range is in the picture
     assert not any(tmp_path.iterdir())
     json.dumps(found.json(), allow_nan=False)
 

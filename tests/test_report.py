@@ -1,5 +1,6 @@
 """`tltlab report`: what stands on the page, that it needs nothing outside itself, and how a browser shows it."""
 
+import base64
 import json
 import re
 import shutil
@@ -197,12 +198,57 @@ def test_a_comparison_is_recognised_by_its_keys(tmp_path):
     assert "a prediction, not a measurement" in text
 
 
+def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_path):
+    base = {"makespan_s": 2.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0, "regret": 0.2, "lossless": True}
+    step = {"step_s": 3.0, "step_ratio": 1.0, "step_ratio_low": 1.0, "step_ratio_high": 1.0}
+    rollouts_only = base | {"makespan_s": 1.0, "ratio": 0.5} | step | {"step_s": 4.0, "step_ratio": 4 / 3}
+    better = base | step | {"step_s": 2.7, "step_ratio": 0.9, "step_ratio_low": 0.8, "step_ratio_high": 0.95}
+    rows = [base | step | {"system": "verl"}, rollouts_only | {"system": "split"}, better | {"system": "tlt"}]
+    write_json(tmp_path / "c.json", {"systems": rows, "baseline": "verl"})
+    text = render(report(tmp_path / "c.json"))
+    assert "tlt is fastest: 0.900 times the RL step time of verl, 95 % interval 0.800 to 0.950." in text
+
+
+def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tmp_path):
+    told = {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "off it is", "prediction": False,
+            "settings": {"rounds": 3}, "notes": [], "command": "tltlab experiment baseline rounds=3",
+            "versions": {"vllm": "0.32.0"}}  # fmt: skip
+    folder = tmp_path / "experiments" / "baseline"
+    write_json(folder / "result.json", told)
+    assert parsed(render(report(folder))).images == []
+    (folder / "picture.png").write_text("no picture")
+    assert parsed(render(report(folder))).images == []
+    save_figure(bars(["off"], [1.0], xlabel="s", title="t"), folder / "picture.png")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(folder)])
+    assert ended.value.code == 0
+    text = (folder / "report.html").read_text()
+    (image,) = parsed(text).images
+    assert base64.b64decode(image["src"].partition(",")[2]) == (folder / "picture.png").read_bytes()
+    assert image["alt"] == "off it is"
+    assert "tltlab experiment baseline rounds=3" in text
+    assert "0.32.0" in text
+
+
+def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
+    trace = read(TINY).select([0])
+    trace.write(tmp_path / "trace")
+    for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
+        write_json(tmp_path / "summary.json", {"verify": {"steps": steps, "median_error": 0.1}})
+        reasons = {part.title: part.reason for part in report(tmp_path).absent}
+        assert "summary.json" in reasons["Predicted against measured"]
+
+
 def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     write_json(tmp_path / "other.json", {"makespan_s": 1.0})
     write_json(tmp_path / "broken.json", {"policies": [{"policy": "a"}]})
     (tmp_path / "list.json").write_text("[]")
-    for args in (["empty", "--out", "x.html"], ["nowhere"], ["other.json"], ["broken.json"], ["list.json"]):
+    for key in ("systems", "policies", "candidates"):
+        write_json(tmp_path / f"no-{key}.json", {key: []})
+    write_json(tmp_path / "no-rows.json", {"rows": [], "verdict": "v"})
+    for args in (["empty", "--out", "x.html"], ["empty"], ["nowhere"], ["other.json"], ["broken.json"], ["list.json"],
+                 ["no-systems.json"], ["no-policies.json"], ["no-candidates.json"], ["no-rows.json"]):  # fmt: skip
         with pytest.raises(SystemExit) as ended:
             main(["report", str(tmp_path / args[0]), *(str(tmp_path / a) if a == "x.html" else a for a in args[1:])])
         assert ended.value.code == 2
@@ -258,6 +304,13 @@ def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
         save_figure(figures[0](), tmp_path / "file" / "one.png")
+
+
+def test_the_eleventh_group_of_points_does_not_look_like_the_first():
+    names = [f"policy {i}" for i in range(12)]
+    figure = scatter_identity(range(12), range(12), xlabel="m", ylabel="p", title="t", labels=names)
+    looks = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if line.get_marker() != "None"}
+    assert len(looks) == 12
 
 
 def browse(folder, *args):

@@ -20,7 +20,7 @@ from .errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
 Statistic = Literal["ratio_of_sums", "mean_difference"]
-Method = Literal["bca", "percentile", "none"]
+Method = Literal["bca", "percentile", "t", "none"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

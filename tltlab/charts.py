@@ -44,10 +44,24 @@ def bars(
 
     None or NaN leaves out a bar, or its interval. `reference` draws a dashed line to compare with (1.0 for a ratio).
     """
-    num = len(labels)
-    figure = Figure(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(num, 1)), layout="constrained")
-    axes = figure.subplots()
-    y, size = np.arange(num), _floats(values)
+    figure = Figure(figsize=(_WIDTH_IN, 0.85 + 0.3 * max(len(labels), 1)), layout="constrained")
+    draw_bars(figure.subplots(), labels, values, low, high, xlabel=xlabel, title=title, reference=reference)
+    return figure
+
+
+def draw_bars(
+    axes: Axes,
+    labels: Sequence[str],
+    values: Values,
+    low: Values | None = None,
+    high: Values | None = None,
+    *,
+    xlabel: str,
+    title: str,
+    reference: float | None = None,
+) -> None:
+    """The same into a panel of a figure."""
+    y, size = np.arange(len(labels)), _floats(values)
     axes.barh(y, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
     if low is not None and high is not None:
         least, most = _floats(low), _floats(high)
@@ -58,10 +72,9 @@ def bars(
     if reference is not None:
         axes.axvline(reference, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
     axes.set_yticks(y, list(labels), fontsize=8)
-    axes.set_ylim(num - 0.4, -0.6)
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     _finish(axes, xlabel=xlabel, ylabel="", title=title, grid="x")
-    return figure
 
 
 def lines(
@@ -140,7 +153,8 @@ def scatter_identity(
     group = np.asarray(labels if labels is not None else [""] * len(x), dtype=object)
     for i, name in enumerate(dict.fromkeys(group)):
         of_group = group == name
-        axes.plot(x[of_group], y[of_group], linestyle="none", marker=_MARKERS[i % len(_MARKERS)], markersize=5,
+        marker = _MARKERS[(i + i // len(COLORS)) % len(_MARKERS)]  # the eleventh has another than the first
+        axes.plot(x[of_group], y[of_group], linestyle="none", marker=marker, markersize=5,
                   color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name)  # fmt: skip
     known = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
     end = 1.08 * float(known.max()) or 1.0
@@ -190,6 +204,8 @@ def _floats(values: Any) -> np.ndarray:
 
 
 def _legend(axes: Axes, num: int, columns: int = 4) -> None:
+    if num == 0:
+        return
     axes.legend(loc="upper left", bbox_to_anchor=(0.0, -0.2), ncols=min(num, columns), fontsize=8, frameon=False,
                 borderaxespad=0.0, handlelength=2.4)  # fmt: skip
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points, version
+from contextvars import ContextVar
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,6 +22,7 @@ from .errors import ConfigError, InputError, TltlabError
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
+_running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 _EXTRA_OF_MODULE = {
     "simpy": "sim", "optuna": "sim", "torch": "runtime", "ray": "runtime", "vllm": "runtime",
     "transformers": "runtime", "safetensors": "runtime", "tokenizers": "runtime",
@@ -56,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
+    token = _running.set(tuple(args))
     try:
         sys.exit(_run(args))
     except TltlabError as error:
@@ -71,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(f"{error.format_message()} (see 'tltlab {args[0]} --help')", 2)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
+    finally:
+        _running.reset(token)
 
 
 def _run(args: list[str]) -> int:
@@ -112,6 +119,18 @@ def _fail(message: str, code: int) -> NoReturn:
 def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
     """Print a command's result: JSON for machines, `text` for people."""
     print(json.dumps(result, allow_nan=False) if as_json else text)
+
+
+def made_by(*packages: str) -> dict[str, Any]:
+    """Where a result comes from: `command`, as a shell takes it, None outside of a command; `versions` by package."""
+    found = {"python": platform.python_version()}
+    for name in ("tltlab", *packages):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    args = _running.get()
+    return {"command": shlex.join(["tltlab", *args]) if args else None, "versions": found}
 
 
 def progress(message: str) -> None:

@@ -13,6 +13,7 @@ import typer
 from .cli import Json, emit, progress
 from .environment_check import check_environment
 from .environment_machine import Machine
+from .errors import ConfigError
 from .signatures import Diagnosis, examine
 from .signatures_evidence import RunEvidence
 from .signatures_finding import Finding
@@ -47,6 +48,8 @@ def doctor(
 
     Example: tltlab doctor run
     """
+    if run is None and costs is not None:
+        raise ConfigError("--costs tell what plain decoding takes in a run: give the RUN to look at")
     diagnosis, needs = None, {}
     if run is not None:
         evidence = RunEvidence.of(run, costs)

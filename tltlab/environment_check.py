@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from packaging.requirements import Requirement
@@ -225,7 +226,14 @@ def _kv_cache(m: Machine) -> Finding:
             f"{m.engines or 1} engines with {_gib(m.kv_bytes)} each, of {_gib(m.memory_bytes)} free.",
             "A smaller vllm.kv_cache_memory_bytes; 256 MiB is plenty for small models.",
         )
-    if space is not None and m.memory_bytes is not None and float(space or 0) * GIB > m.memory_bytes / 2:
+    if space and not re.fullmatch(r"\d+", space):
+        return _bad(
+            "kv-cache",
+            "The size of the KV cache is no number",
+            f"VLLM_CPU_KVCACHE_SPACE={space}.",
+            "Unset it, or give whole GiB.",
+        )
+    if space and m.memory_bytes is not None and int(space) * GIB > m.memory_bytes / 2:
         return _bad(
             "kv-cache",
             "The KV cache takes most of the memory",

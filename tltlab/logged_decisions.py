@@ -54,9 +54,12 @@ def logged_decisions(trace: Trace, reward: RewardKind = "relative") -> tuple[lis
     rows = _joined(decisions, iterations, own_state=trace.manifest.kind == "simulated")
     kind = _reward(rows, reward)
     found: list[Logged] = []
+    before: dict[tuple[int, int], Strategy] = {}
     for row in rows.to_dict("records"):
         strategy = Strategy(row["drafter"], int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
         batch = int(row["batch"])
+        place = (int(row["rl_step"]), int(row["worker"]))
+        previous, before[place] = before.get(place, NO_SPECULATION), strategy
         outcome = StepOutcome(
             elapsed_s=float(row["elapsed_s"]),
             batch=batch,
@@ -68,12 +71,12 @@ def logged_decisions(trace: Trace, reward: RewardKind = "relative") -> tuple[lis
         if value is None:
             continue
         state = StepState(
-            rl_step=int(row["rl_step"]),
-            worker=int(row["worker"]),
+            rl_step=place[0],
+            worker=place[1],
             batch=int(row["state_batch"]),
             waiting=int(row["state_waiting"]),
             context_tokens=float(row["state_context"]),
-            strategy=found[-1].strategy if found else NO_SPECULATION,
+            strategy=previous,
         )
         chance = float(row["propensity"])
         found.append(Logged(state=state, strategy=strategy, propensity=chance, outcome=outcome, reward=value))

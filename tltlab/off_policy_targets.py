@@ -40,13 +40,17 @@ def chances(policy: Policy, log: Sequence[Logged], folds: Sequence[int]) -> list
     learns = _learns(policy.build(np.random.default_rng(0)))
     for fold in sorted(set(folds)) if learns else [-1]:
         selectors: dict[int, Selector] = {}
+        taught = policy.build(np.random.default_rng(0))
+        if learns:
+            _teach(taught, [d for j, d in enumerate(log) if folds[j] != fold and d.at_random])
         for i, decision in enumerate(log):
             if learns and folds[i] != fold:
                 continue
             worker = decision.state.worker
             if worker not in selectors:
-                selectors[worker] = policy.build(np.random.default_rng([0, worker]))
-                _teach(selectors[worker], [d for j, d in enumerate(log) if learns and folds[j] != fold and d.at_random])
+                selectors[worker] = (
+                    copy.deepcopy(taught) if learns else policy.build(np.random.default_rng([0, worker]))
+                )
             found[i] = _of(selectors[worker])(decision.state)
     return found
 

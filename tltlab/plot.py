@@ -199,7 +199,7 @@ def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> st
     what = "all RL steps" if rl_step == "all" else f"RL step {rl_step}"
     policies = [] if part.steps is None else part.steps["policy"].dropna().unique().tolist()
     kind = ", ".join([trace.manifest.kind, *(policies if len(policies) == 1 else [])])
-    name = title or " ".join(word for word in (trace.manifest.name, f"({kind})") if word)
+    name = title or (f"{trace.manifest.name} ({kind})" if trace.manifest.name else kind)
     facts = [f"{name}: {what}"]
     if (duration := metrics.makespan_s(part)) is not None:
         facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")

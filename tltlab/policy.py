@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -181,7 +182,8 @@ def load_policy(source: str | Path | Policy) -> Policy:
     if isinstance(source, str) and source in SHIPPED:
         return SHIPPED[source]
     path = Path(source)
-    if isinstance(source, str) and not path.is_file():
+    # `os.path` takes a name that is too long for a file as none.
+    if isinstance(source, str) and not os.path.isfile(path):
         if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
             return _checked(Policy(selector=CustomSpec(path=source)))
         if "/" not in source and not path.suffix:

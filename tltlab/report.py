@@ -16,7 +16,7 @@ from .report_page import Page, number, write_page
 from .report_rollout import lengths_part, steps_part, steps_rows, timeline_part
 from .report_speculation import acceptance_part, arms_part
 from .report_verify import verify_part
-from .trace import Trace, locate, read
+from .trace import Trace, is_trace, locate, read
 
 RESULT = "result.json"
 
@@ -43,6 +43,8 @@ def default_out(source: Path) -> Path:
         return source.with_suffix(".html")
     if source.is_dir() and (locate(source) != source or _is_comparison(source)):
         return source / "report.html"
+    if source.is_dir() and not is_trace(source):
+        raise ConfigError(f"{source} has neither a trace nor a {RESULT}: give a RUN, a trace, or a comparison's JSON")
     if source.is_dir() and (source.parent / "run.json").is_file():
         return source.parent / "report.html"
     raise ConfigError(f"{source} is no RUN folder, so say where the page goes: --out {source.stem or 'trace'}.html")

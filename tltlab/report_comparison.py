@@ -14,6 +14,7 @@ from .report_page import Absent, Block, Code, Facts, Items, Page, Part, Picture,
 from .report_verify import from_result
 
 SIMULATED = "Simulated: a prediction, not a measurement."
+_ROWS = ("systems", "candidates", "policies", "steps", "rows")
 _COLUMNS = {
     "system": ("system", ""), "policy": ("policy", ""), "name": ("candidate", ""), "makespan_s": ("rollout s", ".4g"),
     "ratio": ("ratio", ".3f"), "ratio_interval": ("95 % interval", ""), "regret": ("regret", ".1%"),
@@ -32,13 +33,15 @@ def comparison_page(told: Mapping[str, Any], path: Path) -> Page:
     """The page of a result; it is recognised by its keys. Raises ConfigError for another object."""
     try:
         return _page(told, path)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{path}: not as tltlab writes it ({type(error).__name__}: {error}); write it anew"
         ) from error
 
 
 def _page(told: Mapping[str, Any], path: Path) -> Page:
+    if (empty := next((key for key in _ROWS if told.get(key) == []), None)) is not None:
+        raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
     if told.get("format") == "tltlab-policy":
         return _policy(told, told.get("provenance") or {}, path)
     if isinstance(told.get("systems"), list):
@@ -65,8 +68,9 @@ def _ratios(told: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str
     tuned = key == "name"
     baseline = str(told.get("baseline") or ("the best fixed strategy" if tuned else rows[0][key]))
     labels = [str(row[key]) for row in rows]
-    best = min(rows, key=lambda row: row["makespan_s"])
-    verdict = told.get("verdict") or _verdict(best, str(best[key]), baseline)
+    whole = all(row.get("step_s") is not None for row in rows)
+    best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
+    verdict = told.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
     blocks: list[Block] = [Text(text=str(verdict), strong=True), Text(text=SIMULATED)]
     blocks.append(_ratio_picture(rows, labels, "ratio", f"rollout time over that of {baseline}", "Rollouts"))
     if any(row.get("step_ratio") is not None for row in rows):
@@ -86,7 +90,8 @@ def _ratios(told: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Text(text=str(note)) for note in notes)))
     parts.append(_origin(told, {"systems", "policies", "candidates", "verdict", "notes", "left_out"}))
-    keys = [("fastest", str(best[key])), ("its ratio", f"{number(best.get('ratio'), '.3f')}")]
+    ratio = best.get("step_ratio" if whole else "ratio")
+    keys = [("fastest", str(best[key])), ("its ratio", number(ratio, ".3f"))]
     if tuned:
         keys = [("chosen", str(told.get("name", best[key]))), ("worth it", "yes" if told.get("worth_it") else "no")]
     steps = told.get("num_rl_steps")
@@ -125,11 +130,13 @@ def _ratio_picture(
     )  # fmt: skip
 
 
-def _verdict(best: Mapping[str, Any], name: str, baseline: str) -> str:
-    low, high = best.get("ratio_low"), best.get("ratio_high")
+def _verdict(best: Mapping[str, Any], name: str, baseline: str, *, whole: bool) -> str:
+    """`whole`: of RL steps, where they are known; else of rollouts."""
+    ratio, time = ("step_ratio", "RL step time") if whole else ("ratio", "rollout time")
+    low, high = best.get(f"{ratio}_low"), best.get(f"{ratio}_high")
     if name == baseline:
         return f"Nothing is faster than {baseline}."
-    said = f"{name} is fastest: {number(best.get('ratio'), '.3f')} times the rollout time of {baseline}"
+    said = f"{name} is fastest: {number(best.get(ratio), '.3f')} times the {time} of {baseline}"
     if low is None or high is None:
         return f"{said}; on a single RL step, so without an interval."
     sure = "" if high < 1 else ", which may be chance"
@@ -206,7 +213,7 @@ def _errors(told: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _experiment(told: Mapping[str, Any], path: Path) -> Page:
-    """The table and the verdict of `tltlab experiment`."""
+    """The verdict, the picture and the table of `tltlab experiment`."""
     rows = told["rows"]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     text = tuple(k for k in keys if any(isinstance(row.get(k), str) for row in rows))
@@ -214,10 +221,16 @@ def _experiment(told: Mapping[str, Any], path: Path) -> Page:
     blocks: list[Block] = [Text(text=str(told["verdict"]), strong=True)]
     if told.get("prediction"):
         blocks.append(Text(text=SIMULATED))
+    beside = path.parent / "picture.png" if path.name == "result.json" else None
+    if beside is not None and (
+        picture := Picture.of_png(beside, alt=str(told["verdict"]), caption="What the table below has in figures.")
+    ):
+        blocks.append(picture)
     blocks.append(records(rows, columns, caption=str(told.get("question", "Result")), text=text))
     blocks += [Text(text=str(note)) for note in told.get("notes") or ()]
     title = f"Experiment: {told.get('name', path.stem)}"
-    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(told.get("settings") or {}, set()))
+    origin = dict(told.get("settings") or {}) | {key: told.get(key) for key in ("command", "versions")}
+    parts = (Section(title="Result", blocks=tuple(blocks)), _origin(origin, set()))
     return Page(title=title, subtitle=str(told.get("question", "")), key_figures=(), parts=parts)
 
 

@@ -70,12 +70,13 @@ def _training_blocks(training: pd.DataFrame) -> list[Block]:
 def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
     """Accept length on the same responses: of the drafter in service and of the first, and by age."""
     table = acceptance[acceptance["drafter_updates"].notna()]
+    depth = int(table["max_depth"].min())  # one for all, or a deeper drafter would look better than a newer one
     newest = table[table["drafter_updates"] == table.groupby("rl_step")["drafter_updates"].transform("max")]
     oldest = table[table["drafter_updates"] == table["drafter_updates"].min()]
     series: dict[str, tuple[Any, Any]] = {}
     bands: dict[str, tuple[Any, Any]] = {}
     for name, own in (("in service", newest), ("as it was at first", oldest)):
-        found = [(step, _accept_length(of_step)) for step, of_step in _by_response(own).groupby("rl_step")]
+        found = [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
         series[name] = ([step for step, _ in found], [value[0] for _, value in found])
         bands[name] = ([value[1] for _, value in found], [value[2] for _, value in found])
     told = "; ".join(f"{name}: {y[0]:.2f} at first, {y[-1]:.2f} at last" for name, (_, y) in series.items())
@@ -88,7 +89,7 @@ def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
             "95 % of resampled responses.",
         )
     ]
-    ages = _by_age(table)
+    ages = _by_age(table, depth)
     if len(ages) > 1:
         age, kept, low, high = (list(column) for column in zip(*ages, strict=True))
         figure = lines(
@@ -111,9 +112,9 @@ def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
     return blocks
 
 
-def _by_response(rows: pd.DataFrame) -> pd.DataFrame:
-    """Sums over the drafts that decoding along each response would make: rl_step, kept, drafts."""
-    drafts = walked_drafts(rows, int(rows["max_depth"].min()))
+def _by_response(rows: pd.DataFrame, depth: int) -> pd.DataFrame:
+    """Sums over the drafts of that depth that decoding along each response would make: rl_step, kept, drafts."""
+    drafts = walked_drafts(rows, depth)
     sums = drafts.groupby(["rl_step", "prompt_id", "sample", "turn"], as_index=False)["accepted"].agg(["sum", "size"])
     return sums.rename(columns={"sum": "kept", "size": "drafts"})
 
@@ -126,11 +127,11 @@ def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
     return 1 + float(kept.sum() / drafts.sum()), float(low), float(high)
 
 
-def _by_age(table: pd.DataFrame) -> list[tuple[int, float, float, float]]:
+def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, float]]:
     """Age, accept length in percent of the newest drafter's on RL steps that have both, and its interval."""
     per_age = {}
     for _, own in table.groupby("drafter_age"):
-        sums = _by_response(own).groupby("rl_step")[["kept", "drafts"]].sum()
+        sums = _by_response(own, depth).groupby("rl_step")[["kept", "drafts"]].sum()
         per_age[int(own["drafter_age"].iloc[0])] = 1 + sums["kept"] / sums["drafts"]
     means = pd.DataFrame(per_age)
     newest = means.bfill(axis=1).iloc[:, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from .errors import InputError
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Content security policy of the page: a browser refuses whatever is not in the file itself."""
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,17 @@ class Picture:
     def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "square"] = "wide") -> Picture:
         """The picture of a figure, inside the page."""
         return cls(source=data_uri(figure), alt=alt, caption=caption, shape=shape)
+
+    @classmethod
+    def of_png(cls, path: Path, *, alt: str, caption: str) -> Picture | None:
+        """The picture in a PNG file, inside the page; None where there is none that can be read."""
+        try:
+            png = path.read_bytes()
+        except OSError:
+            return None
+        if not png.startswith(_PNG):
+            return None
+        return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

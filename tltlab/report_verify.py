@@ -19,7 +19,10 @@ def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute:
     """Every RL step predicted from the others: what `summary` has of it, else by `tltlab verify` where `compute`."""
     told = summary.get("verify")
     if isinstance(told, dict) and told.get("steps"):
-        return from_result(told, "As the run wrote it (summary.json).")
+        try:
+            return from_result(told, "As the run wrote it (summary.json).")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return Absent(title=TITLE, reason=f"summary.json has it otherwise than tltlab writes it ({error})")
     if not compute:
         return Absent(title=TITLE, reason="left out by --no-verify")
     if trace.iterations is None or trace.steps is None or trace.manifest.kind != "recorded":

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .cost import CostModel
+from .errors import ConfigError
 from .signatures_bandit import explores_more_than_it_finds, one_arm_per_bucket
 from .signatures_evidence import RunEvidence
 from .signatures_finding import Finding, NotChecked
@@ -106,6 +107,10 @@ def examine(evidence: RunEvidence) -> Diagnosis:
             told = check.look(evidence)
         except NotChecked as why:
             missing.append((check.name, str(why)))
+            continue
+        except ConfigError as error:
+            # A run may be too odd for one question, such as times of zero; the others still have answers.
+            missing.append((check.name, f"its figures allow no answer ({error})"))
             continue
         if not told:
             good.append(check)

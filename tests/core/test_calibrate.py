@@ -23,9 +23,15 @@ TRUTH = LinearCosts(
 
 
 def rollout(
-    depths: tuple[int, ...] = (0, 1, 2, 4), *, n: int = 1500, steps: int = 2, seed: int = 0, noise: str = "none"
+    depths: tuple[int, ...] = (0, 1, 2, 4),
+    *,
+    n: int = 1500,
+    steps: int = 2,
+    seed: int = 0,
+    noise: str = "none",
+    truth: LinearCosts = TRUTH,
 ) -> Trace:
-    """A made-up recording: the batch decays from 32 to 1, blocks of 20 iterations share a depth, times are TRUTH's."""
+    """A made-up recording: the batch decays from 32 to 1, blocks of 20 iterations share a depth, times by `truth`."""
     rng = np.random.default_rng(seed)
     parts = []
     for step in range(steps):
@@ -36,10 +42,11 @@ def rollout(
         drafted = np.array([rng.binomial(b, 0.8) * d for b, d in zip(batch, depth, strict=True)])
         prefill = np.where(np.arange(n) % 400 == 0, 640, 0)
         context = batch * (100 + np.arange(n))
-        t = TRUTH
+        t = truth
         verify = t.base_s + t.per_request_s * batch + t.per_token_s * (batch + drafted) + t.per_context_s * context
         verify += t.sd_base_s * (depth > 0) + t.prefill_per_token_s * prefill
         draft = following * (t.draft_level_s + t.draft_level_per_request_s * batch)
+        draft += t.draft_per_request_s * batch * (following > 0)
         if noise != "none":
             usual = np.exp(rng.normal(0, 0.08, n))
             busy = np.where(rng.random(n) < 0.01, 2 + 5 * rng.pareto(1.5, n), 1) if noise == "outliers" else 1
@@ -83,6 +90,31 @@ def test_without_noise_the_costs_are_found():
     for term, value in TRUTH.model_dump(exclude_none=True).items():
         if term.endswith("_s"):
             assert getattr(costs, term) == pytest.approx(value, rel=1e-6, abs=1e-9), term
+
+
+def test_a_search_per_request_is_told_from_what_each_level_takes():
+    truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
+    costs = calibrate(rollout(truth=truth)).costs
+    assert isinstance(costs, LinearCosts)
+    for term in ("draft_per_request_s", "draft_level_s", "draft_level_per_request_s", "sd_base_s"):
+        assert getattr(costs, term) == pytest.approx(getattr(truth, term), rel=1e-4), term
+    for depth in (1, 4):
+        own, known = (c.iteration(Strategy.chain("ngram", depth)) for c in (costs, truth))
+        assert own.draft_s(20) == pytest.approx(known.draft_s(20), rel=1e-4)
+        assert known.draft_s(20) - TRUTH.iteration(Strategy.chain("ngram", depth)).draft_s(20) == pytest.approx(8e-4)
+    noisy = calibrate(rollout(truth=truth, noise="usual", steps=4)).costs
+    assert isinstance(noisy, LinearCosts)
+    assert noisy.draft_per_request_s == pytest.approx(4e-5, rel=0.2)
+
+
+def test_drafts_of_one_depth_leave_the_search_in_the_levels():
+    truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
+    found = calibrate(rollout((0, 2), truth=truth))
+    costs = found.costs
+    assert isinstance(costs, LinearCosts)
+    assert costs.draft_per_request_s == 0.0
+    assert costs.draft_level_per_request_s == pytest.approx(TRUTH.draft_level_per_request_s + 4e-5 / 2, rel=1e-4)
+    assert any("drafts of one depth only" in note for note in found.notes)
 
 
 def test_sums_are_unbiased_under_heavy_tailed_noise():

@@ -199,6 +199,16 @@ def test_a_recorded_decision_has_the_time_of_its_own_drafts():
         assert decision.reward == pytest.approx(own["num_generated"] / decision.outcome.elapsed_s)
 
 
+def test_a_rollout_begins_without_a_strategy_in_force():
+    log, _ = logged_decisions(read("traces/tiny"))
+    before = {}
+    for decision in log:
+        place = (decision.state.rl_step, decision.state.worker)
+        assert decision.state.strategy == before.get(place, NO_SPECULATION)
+        before[place] = decision.strategy
+    assert len(before) == 8
+
+
 def test_plain_decoding_is_once_as_fast_as_itself():
     found = evaluate(read("traces/tiny"), SHIPPED["none"], num_resamples=200)
     assert found["snips"].value == pytest.approx(1.0, abs=0.1)

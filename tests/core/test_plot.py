@@ -173,6 +173,12 @@ def test_the_title_names_the_policy_where_there_is_one():
     assert [title.split(":")[0] for title in titles] == ["small (recorded, tuned)", "small (recorded)"]
 
 
+def test_a_trace_without_a_name_is_called_what_it_is():
+    trace = recorded()
+    trace = trace.replace(manifest=trace.manifest.model_copy(update={"name": None}))
+    assert timeline(trace).axes[0].get_title(loc="left").startswith("recorded: RL step")
+
+
 def test_sixty_four_workers_keep_their_lanes_and_some_names():
     figure = timeline(recorded(64))
     above = figure.axes[0]

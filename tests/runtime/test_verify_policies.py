@@ -121,7 +121,8 @@ def test_the_command_says_how_each_policy_was_predicted(session):
     )
     assert found["goal"]["kendall_tau"] == 0.9
     assert not found["met"]
-    assert any("8 are needed" in sentence for sentence in found["missed"])
+    assert any("8 are needed to judge the order: more policies" in sentence for sentence in found["missed"])
+    assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
 def test_what_rollouts_come_to_is_arithmetic():
@@ -179,6 +180,10 @@ def test_policies_have_short_names(tmp_path: Path):
     assert list(found) == ["none", "ngram:4", "ngram:4@8", "mine"]
     assert found["ngram:4@8"].activation.max_requests == 8
     assert len(named_policies("default")) >= 8
+    (tmp_path / "other").mkdir()
+    named_policies("none,goodput")["goodput"].write(tmp_path / "other" / "mine.json")
+    mine, other = str(tmp_path / "mine.json"), str(tmp_path / "other" / "mine.json")
+    assert list(named_policies(f"default,{mine},{other}"))[-2:] == ["mine", other]
     assert len(explore_all(found).strategies) == len({s for p in found.values() for s in p.strategies})
 
 
@@ -189,6 +194,9 @@ def test_policies_have_short_names(tmp_path: Path):
         ("none,table,none", "'none' is there twice"),
         ("none,explore", "always runs"),
         ("none,tabel", "no policy named 'tabel'"),
+        ("none,ngram:0", "no policy named 'ngram:0'"),
+        ("none,ngram:4@0", "no policy named 'ngram:4@0'"),
+        ("default,none", "'none' is there twice"),
     ],
 )
 def test_a_list_of_policies_that_makes_no_sense_is_a_sentence(policies: str, complaint: str):
@@ -204,6 +212,8 @@ def test_what_cannot_run_is_refused_before_an_engine_starts(run: Path, tmp_path:
         all_drafters(told, {"tree": Policy.model_validate({"selector": tree})})
     with pytest.raises(ConfigError, match="'suffix' has other settings"):
         all_drafters(told, named_policies("das,suffix:4"))
+    with pytest.raises(ConfigError, match="longer than the run's longest response"):
+        all_drafters(told, named_policies("none,ngram:99999999999999999999"))
     with pytest.raises(ConfigError, match="there already"):
         command(run, policies="none,table", out=run)
     with pytest.raises(ConfigError, match=r"run\.json"):

@@ -1,7 +1,9 @@
 """Systems from the literature on one trace: each row is a simulation that could have been made by hand."""
 
+import html
 import json
 import pickle
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -243,6 +245,7 @@ def test_the_table_says_what_takes_whose_place_and_what_is_left_out(capsys: pyte
         ["--systems", "all", "--placement", "round_robin"],
         ["--systems", "all", "--gpus-per-worker", "2"],
         ["--stages", "cpu-small"],
+        ["--policies", "none,table,none"],
         ["--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
         ["--systems", "all", "--model-free-acceptance", "nothing.json"],
     ],
@@ -289,3 +292,19 @@ def test_a_system_brings_its_own_policy(argv: list[str], capsys: pytest.CaptureF
     assert code == 2
     assert not shown
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", [["--systems", "verl,tlt-base"], ["--policies", "none, table"]])
+def test_a_comparison_says_what_made_it_and_its_report_too(
+    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "compared.json"
+    argv = ["compare", str(TINY), *option, "--costs", "cpu-small", "--out", str(out)]
+    run(capsys, *argv)
+    written = json.loads(out.read_text())
+    assert written["command"] == shlex.join(["tltlab", *argv])
+    assert {"tltlab", "numpy", "simpy"} <= set(written["versions"])
+    assert (written["trace"], written["costs"]) == (tltlab.read(TINY).manifest.name, "cpu-small")
+    page = tmp_path / "page.html"
+    assert run(capsys, "report", str(out), "--out", str(page))[0] == 0
+    assert html.escape(written["command"]) in page.read_text().replace("&#34;", "&quot;").replace("&#39;", "&#x27;")

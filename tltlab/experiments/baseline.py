@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, draw_bars
 from tltlab.cli import read_json
 from tltlab.errors import ConfigError
 
@@ -204,7 +204,7 @@ def _against_one(ratio: Mapping[str, Any], rounds: int) -> str:
         return "so ahead of it"
     if ratio["high"] < 1:
         return "so behind it"
-    if 1 - _LEVEL < ratio["low"] and ratio["high"] < 1 + _LEVEL:
+    if ratio["low"] > 1 - _LEVEL and ratio["high"] < 1 + _LEVEL:
         return f"so within {_LEVEL:.0%} of it, which nobody knows beforehand"
     return f"which {rounds} rounds do not tell apart"
 
@@ -264,23 +264,9 @@ def _picture(frame: pd.DataFrame) -> Figure:
 
 
 def _bars(axes: Axes, rows: pd.DataFrame, labels: Sequence[str], title: str, paper: tuple[float, float] | None) -> None:
-    at = np.arange(len(rows))
     size, low, high = (rows[name].to_numpy(np.float64) for name in ("speedup", "low", "high"))
-    axes.barh(at, np.nan_to_num(size), height=0.62, color=COLORS[4], edgecolor=COLORS[0], linewidth=0.6)
-    known = np.isfinite(low) & np.isfinite(high)
-    away = np.maximum(np.stack([size - low, high - size])[:, known], 0.0)
-    axes.errorbar(size[known], at[known], xerr=away, fmt="none", ecolor="#111111", elinewidth=1.1, capsize=3)
-    axes.axvline(1.0, color="#a0452a", linewidth=1.0, linestyle=(0, (4, 2)))
+    draw_bars(axes, labels, size, low, high, xlabel="times as fast (95 % intervals)", title=title, reference=1.0)
     if paper is not None:
         axes.axvspan(*paper, color=COLORS[1], alpha=0.25, linewidth=0, label="the paper, TLT over VeRL")
         axes.legend(fontsize=8, frameon=False, loc="lower right")
-    axes.set_yticks(at, list(labels), fontsize=8)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(left=0)
-    axes.tick_params(axis="y", length=0)
-    axes.tick_params(labelsize=8)
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel("times as fast (95 % intervals)", fontsize=9)
-    axes.grid(axis="x", color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

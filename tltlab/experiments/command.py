@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
-import shlex
 from dataclasses import fields, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tltlab.cli import Json, emit, progress
+from tltlab.cli import Json, emit, made_by, progress
 from tltlab.errors import ConfigError
 
 from . import EXPERIMENTS, find
 from .result import check_replaceable
-from .settings import describe, overrides_of, read_settings
+from .settings import describe, read_settings
 
 
 def experiment(
@@ -56,27 +53,14 @@ def experiment(
     settings = read_settings(module.Settings, module.FAST if fast else None, asked)
     check_replaceable(out / name)
     progress(f"{name}: {describe(settings)}")
-    again = ["tltlab", "experiment", name, *overrides_of(settings), "--seed", str(seed), "--out", str(out)]
-    result = replace(
-        module.run(settings, folder=out, seed=seed, progress=progress), command=shlex.join(again), versions=_versions()
-    )
+    found = module.run(settings, folder=out, seed=seed, progress=progress)
+    result = replace(found, **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"))
     result.write(out / name)
     emit(
         result.json() | {"out": str(out / name)},
         as_json=as_json,
         text=f"{result.text()}\n\nwritten to {out / name}: result.json, table.csv, picture.png",
     )
-
-
-def _versions() -> dict[str, str]:
-    """Of what the figures depend on, as far as it is installed."""
-    found = {"python": platform.python_version()}
-    for name in ("tltlab", "vllm", "torch", "ray", "transformers", "simpy", "numpy"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _list(as_json: bool) -> None:

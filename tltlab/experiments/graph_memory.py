@@ -37,6 +37,7 @@ from tltlab.trace import Trace, read
 
 from . import EXPERIMENTS
 from .graph_memory_measured import cuda, measured_rows
+from .panels import finish
 from .result import ExperimentResult
 from .settings import as_json
 
@@ -289,9 +290,10 @@ def _verdict(
         f"{naive.predicted_gib:.1f} captured naively ({naive.predicted_gib / released.predicted_gib:.1f} times; "
         f"{saved[0]:.1f} to {saved[1]:.1f} over the readings of TLT's Table 5, which itself has "
         f"{tlt.MEASURED_GB['naive'] / tlt.MEASURED_GB['bucketed']:.1f}), and buckets "
-        f"chosen exactly within the same memory take {equal.seconds:.0f} s of decoding at batches up to "
-        f"{settings.max_batch} against {released.seconds:.0f} s ({1 - equal.seconds / released.seconds:.1%} less); "
-        f"with {free.predicted_gib:.1f} GiB the fastest plan takes {free.seconds:.0f} s"
+        f"and strategies chosen exactly within the same memory take {equal.seconds:.0f} worker-seconds of decoding at "
+        f"batches up to {settings.max_batch} against {released.seconds:.0f} "
+        f"({1 - equal.seconds / released.seconds:.1%} less); with {free.predicted_gib:.1f} GiB "
+        f"the fastest plan takes {free.seconds:.0f}"
     )
     if measured:
         errors = [abs(row["predicted_gib"] / row["measured_gib"] - 1) for row in measured if row["measured_gib"]]
@@ -341,14 +343,12 @@ def _picture(rows: pd.DataFrame, settings: Settings) -> Figure:
     axes.set_xscale("log")
     axes.set_xticks([0.5, 1, 2, 5, 10, 20, 50], labels=["0.5", "1", "2", "5", "10", "20", "50"])
     axes.minorticks_off()
-    axes.set_xlabel("CUDA graphs, GiB a GPU (predicted; bars: least and most of the readings of Table 5)", fontsize=9)
-    axes.set_ylabel(f"seconds at batches up to {settings.max_batch}", fontsize=9)
-    axes.set_title(
-        f"Memory of CUDA graphs against decoding time, {settings.shape} (prediction)", loc="left", fontsize=10
+    finish(
+        axes,
+        title=f"Memory of CUDA graphs against decoding time, {settings.shape} (prediction)",
+        xlabel="CUDA graphs, GiB a GPU (predicted; bars: least and most of the readings of Table 5)",
+        ylabel=f"worker-seconds at batches up to {settings.max_batch}",
+        grid="both",
     )
-    axes.tick_params(labelsize=8)
-    axes.grid(color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=8, frameon=False)
     return figure

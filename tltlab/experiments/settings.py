@@ -49,20 +49,6 @@ def describe(settings: Any) -> str:
     return " ".join(f"{field.name}={_written(getattr(settings, field.name))}" for field in fields(settings))
 
 
-def overrides_of(settings: Any) -> list[str]:
-    """The key=value that make these settings of the defaults.
-
-    >>> overrides_of(Settings(rounds=3))
-    ['rounds=3']
-    """
-    usual = read_settings(type(settings))
-    return [
-        f"{name}={_written(getattr(settings, name))}"
-        for name in (field.name for field in fields(settings))
-        if getattr(settings, name) != getattr(usual, name)
-    ]
-
-
 def _known(kind: type[Any]) -> str:
     return describe(read_settings(kind))
 
