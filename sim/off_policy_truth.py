@@ -84,8 +84,8 @@ def estimator_errors(
         folds = folds_of(log)
         for name, policy in targets.items():
             pi = chances(policy, log, folds)
-            truth = expected.mean(log, pi)
             said = estimate(log, pi, folds, level=level, num_resamples=500, rng=np.random.default_rng([seed, 1]))
+            truth = expected.mean(log, pi)
             for one in said.estimates:
                 row = (truth, one.value, one.low, one.high, bool(said.warnings))
                 found.setdefault((name, one.name), []).append(row)

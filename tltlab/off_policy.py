@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,9 @@ MAX_UNCOVERED_SHARE = 0.05
 MIN_CLUSTERS = 8
 CERTAIN = 0.999
 MAX_WEIGHT_SHARE = 0.05
+MAX_ALIKE_SHARE = 0.8
+MIN_ALIKE = 50
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +165,7 @@ def estimate(
         level=level,
         warnings=(),
     )
-    return _warned(evaluation, weight)
+    return _warned(evaluation, weight, _alike([log[i] for i in chosen]))
 
 
 class RewardModel:
@@ -258,8 +262,28 @@ def _uncovered(log: Sequence[Logged], pi: Sequence[Chances]) -> float:
     )
 
 
-def _warned(found: Evaluation, weight: Estimate) -> Evaluation:
+def _alike(log: Sequence[Logged]) -> float:
+    """How often a worker's n-th choice is that of its RL step before, among choices of chance 1/2 and less."""
+    made: dict[int, dict[int, list[Logged]]] = {}
+    for d in log:
+        made.setdefault(d.state.worker, {}).setdefault(d.state.rl_step, []).append(d)
+    pairs = [
+        first.strategy == second.strategy
+        for steps in made.values()
+        for rows in pairwise(steps.values())
+        for first, second in zip(*rows, strict=False)
+        if max(first.propensity, second.propensity) <= 0.5
+    ]
+    return float(np.mean(pairs)) if len(pairs) >= MIN_ALIKE else 0.0
+
+
+def _warned(found: Evaluation, weight: Estimate, alike: float) -> Evaluation:
     said = []
+    if alike > MAX_ALIKE_SHARE:
+        said.append(
+            f"{alike:.0%} of a worker's choices are those of its RL step before: one seed made them all, so "
+            "RL steps are not independent and the intervals too narrow"
+        )
     if found.uncovered_share > MAX_UNCOVERED_SHARE:
         said.append(
             f"{found.uncovered_share:.0%} of the policy's choices are strategies that the log never tried at such "
@@ -270,7 +294,8 @@ def _warned(found: Evaluation, weight: Estimate) -> Evaluation:
             f"the {found.num_decisions} decisions are worth {found.effective:.0f} of the policy's own "
             f"({found.effective / found.num_decisions:.1%}): log with more exploration"
         )
-    if not weight.low <= 1.0 <= weight.high:
+    # Recorded chances are single-precision numbers.
+    if weight.low > 1.0 + ROUNDING or weight.high < 1.0 - ROUNDING:
         said.append(
             f"the weights average {weight.value:.2f} [{weight.low:.2f}, {weight.high:.2f}] where 1 is due: overlap is "
             "too weak, or the logged chances are wrong"

@@ -125,6 +125,19 @@ def test_decisions_without_a_choice_are_left_out():
         judged(forced)
 
 
+def test_a_log_whose_rl_steps_repeat_their_choices_warns():
+    """Chances are right, yet ten RL steps explored with one seed are one experiment."""
+    once = bandit_log(8, num_steps=1)
+    repeated = [replace(d, state=replace(d.state, rl_step=step)) for step in range(10) for d in once]
+    found, _ = judged(repeated)
+    assert any("one seed" in warning for warning in found.warnings)
+    old = evaluate(read("traces/subset-sum-small"), SHIPPED["table"], num_resamples=100)
+    assert any("one seed" in warning for warning in old.warnings)
+    for fresh in ("traces/tiny", "traces/gcd-small"):
+        found = evaluate(read(fresh), SHIPPED["table"], num_resamples=100)
+        assert not any("one seed" in warning for warning in found.warnings)
+
+
 def test_few_clusters_warn():
     found, _ = judged(bandit_log(8, num_steps=4))
     assert any("interval is a hint" in warning for warning in found.warnings)
@@ -197,6 +210,14 @@ def test_a_recorded_decision_has_the_time_of_its_own_drafts():
         )
         assert decision.state.batch == before["batch"]
         assert decision.reward == pytest.approx(own["num_generated"] / decision.outcome.elapsed_s)
+
+
+def test_a_policy_held_against_its_own_recorded_log_has_no_warning():
+    """Recorded chances are rounded to single precision, so weights are 1 up to that."""
+    found = evaluate(read("traces/tiny"), SHIPPED["explore"], num_resamples=100)
+    assert found.mean_weight != 1.0
+    assert found.mean_weight == pytest.approx(1.0)
+    assert found.warnings == ()
 
 
 def test_a_rollout_begins_without_a_strategy_in_force():

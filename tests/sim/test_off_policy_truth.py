@@ -32,6 +32,12 @@ def test_a_log_that_is_too_one_sided_warns():
     assert error.warned == 1.0
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_logger_without_choice_is_refused():
+    with pytest.raises(ConfigError, match="chose nothing at random"):
+        estimator_errors(TRACE, SHIPPED["none"], {"table": SHIPPED["table"]}, seeds=[0])
+
+
 def test_acceptance_that_differs_by_request_has_no_truth_to_compare_with():
     with pytest.raises(ConfigError, match="alike for all requests"):
         estimator_errors(TRACE, SHIPPED["explore"], {"table": SHIPPED["table"]}, acceptance=SIBLINGS, seeds=[0])
