@@ -17,6 +17,10 @@ from .noise import IterationNoise
 from .strategy import Strategy
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FAR_TOKENS = 128
+"""Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
+token changes between 100 and 250."""
+
 Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 
@@ -140,13 +144,15 @@ class LinearCosts(CostModel):
 
     `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
     request. `prefill_per_token_s` is per prompt token. Where nothing was ever verified `per_token_s` is None and its
-    share stands in `per_request_s`: at v = 1 the two cannot be told apart.
+    share stands in `per_request_s`: at v = 1 the two cannot be told apart. With `far_token_s` tokens beyond the first
+    `FAR_TOKENS` of an iteration take that each instead: cores compute many at once better than few.
     """
 
     kind: Literal["linear"] = "linear"
     base_s: Seconds | None = None
     per_request_s: Seconds | None = None
     per_token_s: Seconds | None = None
+    far_token_s: Seconds | None = None
     per_context_s: Seconds | None = None
     sd_base_s: Seconds | None = None
     sd_idle_s: Seconds | None = None
@@ -167,10 +173,12 @@ class LinearCosts(CostModel):
             draft_per_request = self.draft_per_request_s + depth * self.need("draft_level_per_request_s")
         elif drafter_loaded:
             fixed += self.need("sd_idle_s")
+        per_token = self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0
         return LinearIteration(
             fixed_s=fixed,
             per_request_s=per_request,
-            per_token_s=self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0,
+            per_token_s=per_token,
+            far_token_s=per_token if self.far_token_s is None else self.far_token_s,
             per_context_s=self.need("per_context_s"),
             draft_fixed_s=draft_fixed,
             draft_per_request_s=draft_per_request,
@@ -203,6 +211,7 @@ class LinearIteration(IterationCost):
     fixed_s: float
     per_request_s: float
     per_token_s: float
+    far_token_s: float
     per_context_s: float
     draft_fixed_s: float
     draft_per_request_s: float
@@ -210,7 +219,8 @@ class LinearIteration(IterationCost):
     graph_sizes: tuple[int, ...] = ()
 
     def without_context_s(self, batch: int) -> float:
-        verified = self.per_token_s * padded(batch * self.tokens_to_verify, self.graph_sizes)
+        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
+        verified = self.per_token_s * min(tokens, FAR_TOKENS) + self.far_token_s * max(tokens - FAR_TOKENS, 0.0)
         return self.fixed_s + self.per_request_s * batch + verified + self.draft_s(batch)
 
     def context_slope_s(self, batch: int) -> float:

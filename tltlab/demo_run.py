@@ -200,7 +200,7 @@ def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) ->
         mode="sampled",
         seed=seed,
     )
-    timeline(trace.select([rl_step]), compare=simulated, out=out / "timeline.png")
+    timeline(trace.select([rl_step]), compare=simulated, out=out / "timeline.png", rollout_only=True)
     write_perfetto(out / "timeline.json", trace)
 
 

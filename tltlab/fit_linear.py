@@ -8,11 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .cost import CalibratedRange, LinearCosts
+from .cost import FAR_TOKENS, CalibratedRange, LinearCosts
 from .fit import FloatArray, fit
 from .growing import non_negative
 from .residuals import NUM_BANDS, band, regimes
 
+_ENOUGH_FAR = 200
+"""Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
@@ -106,6 +108,9 @@ def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
         "per_token_s": rows.verified,
         "prefill_per_token_s": rows.prefill,
     }
+    if (rows.verified[rows.spec] >= 2 * FAR_TOKENS).sum() >= _ENOUGH_FAR:
+        columns["per_token_s"] = np.minimum(rows.verified, FAR_TOKENS)
+        columns["far_token_s"] = np.maximum(rows.verified - FAR_TOKENS, 0.0)
     idle_seen = bool((rows.loaded & plain).any())
     # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
     if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
@@ -223,7 +228,9 @@ def _idle(rows: Rows) -> npt.NDArray[np.bool_]:
 def predict(costs: LinearCosts, rows: Rows) -> FloatArray:
     """Duration of each row under the fit; terms that are None stand for nothing here."""
     c = {name: getattr(costs, name) or 0.0 for name in LinearCosts.model_fields if name.endswith("_s")}
-    verify = c["base_s"] + c["per_request_s"] * rows.batch + c["per_token_s"] * rows.verified
+    far_s = c["per_token_s"] if costs.far_token_s is None else costs.far_token_s
+    verify = c["base_s"] + c["per_request_s"] * rows.batch + c["per_token_s"] * np.minimum(rows.verified, FAR_TOKENS)
+    verify += far_s * np.maximum(rows.verified - FAR_TOKENS, 0.0)
     verify += c["per_context_s"] * rows.context + c["prefill_per_token_s"] * rows.prefill
     verify += c["sd_base_s"] * rows.spec + c["sd_idle_s"] * (rows.loaded & ~rows.spec)
     drafting = rows.next_depth * (c["draft_level_s"] + c["draft_level_per_request_s"] * rows.batch)

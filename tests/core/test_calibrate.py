@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.calibrate import calibrate, command, parse_rl_steps
-from tltlab.cost import LinearCosts
+from tltlab.calibrate import calibrate, command, iteration_times, parse_rl_steps
+from tltlab.cost import FAR_TOKENS, LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
@@ -30,12 +30,13 @@ def rollout(
     seed: int = 0,
     noise: str = "none",
     truth: LinearCosts = TRUTH,
+    most: int = 32,
 ) -> Trace:
-    """A made-up recording: the batch decays from 32 to 1, blocks of 20 iterations share a depth, times by `truth`."""
+    """A made-up recording: the batch decays from `most` to 1, blocks of 20 iterations share a depth, times by `truth`."""
     rng = np.random.default_rng(seed)
     parts = []
     for step in range(steps):
-        batch = np.maximum(1, np.round(32 * np.exp(-4 * np.arange(n) / n))).astype(int)
+        batch = np.maximum(1, np.round(most * np.exp(-4 * np.arange(n) / n))).astype(int)
         asked = np.repeat(rng.choice(depths, n // 20 + 2), 20)[: n + 1]
         depth, following = asked[:-1], asked[1:]
         accepted = [np.minimum(rng.geometric(0.4, b) - 1, d).astype(int) for b, d in zip(batch, depth, strict=True)]
@@ -43,7 +44,9 @@ def rollout(
         prefill = np.where(np.arange(n) % 400 == 0, 640, 0)
         context = batch * (100 + np.arange(n))
         t = truth
-        verify = t.base_s + t.per_request_s * batch + t.per_token_s * (batch + drafted) + t.per_context_s * context
+        verify = t.base_s + t.per_request_s * batch + t.per_context_s * context
+        near, far = np.minimum(batch + drafted, FAR_TOKENS), np.maximum(batch + drafted - FAR_TOKENS, 0)
+        verify += t.per_token_s * near + (t.per_token_s if t.far_token_s is None else t.far_token_s) * far
         verify += t.sd_base_s * (depth > 0) + t.prefill_per_token_s * prefill
         draft = following * (t.draft_level_s + t.draft_level_per_request_s * batch)
         draft += t.draft_per_request_s * batch * (following > 0)
@@ -105,6 +108,21 @@ def test_a_search_per_request_is_told_from_what_each_level_takes():
     noisy = calibrate(rollout(truth=truth, noise="usual", steps=4)).costs
     assert isinstance(noisy, LinearCosts)
     assert noisy.draft_per_request_s == pytest.approx(4e-5, rel=0.2)
+
+
+def test_many_tokens_at_once_may_take_less_each():
+    truth = TRUTH.model_copy(update={"far_token_s": 6e-5})
+    trace = rollout((0, 1, 2, 4, 8), truth=truth, most=96)
+    costs = calibrate(trace).costs
+    assert isinstance(costs, LinearCosts)
+    assert costs.per_token_s == pytest.approx(1.1e-4, rel=1e-3)
+    assert costs.far_token_s == pytest.approx(6e-5, rel=1e-3)
+    assert iteration_times(costs, trace) == pytest.approx(trace.iterations["duration"].to_numpy(), rel=1e-3)
+    deep = Strategy.chain("ngram", 8)
+    tokens = 96 * 9
+    more_s = 1.1e-4 * FAR_TOKENS + 6e-5 * (tokens - FAR_TOKENS) - 1.1e-4 * tokens
+    assert truth.iteration(deep).seconds(96, 0) - TRUTH.iteration(deep).seconds(96, 0) == pytest.approx(more_s)
+    assert calibrate(rollout()).costs.far_token_s is None, "too few iterations of many tokens tell nothing of them"
 
 
 def test_drafts_of_one_depth_leave_the_search_in_the_levels():

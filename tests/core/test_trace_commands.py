@@ -195,7 +195,7 @@ def test_timeline_writes_what_its_suffix_says(tltlab, timed, tmp_path, suffix):
     [
         (["--out", "x.pdf"], "must end in .png, .svg or .json"),
         (["--rl-step", "first"], "a number or 'all'"),
-        (["--rl-step", "9"], "no rl_step 9; there are: 0, 1"),
+        (["--rl-step", "9"], "has no RL step 9: it has 0..1"),
     ],
 )
 def test_a_wrong_timeline_option_is_exit_code_2(tltlab, timed, args, says):

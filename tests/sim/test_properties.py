@@ -18,7 +18,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-6,
+    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-6, far_token_s=1e-5,
 )  # fmt: skip
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4)))
 TABLE = Policy(
@@ -59,7 +59,7 @@ def test_no_cost_term_makes_a_rollout_faster(lengths: list[int], term: str, more
 
 
 def test_every_cost_term_counts_where_everything_happens():
-    trace = of_lengths([10, 300, 40, 5, 80, 12, 7, 9, 11, 30, 22, 6], workers=1)
+    trace = of_lengths([10, 300, 40, 5, 80, 12, 7, 9, 11, 30, 22, 6] * 12, workers=1)
     base = simulate(trace, TABLE, costs=COSTS, acceptance="geometric:0.6").makespan_s
     for term in TERMS:
         dearer = COSTS.model_copy(update={term: getattr(COSTS, term) + 1e-3})
