@@ -32,7 +32,7 @@ def rollout(
     truth: LinearCosts = TRUTH,
     most: int = 32,
 ) -> Trace:
-    """A made-up recording: the batch decays from `most` to 1, blocks of 20 iterations share a depth, times by `truth`."""
+    """A made-up recording: the batch decays from `most` to 1, 20 iterations share a depth, times are by `truth`."""
     rng = np.random.default_rng(seed)
     parts = []
     for step in range(steps):

@@ -59,7 +59,7 @@ def test_no_cost_term_makes_a_rollout_faster(lengths: list[int], term: str, more
 
 
 def test_every_cost_term_counts_where_everything_happens():
-    trace = of_lengths([10, 300, 40, 5, 80, 12, 7, 9, 11, 30, 22, 6] * 12, workers=1)
+    trace = of_lengths([9] * 130 + [10, 300, 40, 5, 80, 12, 7, 9, 11, 30, 22, 6], workers=1)
     base = simulate(trace, TABLE, costs=COSTS, acceptance="geometric:0.6").makespan_s
     for term in TERMS:
         dearer = COSTS.model_copy(update={term: getattr(COSTS, term) + 1e-3})
