@@ -205,7 +205,7 @@ def _fitted(
     speculates = any(s.speculates for s in policy.strategies)
     for size in range(min(window, len(by_distance)), len(by_distance) + 1):
         chosen = sorted(by_distance[:size])
-        fitted = _of_one_shape(calibrate(trace.select(chosen)), trace.select(chosen), policy)
+        fitted = _of_one_shape(calibrate(trace.select(chosen)).without_noise(), trace.select(chosen), policy)
         if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
             return chosen, fitted
     raise ConfigError(f"RL step {step} speculates, and too little in the other steps does: what it costs is not known")

@@ -48,6 +48,14 @@ class Calibration:
     notes: tuple[str, ...]
     by_worker: dict[int, LinearCosts] = field(default_factory=dict)
 
+    def without_noise(self) -> Calibration:
+        """The same with iteration times as the model has them: for predicting a rollout time.
+
+        Engines that share cores slow each other down. To a fit that is scatter of each, but it is common to all, and
+        drawn apart for each worker it would make the slowest of four some 10 % slower than it is.
+        """
+        return replace(self, costs=self.costs.model_copy(update={"noise": None}))
+
 
 def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bool = False) -> Calibration:
     """Fit linear costs and acceptance to `trace.iterations`, of some RL steps or all; no cross-validation.
@@ -56,10 +64,12 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
 
         duration - draft_duration = base + per_request*b + per_token*(b + drafted) + per_context*S
                                     + prefill_per_token*prefill_tokens + [speculative] sd_base + [loaded, plain] sd_idle
-        draft_duration            = [next depth d > 0] sd_base' + d*(draft_level + draft_level_per_request*b)
+        draft_duration            = [next depth d > 0] sd_base' + draft_per_request*b
+                                    + d*(draft_level + draft_level_per_request*b)
 
-    with sd_base_s = sd_base + sd_base'. A term that the rows cannot tell from others is None; without speculation
-    per_token_s is one with per_request_s, which then holds both. Raises ConfigError for a trace without iterations.
+    with sd_base_s = sd_base + sd_base', and far_token_s for tokens beyond `FAR_TOKENS` where there are many. A term
+    that the rows cannot tell from others is None; without speculation per_token_s is one with per_request_s, which then
+    holds both. Raises ConfigError for a trace without iterations.
     """
     chosen = trace if rl_steps is None else trace.select(rl_steps)
     rows = iterations_of(chosen)

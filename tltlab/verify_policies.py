@@ -45,7 +45,7 @@ WITH_SUFFIX = ("suffix:1", "suffix:8")
 NUM_REPEATED = 2
 """Rollouts of each round that are done a second time."""
 SAMPLES = 8
-"""Sampled simulations per prediction: on a busy machine the fitted noise moves a single one by some percent."""
+"""Sampled simulations per prediction: luck in acceptance moves a single one by some percent."""
 MEDIAN_ERROR, WORST_ERROR, KENDALL_TAU, NUM_PAIRS = 0.05, 0.12, 0.9, 8
 
 
@@ -57,8 +57,8 @@ class PolicyVerification:
     round); `predicted_s` from own lengths and `error`, predicted / measured - 1; `predicted_common_s` and
     `error_common`; `predicted_at_speed_s` and `error_at_speed`, own lengths times how much slower than predicted the
     other policies' iterations were in the same round. `error_of_counts` and `error_of_times` say where an error comes
-    from: simulated against recorded iterations, both under the fitted costs and without noise, and the rest, which is
-    what the iterations took: 1 + error = (1 + error_of_counts) * (1 + error_of_times).
+    from: simulated against recorded iterations, both under the fitted costs, and the rest, which is what the iterations
+    took: 1 + error = (1 + error_of_counts) * (1 + error_of_times).
 
     Tau is Kendall's over the `num_pairs` pairs of policies whose measured intervals do not overlap;
     `num_pairs_by_round` counts those whose differences within rounds have an interval without 0. `repeat_spread` is by
@@ -243,7 +243,7 @@ def compared(
     """What rollouts come to.
 
     Columns: `policy`, `round`, `measured_s`, `predicted_s`, `predicted_common_s`, `speed`, and under the fitted costs
-    without noise `recorded_iterations_s`, those of the busiest worker, and `simulated_iterations_s`.
+    `recorded_iterations_s`, those of the busiest worker.
     """
     rows, by_round = [], []
     for name, mine in rollouts.groupby("policy", sort=False):
@@ -259,7 +259,7 @@ def compared(
         ):
             row[column] = float(seconds.mean())
             row[error] = row[column] / mean - 1
-        counts = float(mine["simulated_iterations_s"].mean() / mine["recorded_iterations_s"].mean())
+        counts = float(mine["predicted_s"].mean() / mine["recorded_iterations_s"].mean())
         row |= {"error_of_counts": counts - 1, "error_of_times": (1 + row["error"]) / counts - 1}
         rows.append(row)
     table = pd.DataFrame(rows)
@@ -291,7 +291,6 @@ def _rows(
     # Drafts that a budget cut short say little about whole ones.
     others = [s for s, other in forces.items() if other.name != force.name and other.policy.budget is None]
     fitted = _fitted(trace.select(others), force)
-    quiet = replace(fitted, costs=fitted.costs.model_copy(update={"noise": None}))
     beside_s = overhead_s(trace, others)
     rows = []
     for step in steps:
@@ -304,7 +303,7 @@ def _rows(
         assert own.iterations is not None
         under_costs = own.iterations[["worker"]].assign(seconds=iteration_times(fitted.costs, own))
 
-        def predicted(fitted: Calibration, lengths_of: int, samples: int, step: int = step) -> float:
+        def predicted(lengths_of: int, samples: int, step: int = step) -> float:
             return beside_s + _makespan_s(trace.select([lengths_of]), forces[step], fitted, samples, seed)
 
         rows.append(
@@ -312,9 +311,8 @@ def _rows(
                 "rl_step": step,
                 "round": int(number[step]),
                 "policy": force.name,
-                "predicted_s": predicted(fitted, step, samples),
-                "predicted_common_s": float(np.mean([predicted(fitted, other, each) for other in together])),
-                "simulated_iterations_s": predicted(quiet, step, samples),
+                "predicted_s": predicted(step, samples),
+                "predicted_common_s": float(np.mean([predicted(other, each) for other in together])),
                 "recorded_iterations_s": beside_s + float(under_costs.groupby("worker")["seconds"].sum().max()),
                 "speed": speed,
             }
@@ -323,7 +321,7 @@ def _rows(
 
 
 def _fitted(others: Trace, force: InForce) -> Calibration:
-    fitted = calibrate(others)
+    fitted = calibrate(others).without_noise()
     known = set() if fitted.acceptance is None else set(fitted.acceptance.bands[0].drafters_by_depth)
     missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - known)
     if missing:

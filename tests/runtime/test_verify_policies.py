@@ -135,7 +135,6 @@ def test_what_rollouts_come_to_is_arithmetic():
             "predicted_s": s * 1.1,
             "predicted_common_s": 3.0 - s,
             "recorded_iterations_s": s * 1.05,
-            "simulated_iterations_s": s * 1.155,
             "speed": 0.9,
         }
         for name, times in seconds.items()
@@ -145,8 +144,8 @@ def test_what_rollouts_come_to_is_arithmetic():
     assert found.rows["policy"].tolist() == ["fast", "middle", "slow"]
     assert found.median_error == pytest.approx(0.1)
     assert found.rows["error_at_speed"].tolist() == pytest.approx([-0.01] * 3)
-    assert found.rows["error_of_times"].tolist() == pytest.approx([0.0] * 3)
-    assert found.rows["error_of_counts"].tolist() == pytest.approx([0.1] * 3)
+    assert found.rows["error_of_times"].tolist() == pytest.approx([0.05] * 3)
+    assert found.rows["error_of_counts"].tolist() == pytest.approx([1.1 / 1.05 - 1] * 3)
     assert (found.num_pairs, found.kendall_tau, found.kendall_tau_common) == (3, 1.0, -1.0)
     assert found.goal["median_error"] == 0.08
     assert [sentence.split()[0] for sentence in found.missed] == ["median", "only"]
@@ -163,7 +162,6 @@ def test_one_round_has_no_intervals_and_says_so():
             "predicted_s": s,
             "predicted_common_s": s,
             "recorded_iterations_s": s,
-            "simulated_iterations_s": s,
             "speed": 1.0,
         }
         for name, s in (("a", 1.0), ("b", 2.0))
