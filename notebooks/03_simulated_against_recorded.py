@@ -69,8 +69,8 @@ print(f"median error {100 * checked.median_error:.0f} %, worst {100 * checked.wo
 
 # %% [markdown]
 # These errors are large, and the column `step_time_ratio` says why: it is how much longer an iteration really took than
-# the others had taught. In RL step 0 the engine was still warming up, and its iterations were twice as slow. No fit to
-# later steps can know that.
+# the others had taught. In RL step 0, the engine's first, iterations were twice as slow; why was not looked into. No
+# fit to later steps can know that.
 
 # %%
 print(f"median error had the machine been as fast as in the fit: {100 * checked.median_error_at_step_time:.0f} %")
