@@ -27,8 +27,8 @@ from .engine import GenerationRequest
 from .environment import hardware, run_json, versions
 from .recipe import Recipe
 from .run_events import RunEvents
+from .samples import Sample
 from .step_rows import StepReport, step_rows
-from .trainer import Sample
 from .workers import start_ray, start_workers
 
 
@@ -42,7 +42,7 @@ class GrpoRun:
     def __init__(self, recipe: Recipe, out: Path, *, notes: str | None = None) -> None:
         self.recipe = recipe
         self.out = Path(out)
-        self.reward = load_reward(recipe.reward)
+        self.reward = load_reward(str(recipe.reward))
         self.tokenizer = load_tokenizer(recipe.model)
         self.train_prompts = load_prompts(recipe.data.train, recipe.data, self.tokenizer)
         heldout = recipe.data.heldout
@@ -135,6 +135,8 @@ class GrpoRun:
                 logprobs=r.logprobs,
                 reward=reward,
                 group=g,
+                token_versions=[self.policy_version] * len(r.token_ids),
+                truncated=r.finish_reason == "length",
             )
             for g, r, reward in zip(groups, responses, rewards, strict=True)
         ]

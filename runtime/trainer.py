@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,21 +15,11 @@ from tltlab.errors import ConfigError
 
 from .grpo import group_advantages, grpo_loss
 from .recipe import TrainConfig
+from .samples import Sample
 from .target_states import FrozenTarget
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One response to learn from. `logprobs` are the behaviour's as the engine returned them."""
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    reward: float
-    group: int
 
 
 class Trainer:
@@ -78,7 +67,7 @@ class Trainer:
         """
         rewards = torch.tensor([s.reward for s in self._samples])
         groups = torch.tensor([s.group for s in self._samples])
-        advantages = group_advantages(rewards, groups, scale_by_std=self.config.scale_by_std)
+        advantages = group_advantages(rewards, groups, scale_by_std=self.config.advantage_scale != "none")
         useful = torch.nonzero(advantages)[:, 0]
         useful = useful[torch.randperm(len(useful), generator=self.generator)]
         ref = self._logprobs_of(self.reference, self._samples) if self.reference is not None else None

@@ -19,8 +19,9 @@ from .drafting import Response as Remembered
 from .engine import Engine, GenerationRequest, Rollout
 from .feed import FeedSender, NoFeed
 from .recipe import Recipe
+from .samples import Sample
 from .target_states import FrozenTarget
-from .trainer import Sample, Trainer
+from .trainer import Trainer
 
 # One thread per engine: two on a busy machine stall for seconds. Numba's own threads belong to vLLM's n-gram drafter.
 _WORKER_ENV = {
@@ -60,13 +61,13 @@ def start_workers(
     env = _WORKER_ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
     workers = [
         RolloutWorker.options(  # type: ignore[attr-defined]
-            num_cpus=0, num_gpus=rollout.gpus_per_worker, runtime_env={"env_vars": env}
+            num_cpus=0, num_gpus=rollout.gpus_per_worker or 0, runtime_env={"env_vars": env}
         ).remote(recipe, number, drafters, feed(number))
         for number in range(rollout.num_workers)
     ]
     env |= {"OMP_NUM_THREADS": str(train.threads)}
     trainer = TrainerActor.options(  # type: ignore[attr-defined]
-        num_cpus=0, num_gpus=train.gpus, runtime_env={"env_vars": env}
+        num_cpus=0, num_gpus=train.gpus or 0, runtime_env={"env_vars": env}
     ).remote(recipe)
     return workers, trainer
 
