@@ -3,13 +3,19 @@ BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test check setup clean
+.PHONY: demo test test-gpu check setup clean
 
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
 test: setup check
 	$(BIN)/pytest
+
+# On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
+# is skipped, with the reason, where vLLM or its CUDA build is missing.
+test-gpu: PYTHON ?= python
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/gpu
 
 check: setup
 	$(BIN)/ruff check .

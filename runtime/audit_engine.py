@@ -59,7 +59,7 @@ class AuditedEngine:
         before: dict[Key, int] = {}
         waited = 0
 
-        def until(ended: int) -> bool:
+        def until(ended: Sequence[Key]) -> bool:
             nonlocal waited
             waited += 1
             if update is not None and waited == _UPDATE_AFTER:

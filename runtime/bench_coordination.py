@@ -16,6 +16,8 @@ from tltlab.trace import Trace
 
 from .bench_intervals import as_text, mean_over_orders, to_json
 from .bench_runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside
+from .collected import requests_of
+from .data_order import prompt_batch
 from .drafter_figures import IdleTime, idle_times
 from .recipe import Recipe
 from .step_rows import StepReport
@@ -40,9 +42,15 @@ class PairedRun(GrpoRun):
     def step(self) -> StepReport:
         rl_step = self.rl_step
         if rl_step % 2:
-            requests = self._requests(rl_step)
+            rollout, recipe = self.recipe.rollout, self.recipe
+            picked = prompt_batch(len(self.train_prompts), rl_step, rollout.prompts_per_step, recipe.seed)
+            groups = [
+                requests_of(self.train_prompts[n], rl_step, rollout.group_size, rollout.max_response_tokens)
+                for _, n in picked
+            ]
+            shares = self.pool.share([request for group in groups for request in group])
             start = time.perf_counter()
-            parts = self._share(requests, lambda worker, part: worker.rehearse.remote(part, rl_step))
+            parts = self.pool.rehearse(shares, rl_step, ahead=True)
             self._held[rl_step] = time.perf_counter() - start
             report = super().step()
             same = report.num_tokens == sum(len(r.token_ids) for part in parts for r in part.responses)

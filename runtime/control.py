@@ -18,7 +18,9 @@ import numpy as np
 
 from tltlab.budget import DraftBudget, UniformBudget
 from tltlab.drafter import Key
+from tltlab.errors import ConfigError
 from tltlab.policy import Policy
+from tltlab.replayed_decisions import START, ReplayedDecisions
 from tltlab.selector import Selector
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -112,6 +114,7 @@ class Control:
         self.budget: DraftBudget = UniformBudget()
         self.seconds_inside = 0.0
         self.seconds_deciding = 0.0
+        self._replayed: tuple[int, int] = START
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
@@ -131,6 +134,14 @@ class Control:
         self.budget = budget or UniformBudget()
         self._shared_out = not isinstance(self.budget, UniformBudget)
 
+    def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Make the choices of these rows of `decisions` again, and after their last RL step choose by the policy."""
+        inner = self.selector.inner if isinstance(self.selector, ReplayedDecisions) else self.selector
+        if inner is None:
+            raise ConfigError("decisions are replayed under the policy that made them, and none is set")
+        self.selector = ReplayedDecisions(inner, rows, worker=self.worker)
+        self.selector.go_to(self._replayed)
+
     def remember(self, responses: Sequence[Response]) -> None:
         """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
         self.drafters.remember(responses)
@@ -140,15 +151,27 @@ class Control:
 
     def state_dict(self) -> dict[str, Any]:
         """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned."""
-        selector = self.selector.state_dict() if self.selector is not None else {}
+        selector, replayed = self.selector, self._replayed
+        if isinstance(selector, ReplayedDecisions):
+            selector, replayed = selector.inner, selector.place
         return copy.deepcopy(
-            {"selector": selector, "budget": self.budget.state_dict(), "drafters": self.drafters.state_dict()}
+            {
+                "selector": selector.state_dict() if selector is not None else {},
+                "replayed": list(replayed),
+                "budget": self.budget.state_dict(),
+                "drafters": self.drafters.state_dict(),
+            }
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave; nothing may be running."""
-        if self.selector is not None:
-            self.selector.load_state_dict(state["selector"])
+        """Go back to what `state_dict` gave; nothing may be running. A replay, now or to come, goes on where it was."""
+        self._replayed = tuple(state["replayed"])
+        selector = self.selector
+        if isinstance(selector, ReplayedDecisions):
+            selector.go_to(self._replayed)
+            selector = selector.inner
+        if selector is not None:
+            selector.load_state_dict(state["selector"])
         self.budget.load_state_dict(state["budget"])
         self.drafters.load_state_dict(state["drafters"])
 
@@ -165,6 +188,8 @@ class Control:
         """Open a rollout: its rows start empty and its clock at 0. Requests that still run go on."""
         self._begin(rl_step)
         self.drafters.begin(rl_step)
+        if isinstance(self.selector, ReplayedDecisions):
+            self.selector.begin(rl_step)
 
     def advance(self, rl_step: int) -> None:
         """Where nobody opens rollouts: let drafters forget what only served requests of RL steps before `rl_step`."""

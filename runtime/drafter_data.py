@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from tltlab.drafter import Key
 from tltlab.errors import ConfigError
 from tltlab.trace import is_trace, locate, read
 
@@ -199,11 +200,11 @@ def answered(
         ]
         told = 0
 
-        def tell(ended: int) -> bool:
+        def tell(ended: Sequence[Key]) -> bool:
             nonlocal told
-            if ended >= told + max(1, len(requests) // 4):
-                told = ended
-                progress(f"{ended} of {len(requests)} responses generated")
+            if len(ended) >= told + max(1, len(requests) // 4):
+                told = len(ended)
+                progress(f"{told} of {len(requests)} responses generated")
             return False
 
         rollout = engine.generate(requests, rl_step=0, temperature=config.temperature, until=tell)

@@ -30,8 +30,10 @@ from .coordinator_keys import ClientKeys, ServerKeys, make_keys
 from .coordinator_log import Membership, PeriodRecord
 from .coordinator_server import CoordinatorServer
 from .drafter_recipe import DrafterConfig
+from .drafter_state import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .drafting import DrafterPool, DrafterReport
 from .heads import check_fit, load_head, new_head
+from .no_drafter import NoDrafter, Rows
 from .recipe import Recipe
 from .run_events import RunEvents
 from .spot_trainer import SpotPlace
@@ -39,56 +41,6 @@ from .trainer_processes import TrainerProcesses
 
 MOST_LETTERS = 85
 """Of a folder that is to hold sockets: their addresses have at most 107."""
-
-Rows = dict[str, list[dict[str, Any]]]
-
-
-class NoDrafter:
-    """A run without a drafter of its own to train."""
-
-    @property
-    def specs(self) -> dict[str, DrafterSpec]:
-        """The drafters that engines need for it, by name."""
-        return {}
-
-    def prepare(self) -> None:
-        """Make what engines find when they start."""
-
-    def feed(self, worker: int) -> str | None:
-        """Where worker `worker`'s engine hands over what its responses can teach; None for nowhere."""
-        return None
-
-    def start(self, workers: Sequence[Any], trainer: Any, get: Callable[[Any], Any]) -> None:
-        """Start what trains it, once engines and the policy's trainer run."""
-
-    def rollout_starts(self, rl_step: int) -> None:
-        """The rollout of `rl_step` begins: idle workers may train from now on, if it is time to."""
-
-    def rollout_ends(self, rl_step: int) -> None:
-        """It is over: on return no trainer trains on a worker's device."""
-
-    def annotate(self) -> None:
-        """Begin to work out how drafters of several ages do on the rollout that has ended."""
-
-    def publish(self, rl_step: int) -> None:
-        """The policy has moved, and `rl_step` comes next: from then on engines draft with the newest good weights."""
-
-    def target_moved(self) -> None:
-        """The engines have the policy's new weights."""
-
-    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
-        """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
-        return {}
-
-    def summary(self) -> dict[str, Any] | None:
-        """What became of it, for the run's summary."""
-        return None
-
-    def save(self) -> None:
-        """Write the newest good drafter beside the run's checkpoints."""
-
-    def close(self) -> None:
-        """End the trainers; safe to call at any time."""
 
 
 class DrafterRun(NoDrafter):
@@ -118,6 +70,8 @@ class DrafterRun(NoDrafter):
         self._lately: tuple[float | None, int] = (None, 0)
         self._verdicts: dict[int, tuple[Verdict, ...]] = {}
         self._weights: dict[str, Tensor] | None = None
+        self._predicted: list[float] = []
+        self._training: Any = None
         self._published = 0
 
     @property
@@ -146,9 +100,15 @@ class DrafterRun(NoDrafter):
     def feed(self, worker: int) -> str | None:
         return f"ipc://{self._place}/feed-{worker}"
 
-    def start(self, workers: Sequence[Any], trainer: Any, get: Callable[[Any], Any]) -> None:
+    def start(
+        self,
+        workers: Sequence[Any],
+        trainer: Any,
+        get: Callable[[Any], Any],
+        ask: Callable[..., list[Any]],
+    ) -> None:
         config = self.config
-        self._workers, self._trainer, self._get = workers, trainer, get
+        self._workers, self._trainer, self._get, self._ask_workers = workers, trainer, get, ask
         client_keys: tuple[ClientKeys | None, ...] = (None,) * self.num_workers
         if config.endpoint is not None:
             self._server_keys, client_keys = make_keys(self.num_workers)
@@ -172,8 +132,19 @@ class DrafterRun(NoDrafter):
             for worker in range(self.num_workers)
         ]
         self._trainers = TrainerProcesses(places, where, config, self.events, self._gone)
-        self._trainers.begin(trainer.frozen.remote(), get)
-        get([worker.guard_drafter.remote(config.canary) for worker in workers])
+        self._trainers.state, self._trainers.published = self._training, self._published
+        self._trainers.begin(trainer.frozen(), get)
+        self._serve(workers)
+
+    def rejoin(self, worker: int) -> None:
+        self._serve([self._workers[worker]])
+
+    def _serve(self, workers: Sequence[Any]) -> None:
+        """Have engines that begin draft with what is in service, under the canary's eye."""
+        self._get([worker.guard_drafter.remote(self.config.canary) for worker in workers])
+        if self._weights is not None:
+            shared = ray.put(self._weights)
+            self._get([w.update_draft_weights.remote(shared, self._predicted, self.updates) for w in workers])
 
     def rollout_starts(self, rl_step: int) -> None:
         trusted = all(report.trusted for report in self._reports())
@@ -213,7 +184,7 @@ class DrafterRun(NoDrafter):
 
     def target_moved(self) -> None:
         assert self._trainers is not None
-        self._trainers.target = self._trainer.frozen.remote()
+        self._trainers.target = self._trainer.frozen()
         self._ask("set_target", self._trainers.target)
 
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
@@ -238,6 +209,40 @@ class DrafterRun(NoDrafter):
         head.save(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+
+    def state_dict(self, folder: Path) -> dict[str, Any]:
+        if self._weights is not None:
+            write_drafter(folder, self._weights, self._get(self._training))
+        return {
+            "name": self.config.name,
+            "updates": self.updates,
+            "swaps": self._swaps,
+            "published": self._published,
+            "predicted": list(self._predicted),
+            "in_service": self._weights is not None,
+            "schedule": self.schedule.state_dict(),
+            "seen": {str(worker): list(seen) for worker, seen in self._seen.items()},
+            "verdicts": verdicts_state(self._verdicts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        if state.get("name") != self.config.name:
+            raise ConfigError(
+                f"{folder} is of a run with {state.get('name') or 'no'} drafter, and this recipe trains "
+                f"{self.config.name!r}"
+            )
+        self.updates, self._swaps, self._published = state["updates"], state["swaps"], state["published"]
+        self._predicted = list(state["predicted"])
+        self.schedule.load_state_dict(state["schedule"])
+        self._seen = {int(worker): (seen[0], seen[1], seen[2]) for worker, seen in state["seen"].items()}
+        self._verdicts = verdicts_of(state["verdicts"])
+        self._weights, self._training = None, None
+        if state["in_service"]:
+            self._weights, training = read_drafter(folder)
+            self._training = ray.put(training)
+        # What trainers wrote there after the checkpoint is of a future that this run has left.
+        for left in self.out.glob("worker-*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def close(self) -> None:
         if self._trainers is not None:
@@ -334,9 +339,10 @@ class DrafterRun(NoDrafter):
             self.events.note(f"the drafter that worker {best} trained does not go into service: {error}")
             return
         shared = ray.put(weights)
-        self._get([w.update_draft_weights.remote(shared, predictions[best], updates) for w in self._workers])
-        self._weights, self._published = weights, rl_step
-        self._trainers.state, self._trainers.published = state[best], rl_step
+        self._ask_workers("update_draft_weights", shared, predictions[best], updates)
+        self._weights, self._predicted, self._published = weights, predictions[best], rl_step
+        self._training = self._trainers.state = state[best]
+        self._trainers.published = rl_step
         self.schedule.trained(rl_step - 1, updates - self.updates)
         self.updates = updates
         self._swaps += 1
@@ -351,7 +357,7 @@ class DrafterRun(NoDrafter):
         return self._trainers.collect(self._trainers.ask(method, *args, workers=workers))
 
     def _reports(self) -> list[DrafterReport]:
-        reports: list[DrafterReport] = self._get([worker.drafter_report.remote() for worker in self._workers])
+        reports: list[DrafterReport] = self._ask_workers("drafter_report")
         for worker, report in enumerate(reports):
             known = self._verdicts.get(worker, ())
             for verdict in report.verdicts:
@@ -368,7 +374,8 @@ class DrafterRun(NoDrafter):
             positions = report.positions.get(self.config.name)
             now = (report.updates, sum(positions.drafted[:1]), sum(positions.kept)) if positions else (0, 0, 0)
             before = self._seen.get(worker, (0, 0, 0))
-            base = before if before[0] == now[0] else (now[0], 0, 0)
+            # An engine that was started again has counted from 0.
+            base = before if before[0] == now[0] and before[1] <= now[1] else (now[0], 0, 0)
             drafts, kept = drafts + now[1] - base[1], kept + now[2] - base[2]
             self._seen[worker] = now
         self._lately = (1 + kept / drafts if drafts else None), drafts

@@ -71,6 +71,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately: dict[str, float] = {}
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
+        self._of_other_weights: dict[str, Any] | None = None
         self._in_use: tuple[str, ...] = ()
         learned = [name for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)]
         if len(learned) > 1:
@@ -216,16 +217,36 @@ class DrafterPool(Mapping[str, DrafterState]):
             "lately": dict(self._lately),
             "canary": self.canary.state_dict(),
             "updates": self._updates,
+            "age": self._state(self.learned).age if self.learned is not None else 0,
+            "fresh": self._fresh,
+            "rl_step": self._rl_step,
+            "counts": {name: counts.state_dict() for name, counts in self._counts.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave, for the drafters in use then and now."""
+        """Go back to what `state_dict` gave, for the drafters in use then and now.
+
+        How a learned drafter did is taken back with its weights: now, or when they are what is swapped in next.
+        """
         for name in self._in_use:
             self._drafter(name).load_state_dict(state["drafters"].get(name, {}))
         self._lately = dict(state["lately"])
-        # What was found out about weights that no longer serve says nothing about those that do.
+        # What was found out about weights says nothing about others, but these may be on their way.
+        self._of_other_weights = None
         if state["updates"] == self._updates:
-            self.canary.load_state_dict(state["canary"])
+            self._recall(state)
+        else:
+            self._of_other_weights = state
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        """Take back what was known of the weights that serve."""
+        self.canary.load_state_dict(state["canary"])
+        self._fresh, self._rl_step = state["fresh"], state["rl_step"]
+        if self.learned is not None:
+            self._states[self.learned] = replace(self._state(self.learned), age=state["age"])
+        self._counts.clear()
+        for name, counts in state["counts"].items():
+            self._counts[name].load_state_dict(counts)
 
     def guard(self, config: CanaryConfig) -> None:
         """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
@@ -244,6 +265,9 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately.pop(self.learned, None)
         self._counts.clear()
         self.canary.expect(predicted, f"weights of {updates} updates were swapped in{self._when()}")
+        known, self._of_other_weights = self._of_other_weights, None
+        if known is not None and known["updates"] == updates:
+            self._recall(known)
 
     def target_updated(self, version: str) -> None:
         """The target has new weights."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from tltlab.drafter import Drafter, Key
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import FixedSpec, Policy
+from tltlab.replayed_decisions import REPLAYED
 from tltlab.selector import Selector
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -43,6 +45,7 @@ class GenerationRequest:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,15 +236,17 @@ class Engine:
         temperature: float,
         top_p: float = 1.0,
         top_k: int = 0,
-        until: Callable[[int], bool] | None = None,
+        min_p: float = 0.0,
+        until: Callable[[Sequence[Key]], bool] | None = None,
     ) -> Rollout:
-        """Generate every request to its end; top_k 0 keeps the whole vocabulary.
+        """Generate every request to its end; top_k 0 and min_p 0 keep the whole vocabulary.
 
-        `until` is asked after each iteration with the number of responses that have ended; at its first yes the others
-        are aborted and come back with what they have. ConfigError for a prompt that leaves no room or two requests of
-        one key, and for what vLLM refuses. EngineDied, with what came back whole, when the engine fails or loses a
-        request, and ever after. DrafterCollapsed, a RunError, when the drafter's canary stops the run, and again until
-        there are new draft weights; the engine is none the worse. A call that was interrupted leaves nothing behind.
+        `until` is asked after each iteration with the keys of the responses that have ended, in that order; at its
+        first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no room
+        or two requests of one key, and for what vLLM refuses. EngineDied, with what came back whole, when the engine
+        fails or loses a request, and ever after. DrafterCollapsed, a RunError, when the drafter's canary stops the run,
+        and again until there are new draft weights; the engine is none the worse. A call that was interrupted leaves
+        nothing behind.
         """
         self._check(requests)
         if self._dead:
@@ -250,12 +255,13 @@ class Engine:
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             adapter.abort_all(self.llm)
-        params = [self._params(request, temperature, top_p, top_k) for request in requests]
+        params = [self._params(request, temperature, top_p, top_k, min_p) for request in requests]
         inside, deciding = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
         names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
+        ended: list[Key] = []
         failure: Exception | None = None
         try:
             for (name, request), settings in zip(names.items(), params, strict=True):
@@ -264,8 +270,9 @@ class Engine:
                 for output in self._step():
                     if output.finished:
                         outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
+                        ended.append(names[output.request_id].key)
                 asked = self._heed_canary(asked)
-                if until is not None and until(len(outputs)):
+                if until is not None and until(ended):
                     stopped = time.perf_counter() - start
                     outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
@@ -314,12 +321,13 @@ class Engine:
             self._dead = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise
 
-    def _params(self, request: GenerationRequest, temperature: float, top_p: float, top_k: int) -> Any:
+    def _params(self, request: GenerationRequest, temperature: float, top_p: float, top_k: int, min_p: float) -> Any:
         return adapter.sampling_params(
             request.key,
             temperature=temperature if request.temperature is None else request.temperature,
             top_p=top_p if request.top_p is None else request.top_p,
             top_k=top_k if request.top_k is None else request.top_k,
+            min_p=min_p if request.min_p is None else request.min_p,
             max_tokens=request.max_response_tokens,
             ignore_eos=request.ignore_eos,
         )
@@ -342,6 +350,43 @@ class Engine:
     def forget(self) -> None:
         """Drop all that model-free drafters know."""
         self._call("forget")
+
+    def reseed(self, seed: Sequence[int]) -> None:
+        """From now on everything random in the engine, in all its processes, follows from `seed`: ints of at least 0.
+
+        An engine core of this process draws from this process's global generators, so these are seeded too. One in a
+        process of its own begins with the first of several requests that reaches it, so what each of them draws there
+        still depends on the clock.
+        """
+        self._call("reseed", [int(part) for part in seed])
+
+    def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Make the choices of a trace again, and after its last RL step choose by the policy in force.
+
+        `rows` are this worker's of the table `decisions`. Tokens come out the same where all else is: policy, seeds,
+        requests, weights (a learned drafter's too) and what drafters and budget knew. ConfigError where the policy
+        never makes such choices; a rollout that runs otherwise than the recorded one ends in a RunError.
+        """
+        self._call("replay", [{name: row[name] for name in REPLAYED} for row in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that policy, budget and drafters have learned, as JSON types; of what runs nothing.
+
+        A learned drafter's weights are not in it, only how they did. Loading it makes any two engines of the same
+        policy draft alike: see `load_state_dict`.
+        """
+        state: dict[str, Any] = json.loads(json.dumps(self._call("state_dict"), allow_nan=False))
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, with nothing cached; nothing may be running.
+
+        The policy must be set and draft weights be loaded before. Suffix trees order equally frequent continuations by
+        how texts came, so an engine that is to go on like another has to load the state too, the other one itself
+        included.
+        """
+        self._call("load_state_dict", state)
+        self.llm.reset_prefix_cache()
 
     def snapshot(self) -> tuple[Any, dict[str, Any]]:
         """What a rollout depends on besides requests and weights: the random state, and what has been learned.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .data import load_reward
+from .rewards import load_reward
 from .tasks import Problem
 
 

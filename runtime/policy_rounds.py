@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,26 +20,29 @@ from typing import Any
 import numpy as np
 import ray
 from pydantic import ValidationError
-from ray.exceptions import RayActorError, RayTaskError
 
 from tltlab.cli import read_json, write_json
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
-from tltlab.errors import ConfigError, RunError, TltlabError
+from tltlab.errors import ConfigError
 from tltlab.policy import ExploreSpec, Policy
 from tltlab.recorder import Recorder
 from tltlab.schema import Manifest
 from tltlab.strategy import NO_SPECULATION
 from tltlab.trace import read
 
-from .data import load_prompts, prompt_batch
+from .data import load_prompts
+from .data_order import prompt_batch
 from .drafter_data import load_tokenizer
 from .drafting import DrafterPool
 from .engine import GenerationRequest
 from .engine import Rollout as Part
 from .environment import hardware, run_json, versions
+from .placement import Placement
 from .recipe import Recipe
+from .run_events import RunEvents
+from .start_ray import start_ray
 from .step_rows import StepReport, step_rows
-from .workers import start_ray, start_workers
+from .worker_pool import WorkerPool
 
 EXPLORE = "explore"
 HOLD_ITERATIONS = 10
@@ -143,25 +147,33 @@ class PolicyRounds:
         self.seed = seed
         self.specs = all_drafters(run, policies)
         depth = deepest(run, policies)
-        rollout = run.recipe.rollout.model_copy(update={"max_draft_depth": depth, "repeat_every": 0})
-        self.recipe = run.recipe.model_copy(update={"rollout": rollout, "seed": seed})
+        self.recipe = _engines_alone(run.recipe, depth, seed)
         self.prompts = load_prompts(self.recipe.data.train, self.recipe.data, load_tokenizer(self.recipe.model))
         self.rollouts: list[RoundRollout] = []
         self._in_force: list[dict[str, Any]] = []
         self._repeats: list[dict[str, Any]] = []
-        self._owns_ray = False
-        self._workers: list[Any] = []
+        self._events = RunEvents(self.out / "events.jsonl")
+        self._stack = ExitStack()
 
     def __enter__(self) -> PolicyRounds:
-        self._owns_ray = start_ray()
         try:
-            self._workers, trainer = start_workers(self.recipe, self.specs, lambda worker: None)
-            ray.kill(trainer)
-            self._get([worker.start.remote() for worker in self._workers])
+            if start_ray(self.recipe.cluster):
+                self._stack.callback(ray.shutdown)
+            place = self._stack.enter_context(Placement(self.recipe))
+            self._pool = WorkerPool(
+                self.recipe,
+                self.specs,
+                lambda worker: None,
+                place.worker_options,
+                events=self._events,
+                on_restart=lambda worker: None,
+            )
+            self._stack.callback(self._pool.close)
+            self._pool.start()
             self._recorder = Recorder(self.out / "trace", self._manifest())
             write_json(self.out / "run.json", run_json(self.recipe))
         except BaseException:
-            self._stop()
+            self._stack.close()
             raise
         self._started = time.perf_counter()
         return self
@@ -170,12 +182,11 @@ class PolicyRounds:
         try:
             self._recorder.__exit__(kind, error, tb)
         finally:
-            self._stop()
+            self._stack.close()
 
     def settle(self) -> None:
         """A rollout that nobody counts: what an engine does only at first is over then."""
-        explore = explore_all(self.policies)
-        self._get([worker.set_policy.remote(explore, 0) for worker in self._workers])
+        self._pool.set_policy(explore_all(self.policies), 0)
         self._roll_out(self._requests(0, 0)[0], 0, again=False)
 
     def round(self, number: int, *, num_repeated: int) -> list[RoundRollout]:
@@ -194,9 +205,9 @@ class PolicyRounds:
         return done
 
     def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
-        rl_step = len(self._in_force)
+        rl_step = self._events.rl_step = len(self._in_force)
         policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
-        self._get([worker.set_policy.remote(policy, rl_step) for worker in self._workers])
+        self._pool.set_policy(policy, rl_step)
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
         write_json(self.out / "policies.json", {"seed": self.seed, "policies": self._in_force})
         requests, epochs = self._requests(number, rl_step)
@@ -230,15 +241,9 @@ class PolicyRounds:
         self, requests: Sequence[GenerationRequest], rl_step: int, *, again: bool
     ) -> tuple[list[Part], list[Part]]:
         """Each worker's share, once and if asked for once more; the engines are as before then."""
-        num, total = len(self._workers), len(requests)
-        cuts = [-(-w * total // num) for w in range(num + 1)]
-        shares = [list(requests[cuts[n] : cuts[n + 1]]) for n in range(num)]
-        asked = zip(self._workers, shares, strict=True)
-        parts = self._get([worker.rehearse.remote(share, rl_step) for worker, share in asked])
-        if not again:
-            return parts, []
-        asked = zip(self._workers, shares, strict=True)
-        return parts, self._get([worker.repeat.remote(share, rl_step) for worker, share in asked])
+        shares = self._pool.share(requests)
+        parts = self._pool.rehearse(shares, rl_step)
+        return parts, self._pool.repeat(shares, rl_step) if again else []
 
     def _record(
         self,
@@ -312,19 +317,15 @@ class PolicyRounds:
             notes="tltlab verify: each RL step is one policy's rollout, the model does not move",
         )
 
-    def _get(self, refs: Any) -> Any:
-        """`ray.get` that raises our own errors as themselves and names a dead actor in one line."""
-        try:
-            return ray.get(refs)
-        except RayTaskError as error:
-            if isinstance(error.cause, TltlabError):
-                raise error.cause from None
-            raise RunError(f"an engine failed: {type(error.cause).__name__}: {error.cause}") from error
-        except RayActorError as error:
-            raise RunError(f"an engine died: {str(error).splitlines()[0]}") from error
 
-    def _stop(self) -> None:
-        for worker in self._workers:
-            ray.kill(worker)
-        if self._owns_ray:
-            ray.shutdown()
+def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
+    """A recipe for its engines with whole GPUs and no trainer beside them, which roll out every response whole."""
+    rollout = {"max_draft_depth": max_draft_depth, "repeat_every": 0, "partial": None, "reuse": None}
+    return recipe.model_copy(
+        update={
+            "rollout": recipe.rollout.model_copy(update=rollout),
+            "train": recipe.train.model_copy(update={"gpus": 0.0}),
+            "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
+            "seed": seed,
+        }
+    )

@@ -269,7 +269,7 @@ class _Profiler:
             return [row for row in rows if row["prefill_tokens"] == cell.batch * cell.context]
         timed = 0
 
-        def enough(_: int) -> bool:
+        def enough(_: Sequence[Key]) -> bool:
             nonlocal timed
             rows = self.engine.control.iterations
             timed += bool(rows) and _is_of(rows[-1], cell)
@@ -279,7 +279,9 @@ class _Profiler:
         rows = [row for row in self._generate(cell, prompts, enough).iterations if _is_of(row, cell)]
         return rows[WARM_UP:][: self.grid.per_visit]
 
-    def _generate(self, cell: Cell, prompts: list[list[int]], until: Callable[[int], bool] | None = None) -> Rollout:
+    def _generate(
+        self, cell: Cell, prompts: list[list[int]], until: Callable[[Sequence[Key]], bool] | None = None
+    ) -> Rollout:
         self.visits += 1
         cap = self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
         requests = [

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from tltlab.cli import read_json
 from tltlab.drafters import DrafterSpec
 from tltlab.errors import ConfigError
 
 from .algorithms import ALGORITHMS
+from .builtin_recipes import find_recipe
 from .drafter_recipe import DrafterConfig
+
+_SECRET = re.compile(r"(^|_)(hf_token|api_key|password|secret|access_token|auth_token)$")
 
 
 class _Section(BaseModel):
@@ -110,6 +115,14 @@ class RolloutConfig(_Section):
     reuse: ReuseConfig | None = None
     vllm: dict[str, Any] = {}
 
+    @field_validator("vllm")
+    @classmethod
+    def _without_secrets(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        secret = next((name for name, value in vllm.items() if isinstance(value, str) and _SECRET.search(name)), None)
+        if secret:
+            raise ValueError(f"{secret} would be written into the run's folder: give it by an environment variable")
+        return vllm
+
 
 class TrainConfig(_Section):
     """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
@@ -118,11 +131,11 @@ class TrainConfig(_Section):
     group's mean are divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
     token weighs the same ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens
     ("constant"). Truncated responses are kept, filtered out of the loss, penalised softly over the last
-    `overlong_buffer` tokens before the cap, or get no reward ("zero"). Up to `sampling_rounds` rollouts an RL step
-    replace groups whose rewards are all equal (1: none are replaced). Correction of the mismatch between engine and
-    trainer: weights min(pi_trainer / pi_engine, correction_cap) per token ("truncated"), the ratio taken to the
-    behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change what the engine samples from,
-    so with a correction they need `accept_biased_sampling`.
+    `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds`
+    rollouts an RL step replace groups whose rewards are all equal (1: none are replaced). Correction of the mismatch
+    between engine and trainer: weights min(pi_trainer / pi_engine, correction_cap) per token ("truncated"), the ratio
+    taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change what the engine
+    samples from, so with a correction they need `accept_biased_sampling`.
 
     Machine. `ranks` trainers share the work through FSDP2; `dtype` "auto" is bfloat16 on CUDA, with float32 master
     weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. `offload` moves the trainer's
@@ -160,9 +173,7 @@ class TrainConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _of_the_algorithm(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and fields.get("algorithm") in ALGORITHMS:
-            return ALGORITHMS[fields["algorithm"]] | fields
-        return fields
+        return ALGORITHMS.get(fields.get("algorithm") or "", {}) | fields if isinstance(fields, dict) else fields
 
 
 class EvalConfig(_Section):
@@ -245,6 +256,10 @@ class Recipe(_Section):
                     f"rollout.{', rollout.'.join(biased)} cuts tokens off that the trainer still gives a chance, so "
                     "importance weights are biased: leave it out, or set train.accept_biased_sampling = true"
                 )
+        if rollout.min_p and rollout.max_draft_depth:
+            raise ValueError("rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it")
+        if train.overlong_buffer > rollout.max_response_tokens:
+            raise ValueError("train.overlong_buffer is more than rollout.max_response_tokens")
         if rollout.partial is not None and rollout.reuse is not None:
             raise ValueError("rollout.partial and rollout.reuse do not go together: choose one")
         if rollout.partial is not None and train.correction == "none":
@@ -258,14 +273,30 @@ class Recipe(_Section):
         return self
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a TOML recipe and apply `section.key=value` overrides; ConfigError lists every fault with its path."""
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
+
+    ConfigError lists every fault with its path.
+    """
+    path = find_recipe(recipe)
     try:
-        fields = tomllib.loads(Path(path).read_text())
+        fields = tomllib.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
+    return _recipe(fields, overrides, f"recipe {path}")
+
+
+def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`."""
+    found = read_json(Path(run) / "run.json")
+    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict):
+        raise ConfigError(f"{Path(run) / 'run.json'} is not what tltlab train writes: it has no recipe")
+    return _recipe(found["recipe"], overrides, f"{Path(run) / 'run.json'}")
+
+
+def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals:
@@ -273,7 +304,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         section = fields
         *parents, leaf = name.split(".")
         for parent in parents:
-            section = section.setdefault(parent, {})
+            if section.get(parent) is None:
+                section[parent] = {}
+            section = section[parent]
             if not isinstance(section, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
         section[leaf] = _value(text)
@@ -281,7 +314,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         return Recipe.model_validate(fields)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"recipe {path}: {faults}") from error
+        raise ConfigError(f"{source}: {faults}") from error
 
 
 def _value(text: str) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .engine import GenerationRequest, Rollout
@@ -13,7 +13,11 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one RL step did; seconds per stage and means over its responses. `notes`: what else happened."""
+    """What one RL step did; seconds per stage and means over its responses.
+
+    `recorder_s` is the engines' time for keeping the book, `record_s` the driver's for the trace, `step_s` that of all.
+    `measures` are for loggers, by name (`run_metrics.step_metrics`); `notes`: what else happened.
+    """
 
     rl_step: int
     policy: str
@@ -26,6 +30,9 @@ class StepReport:
     sync_s: float
     recorder_s: float
     metrics: dict[str, float]
+    record_s: float = 0.0
+    step_s: float = 0.0
+    measures: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
     def __str__(self) -> str:
@@ -42,19 +49,26 @@ def step_rows(
     report: StepReport,
     requests: Sequence[GenerationRequest],
     parts: Sequence[Rollout],
-    rewards: Sequence[float],
+    rewards: Sequence[float | None],
     *,
     epochs: Sequence[int],
+    submitted_s: Sequence[float] | None = None,
     policy_version: int,
     t_start: float,
     drafter: Mapping[str, Sequence[Row]],
 ) -> dict[str, list[Row]]:
-    """Return the step's rows by table. `requests`, `rewards` and `epochs` are by response, in the order of `parts`,
-    one per worker; `policy_version` sampled them; `t_start` is in seconds since the start of the run. `drafter` are the
-    rows that its training gives, of `steps` only some columns."""
+    """Return the step's rows by table.
+
+    By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
+    `epochs` and `submitted_s`, when it was handed to its engine (by default at the start of the rollout).
+    `policy_version` sampled them; `t_start` is in seconds since the start of the run. `drafter` are the rows that its
+    training gives, of `steps` only some columns.
+    """
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
     rows: dict[str, list[Row]] = {"workload": [], "outcomes": [], "tokens": []}
-    for request, (worker, response), reward, epoch in zip(requests, placed, rewards, epochs, strict=True):
+    submitted_s = [0.0] * len(requests) if submitted_s is None else submitted_s
+    by_response = zip(requests, placed, rewards, epochs, submitted_s, strict=True)
+    for request, (worker, response), reward, epoch, t_submit in by_response:
         key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
         num_tokens = len(response.token_ids)
         rows["workload"].append(
@@ -73,7 +87,7 @@ def step_rows(
                 "finish_reason": response.finish_reason,
                 "reward": reward,
                 "worker": worker,
-                "t_submit": 0.0,
+                "t_submit": t_submit,
                 "t_first_token": response.t_first_token,
                 "t_finish": response.t_finish,
             }
@@ -114,7 +128,10 @@ def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]
     """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         lane = f"worker {worker}"
-        end = 0.0
+        # A share that had to be issued again begins late.
+        end = min((row["t_start"] for row in part.iterations), default=0.0)
+        if end:
+            yield _span(report.rl_step, lane, "idle", 0.0, end, 0)
         kind, start, batch = None, 0.0, None
         for row in part.iterations:
             now = _kind(row)

@@ -7,25 +7,48 @@ from typing import Annotated
 
 import typer
 
-from tltlab.cli import Json, emit, progress
+from tltlab.cli import Json, emit
+from tltlab.errors import ConfigError
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A TOML recipe.")],
+    recipe: Annotated[
+        str | None, typer.Argument(help="A TOML recipe, or the name of one that comes with tltlab.")
+    ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
     out: Annotated[Path, typer.Option(help="The run's folder; must not hold a run.")] = Path("runs/run"),
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, by its own recipe.")] = None,
+    replay_decisions: Annotated[
+        Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print actors, GPUs and memory; start nothing.")] = False,
     as_json: Json = False,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
 
-    Example: tltlab train recipe.toml train.steps=4 rollout.policy=policy.json --out runs/first
+    Examples: tltlab train recipe.toml train.steps=4 rollout.policy=policy.json --out runs/first
+    tltlab train --resume runs/first train.steps=8
+    tltlab train qwen2.5-7b-tlt --dry-run
     """
-    from .recipe import load_recipe
+    from .plan import plan_of
+    from .recipe import load_recipe, resumed_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
+    changes = overrides or []
+    if resume is not None:
+        if recipe is not None and "=" not in recipe:
+            raise ConfigError(f"--resume {resume} goes on by the run's own recipe: leave out {recipe}")
+        loaded, out = resumed_recipe(resume, [recipe, *changes] if recipe else changes), resume
+    elif recipe is None:
+        raise ConfigError("train needs a recipe, or --resume with a run's folder")
+    else:
+        loaded = load_recipe(recipe, changes)
+    if dry_run:
+        plan = plan_of(loaded)
+        emit(plan.as_json(), as_json=as_json, text=plan.text())
+        return
     from .train import train as run
 
-    summary = run(loaded, out, say=progress)
+    summary = run(loaded, out, resume=resume is not None, replay=replay_decisions)
     text = f"{summary['grpo_steps']} steps into {out}"
     if summary["reward_first"] is not None:
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"

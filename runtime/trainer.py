@@ -1,124 +1,271 @@
-"""The trainer: log-probs of recorded responses and GRPO updates of a Hugging Face causal model, on CPU or CUDA."""
+"""The trainer: log-probs of recorded responses and policy updates of a Hugging Face causal model, on one or more ranks.
+
+Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens; all of them get all
+samples, so that advantages, weights and the order of mini-batches are computed by each alike. What they compute is the
+same for any number of ranks and any size of micro-batches, up to rounding; the same state and samples on the same
+number of ranks give the same bits.
+"""
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
 
-from tltlab.errors import ConfigError
+from tltlab.errors import RunError
 
-from .grpo import group_advantages, grpo_loss
+from .losses import advantages, correction_weights, kl_estimate, mismatch, policy_loss, shape_rewards, token_weights
+from .micro_batches import micro_batches
+from .policy_model import PackedTokens, PolicyModel, full_tensors, load_policy_model
 from .recipe import TrainConfig
 from .samples import Sample
 from .target_states import FrozenTarget
+from .trainer_checkpoint import load_trainer, save_trainer
+from .trainer_ranks import be_repeatable, device_of, meet
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
 
+_NOTHING: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "kl": 0.0, "correction_mean": 0.0}
+
+Pair = tuple[list[int], list[int]]
+"""Token ids of a prompt, one at least, and of its response."""
+
 
 class Trainer:
-    """Holds the policy and its optimizer. float32 on CPU; on CUDA the forward runs in bfloat16 over float32 weights."""
+    """One rank of `world`: its share of the policy and of its optimizer. All ranks call the same methods in turn.
 
-    def __init__(self, model: str, config: TrainConfig, *, temperature: float, seed: int) -> None:
+    `rendezvous` is where more than one rank meet: `file:///PATH` of a file that is not there yet, on one machine, or
+    `tcp://HOST:PORT`, where rank 0 listens. Weights are float32; where it is to compute in bfloat16, or with other
+    ranks, the model is sharded (FSDP2) and casts them layer by layer. `max_response_tokens` is the cap of responses.
+
+    >>> trainer = Trainer("my-model", TrainConfig(), temperature=1.0, max_response_tokens=512, seed=0)  # doctest: +SKIP
+    >>> trainer.old_logprobs(samples) | trainer.update(rl_step=0)                                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str,
+        config: TrainConfig,
+        *,
+        temperature: float,
+        max_response_tokens: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        rendezvous: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         torch.manual_seed(seed)
         torch.set_num_threads(config.threads)
         self.config = config
-        self.temperature = temperature
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(self.device)
-            self.tokenizer = AutoTokenizer.from_pretrained(model)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot load a model from {model}: {' '.join(str(error).split())[:300]}") from error
-        self.reference = copy.deepcopy(self.model).requires_grad_(False) if config.kl_coef else None
+        self.max_response_tokens = max_response_tokens
+        self.seed = seed
+        self.rank, self.world = rank, world
+        self.device, self.dtype = device_of(config)
+        be_repeatable(self.device)
+        mesh: DeviceMesh | None = None
+        if world > 1 or self.dtype == torch.bfloat16:
+            meet(self.device, rank, world, rendezvous, timeout_s)
+            mesh = init_device_mesh(self.device.type, (world,))
+
+        def load() -> PolicyModel:
+            return load_policy_model(model, temperature, device=self.device, mesh=mesh, dtype=self.dtype)
+
+        self.policy = load()
+        self.reference = load().requires_grad_(False) if config.kl_coef else None
+        if config.activation_checkpointing:
+            self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.policy.eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay
+            self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
-        self.generator = torch.Generator().manual_seed(seed)
+        self.steps = 0
         self._samples: list[Sample] = []
-        self._old: list[torch.Tensor] = []
+        self._pairs: list[Pair] = []
+        self._old: list[Tensor] = []
 
     def old_logprobs(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        Returns the distance to what the engine recorded: mean absolute difference and the k3 estimate of
-        KL(behaviour || trainer) per token. Engine and trainer hold the same weights, so both should be near 0.
+        Returns the distance to what the engine recorded (`losses.mismatch`). Engine and trainer hold the same weights,
+        so on-policy it should be near 0.
         """
         self._samples = list(samples)
-        self._old = self._logprobs_of(self.model, self._samples)
+        self._pairs = [(s.prompt_token_ids, s.token_ids) for s in samples]
+        self._old = self._logprobs(self.policy, self._pairs)
         if not samples:
-            return {"mismatch_abs": 0.0, "mismatch_kl": 0.0}
+            return mismatch(torch.empty(0), torch.empty(0), cap=self.config.correction_cap)
         behaviour = torch.cat([torch.tensor(s.logprobs) for s in samples])
-        difference = torch.cat(self._old) - behaviour
-        kl = torch.exp(difference) - difference - 1
-        return {"mismatch_abs": float(difference.abs().mean()), "mismatch_kl": float(kl.mean())}
+        return mismatch(torch.cat(self._old), behaviour, cap=self.config.correction_cap)
 
-    def update(self) -> dict[str, float]:
-        """Take `minibatches` optimizer steps on the kept samples. Returns means over tokens.
+    def update(self, rl_step: int) -> dict[str, float]:
+        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over the tokens trained on.
 
-        Responses of groups with equal rewards carry no gradient and are left out; with none left nothing moves.
-        `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on some of the samples.
+        Responses without an advantage carry no gradient and are left out, unless a penalty for the distance to the
+        reference moves them; so are truncated ones where they are filtered. With none left nothing moves. The learning
+        rate grows linearly over the first `warmup_steps` optimizer steps. `drift_kl` is the k3 estimate of
+        KL(policy before || policy after) per token, on some of the samples. RunError where a gradient is not finite.
         """
-        rewards = torch.tensor([s.reward for s in self._samples])
-        groups = torch.tensor([s.group for s in self._samples])
-        advantages = group_advantages(rewards, groups, scale_by_std=self.config.advantage_scale != "none")
-        useful = torch.nonzero(advantages)[:, 0]
-        useful = useful[torch.randperm(len(useful), generator=self.generator)]
-        ref = self._logprobs_of(self.reference, self._samples) if self.reference is not None else None
-        totals = {"loss": 0.0, "clip_fraction": 0.0, "kl": 0.0, "grad_norm": 0.0}
-        parts = [p.tolist() for p in useful.chunk(self.config.minibatches)] if len(useful) else []
-        self.model.train()
+        config, samples = self.config, self._samples
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
+        advantage = self._advantages(lengths, truncated)
+        trained = advantage.ne(0) | bool(config.kl_coef)
+        if config.overlong == "filter":
+            trained &= ~truncated
+        chosen = torch.nonzero(trained)[:, 0]
+        order = np.random.default_rng([self.seed, rl_step]).permutation(len(chosen))
+        parts = list(chosen[torch.from_numpy(order)].chunk(config.minibatches)) if len(chosen) else []
+        old, corrections = self._ratio_base()
+        reference = self._reference_logprobs(chosen.tolist())
+        totals = torch.zeros(len(_NOTHING), dtype=torch.float64)
+        norms = lr = 0.0
+        self.policy.train()
         for part in parts:
-            num_tokens = sum(len(self._samples[i].token_ids) for i in part)
-            for rows in self._micro_batches(part, self._samples):
-                logp, mask = self._forward(self.model, [self._samples[i] for i in rows])
-                terms = grpo_loss(
+            weights = torch.zeros(len(samples))
+            weights[part] = token_weights(
+                lengths[part],
+                torch.ones(len(part), dtype=torch.bool),
+                aggregation=config.aggregation,
+                max_response_tokens=self.max_response_tokens,
+            )
+            for rows in self._dealt(part.tolist(), self._pairs):
+                logp = self.policy(self._packed([self._pairs[i] for i in rows]))
+                correction = self._joined(corrections, rows) if corrections else None
+                token_weight = weights[rows].repeat_interleave(lengths[rows]).to(self.device)
+                terms = policy_loss(
                     logp,
-                    self._pad([self._old[i] for i in rows]),
-                    advantages[rows].to(self.device),
-                    mask,
-                    num_tokens=num_tokens,
-                    clip_low=self.config.clip_low,
-                    clip_high=self.config.clip_high,
-                    kl_coef=self.config.kl_coef,
-                    ref_logp=None if ref is None else self._pad([ref[i] for i in rows]),
+                    self._joined(old, rows),
+                    advantage[rows].repeat_interleave(lengths[rows]).to(self.device),
+                    token_weight,
+                    clip_low=config.clip_low,
+                    clip_high=config.clip_high,
+                    correction=correction,
+                    kl_coef=config.kl_coef,
+                    ref_logp=self._joined(reference, rows) if config.kl_coef else None,
                 )
-                terms.loss.backward()
-                totals["loss"] += float(terms.loss.detach())
-                totals["clip_fraction"] += terms.clip_fraction
-                totals["kl"] += terms.kl
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
-            totals["grad_norm"] += float(norm)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        self.model.eval()
-        mean = {name: value / max(len(parts), 1) for name, value in totals.items()}
-        return mean | {"trained_responses": float(len(useful)), "drift_kl": self._drift()}
+                # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
+                (terms.loss * self.world).backward()
+                corrected = token_weight if correction is None else token_weight * correction
+                totals += torch.tensor(
+                    [float(terms.loss.detach()), terms.clip_fraction, terms.kl, float(corrected.sum())]
+                )
+            lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
+            norms += self._optimizer_step(lr, rl_step)
+        self.policy.eval()
+        self._sum(totals)
+        mean = {name: float(total) / max(len(parts), 1) for name, total in zip(_NOTHING, totals, strict=True)}
+        mean |= {"grad_norm": norms / max(len(parts), 1), "lr": lr, "trained_responses": float(len(chosen))}
+        return mean | {"drift_kl": self._drift()}
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        """The policy's weights by Hugging Face name, on the host."""
-        return {name: tensor.detach().cpu().clone() for name, tensor in self.model.state_dict().items()}
+    def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
+        """Log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
 
-    def frozen(self) -> FrozenTarget:
-        """Copies on the host of what a drafter shares with the policy: embedding and LM head."""
-        embedding = self.model.get_input_embeddings().weight
-        lm_head = self.model.get_output_embeddings().weight
-        copied = embedding.detach().cpu().clone()
-        return FrozenTarget(
-            embedding=copied, lm_head=copied if lm_head is embedding else lm_head.detach().cpu().clone()
-        )
+        With `distributions` the whole rows that they are from, [N, V]; natural logarithms at the rollout temperature.
+        """
+        return [found.numpy() for found in self._logprobs(self.policy, list(pairs), whole=distributions)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
+        return full_tensors(self.policy.model, keep=self.rank == 0, dtype=self.dtype)
+
+    def frozen(self) -> FrozenTarget | None:
+        """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
+        state = self.policy.model.state_dict(keep_vars=True)
+        model = self.policy.model
+        wanted = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in wanted]
+        found = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
+        return FrozenTarget(embedding=found[names[0]], lm_head=found[names[1]]) if found else None
 
     def save(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder that vLLM loads."""
-        Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
+        weights = self.weights()
+        if self.rank == 0:
+            Path(folder).parent.mkdir(parents=True, exist_ok=True)
+            self.policy.model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+            self.tokenizer.save_pretrained(folder)
+        self._wait()
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write all that `load_checkpoint` needs to go on, each rank its share (`trainer_checkpoint`)."""
+        save_trainer(Path(folder), self.policy, self.optimizer, steps=self.steps, rank=self.rank)
+        self._wait()
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Be what a trainer of any number of ranks saved. The reference stays the model that this one was made of."""
+        self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
+        self._samples, self._pairs, self._old = [], [], []
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to the host, so that an engine can have the device."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Move them back."""
+        self._move(self.device)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _advantages(self, lengths: Tensor, truncated: Tensor) -> Tensor:
+        shaped = shape_rewards(
+            torch.tensor([s.reward for s in self._samples], dtype=torch.float32),
+            lengths,
+            truncated,
+            overlong=self.config.overlong,
+            buffer=self.config.overlong_buffer,
+            max_response_tokens=self.max_response_tokens,
+        )
+        groups = torch.tensor([s.group for s in self._samples], dtype=torch.int64)
+        return advantages(shaped, groups, scale=self.config.advantage_scale) if len(groups) else shaped
+
+    def _ratio_base(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The log-probs that ratios are taken to, and weights of tokens, or none, for who drew them."""
+        if self.config.correction == "none":
+            return self._old, []
+        behaviour = [torch.tensor(s.logprobs) for s in self._samples]
+        if self.config.correction == "behaviour":
+            return behaviour, []
+        cap = self.config.correction_cap
+        return self._old, [correction_weights(o, b, cap) for o, b in zip(self._old, behaviour, strict=True)]
+
+    def _reference_logprobs(self, rows: list[int]) -> list[Tensor]:
+        """The reference's log-probs of the samples `rows`, nothing for others."""
+        found = [torch.empty(0)] * len(self._samples)
+        if self.reference is not None:
+            for i, logp in zip(rows, self._logprobs(self.reference, [self._pairs[i] for i in rows]), strict=True):
+                found[i] = logp
+        return found
+
+    def _optimizer_step(self, lr: float, rl_step: int) -> float:
+        """Step once at `lr`; the gradient's norm before it was clipped."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(value):
+            raise RunError(
+                f"RL step {rl_step}: the gradient's norm is {value}; the weights were left as they are: lower train.lr "
+                "or look at the rewards and log-probs of that step"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return value
 
     def _drift(self) -> float:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
@@ -126,54 +273,54 @@ class Trainer:
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
         if not rows:
             return 0.0
-        now = self._logprobs_of(self.model, [self._samples[i] for i in rows])
-        difference = torch.cat(now) - torch.cat([self._old[i] for i in rows])
-        return float((torch.exp(difference) - difference - 1).mean())
+        now = self._logprobs(
+            self.policy, [(self._samples[i].prompt_token_ids, self._samples[i].token_ids) for i in rows]
+        )
+        return float(kl_estimate(torch.cat([self._old[i] for i in rows]), torch.cat(now)).mean())
 
-    def _logprobs_of(self, model: torch.nn.Module, samples: Sequence[Sample]) -> list[torch.Tensor]:
-        out: list[torch.Tensor] = [torch.empty(0)] * len(samples)
+    def _logprobs(self, model: PolicyModel, pairs: Sequence[Pair], *, whole: bool = False) -> list[Tensor]:
+        """[N] of every pair, or [N, V], on the host and on every rank."""
+        sizes = [len(response) for _, response in pairs]
+        starts = [0, *accumulate(sizes)]
+        width = model.model.get_output_embeddings().weight.shape[:1] if whole else ()
+        found = torch.zeros(starts[-1], *width, device=self.device)
         with torch.no_grad():
-            for rows in self._micro_batches(list(range(len(samples))), samples):
-                logp, _ = self._forward(model, [samples[i] for i in rows])
-                for row, i in enumerate(rows):
-                    out[i] = logp[row, : len(samples[i].token_ids)].cpu()
-        return out
+            for rows in self._dealt(list(range(len(pairs))), pairs):
+                logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
+                for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
+                    found[starts[i] : starts[i + 1]] = part
+        self._sum(found)
+        return list(found.cpu().split(sizes))
 
-    def _micro_batches(self, rows: list[int], samples: Sequence[Sample]) -> Iterator[list[int]]:
-        """Cut `rows` into batches of similar length whose padded size stays within the token budget."""
-        length = {i: len(samples[i].prompt_token_ids) + len(samples[i].token_ids) for i in rows}
-        batch: list[int] = []
-        for i in sorted(rows, key=lambda i: -length[i]):
-            if batch and length[batch[0]] * (len(batch) + 1) > self.config.tokens_per_microbatch:
-                yield batch
-                batch = []
-            batch.append(i)
-        if batch:
-            yield batch
+    def _dealt(self, rows: Sequence[int], pairs: Sequence[Pair]) -> Iterator[list[int]]:
+        """This rank's micro-batches of `rows`."""
+        lengths = [sum(map(len, pairs[i])) for i in rows]
+        for members in micro_batches(lengths, self.world, self.config.tokens_per_microbatch)[self.rank]:
+            yield [rows[m] for m in members]
 
-    def _forward(self, model: torch.nn.Module, samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probs and mask, both [N, T] over response tokens, T the longest response of the batch."""
-        ids = [torch.tensor(s.prompt_token_ids + s.token_ids) for s in samples]
-        inputs = pad_sequence(ids, batch_first=True).to(self.device)
-        lengths = torch.tensor([len(i) for i in ids], device=self.device)
-        attention = torch.arange(inputs.shape[1], device=self.device)[None] < lengths[:, None]
-        starts = torch.tensor([len(s.prompt_token_ids) for s in samples], device=self.device)
-        num = torch.tensor([len(s.token_ids) for s in samples], device=self.device)
-        offsets = torch.arange(int(num.max()), device=self.device)[None]
-        mask = offsets < num[:, None]
-        position = (starts[:, None] + offsets).clamp(max=inputs.shape[1] - 1)
-        with self._autocast():
-            hidden = model.base_model(input_ids=inputs, attention_mask=attention).last_hidden_state
-            # Only positions before a response token need logits: prompts would waste the vocabulary projection.
-            rows = torch.arange(len(samples), device=self.device)[:, None]
-            logits = model.get_output_embeddings()(hidden[rows, position - 1])
-        logp = torch.log_softmax(logits.float() / self.temperature, dim=-1)
-        return torch.gather(logp, 2, inputs[rows, position][:, :, None])[:, :, 0], mask.float()
+    def _packed(self, pairs: Sequence[Pair]) -> PackedTokens:
+        return PackedTokens.of(pairs, self.device)
 
-    def _autocast(self) -> AbstractContextManager[None]:
+    def _joined(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        return torch.cat([tensors[i] for i in rows] or [torch.empty(0)]).to(self.device)
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Replace by the sum over ranks."""
+        if self.world > 1 and tensor.numel():
+            shared = tensor.to(self.device)
+            dist.all_reduce(shared)
+            tensor.copy_(shared)
+
+    def _wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def _move(self, device: torch.device) -> None:
+        for module in (self.policy, self.reference):
+            if module is not None:
+                module.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)
         if self.device.type == "cuda":
-            return torch.autocast("cuda", torch.bfloat16)
-        return nullcontext()
-
-    def _pad(self, rows: list[torch.Tensor]) -> torch.Tensor:
-        return pad_sequence(rows, batch_first=True).to(self.device)
+            torch.cuda.empty_cache()

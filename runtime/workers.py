@@ -1,16 +1,19 @@
-"""The Ray actors of a run: rollout workers, each around one engine, and the trainer. Also how Ray is started."""
+"""The rollout workers of a run: Ray actors, each around one engine in its own process."""
 
 from __future__ import annotations
 
 import os
-import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import ray
 import torch
 
 from tltlab.canary import CanaryConfig
+from tltlab.drafter import Key
 from tltlab.drafters import DrafterSpec
 from tltlab.policy import Policy
 
@@ -19,63 +22,6 @@ from .drafting import Response as Remembered
 from .engine import Engine, GenerationRequest, Rollout
 from .feed import FeedSender, NoFeed
 from .recipe import Recipe
-from .samples import Sample
-from .target_states import FrozenTarget
-from .trainer import Trainer
-
-# One thread per engine: two on a busy machine stall for seconds. Numba's own threads belong to vLLM's n-gram drafter.
-_WORKER_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TQDM_DISABLE": "1",
-    "RAY_DEDUP_LOGS": "0",
-}
-
-
-def start_ray() -> bool:
-    """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; whether it was started here."""
-    if ray.is_initialized():
-        return False
-    address = os.environ.get("RAY_ADDRESS")
-    # Ray starts workers at niceness 15: on a busy machine whatever else runs would be served first, and be measured.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(
-        address=address,
-        include_dashboard=None if address else False,
-        object_store_memory=None if address else 512 << 20,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
-    return not address
-
-
-def start_workers(
-    recipe: Recipe, drafters: Mapping[str, DrafterSpec], feed: Callable[[int], str | None]
-) -> tuple[list[Any], Any]:
-    """Start the rollout workers, each with `drafters`, and the trainer; their handles. They start in parallel.
-
-    `feed(n)` is where worker n hands over what its responses can teach a drafter, None for nowhere.
-    """
-    rollout, train = recipe.rollout, recipe.train
-    env = _WORKER_ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
-    workers = [
-        RolloutWorker.options(  # type: ignore[attr-defined]
-            num_cpus=0, num_gpus=rollout.gpus_per_worker or 0, runtime_env={"env_vars": env}
-        ).remote(recipe, number, drafters, feed(number))
-        for number in range(rollout.num_workers)
-    ]
-    env |= {"OMP_NUM_THREADS": str(train.threads)}
-    trainer = TrainerActor.options(  # type: ignore[attr-defined]
-        num_cpus=0, num_gpus=train.gpus or 0, runtime_env={"env_vars": env}
-    ).remote(recipe)
-    return workers, trainer
-
-
-def _user_paths() -> list[str]:
-    """Where this process finds modules outside its installation: a user's policy must import in the actors too."""
-    installed = (sys.prefix, sys.base_prefix)
-    return [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
 
 
 @ray.remote
@@ -88,9 +34,10 @@ class RolloutWorker:
         self.drafters = drafters
         self.feed = FeedSender(feed) if feed is not None else NoFeed()
         self.temperature = recipe.rollout.temperature
+        self.before: Any = None
 
-    def start(self) -> None:
-        """Build the engine and run it warm. Not in the constructor: Ray does not hand on its errors as they are."""
+    def start(self) -> int:
+        """Build the engine and run it warm; the process's id. Ray would not hand on a constructor's errors as such."""
         rollout = self.recipe.rollout
         torch.set_num_threads(1)
         self.engine = Engine(
@@ -99,11 +46,12 @@ class RolloutWorker:
             drafters=self.drafters,
             max_draft_depth=rollout.max_draft_depth,
             seed=self.recipe.seed + self.number,
-            vllm_args=rollout.vllm,
+            vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
         self.engine.warm_up(self.temperature)
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence)
+        return os.getpid()
 
     def place(self) -> tuple[str, dict[str, str]]:
         """The node, and what makes another process see the same devices."""
@@ -112,6 +60,17 @@ class RolloutWorker:
 
     def set_policy(self, policy: Policy, rl_step: int) -> None:
         self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
+
+    def replay(self, rows: list[dict[str, Any]]) -> None:
+        """Follow the decisions of a trace's rows for as long as there are any."""
+        self.engine.replay(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What policy, budget and model-free drafters have learned, as JSON types."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state)
 
     def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
         self.engine.update_weights(weights.items(), version)
@@ -125,62 +84,109 @@ class RolloutWorker:
     def drafter_report(self) -> DrafterReport:
         return self.engine.drafter_report()
 
-    def generate(self, requests: list[GenerationRequest], rl_step: int, *, repeatable: bool) -> Rollout:
-        """Roll out; `repeatable` keeps the state before, so that `repeat` can follow."""
-        if repeatable:
-            self.before = self.engine.snapshot()
+    def generate(
+        self, requests: list[GenerationRequest], rl_step: int, seed: list[int], *, repeatable: bool, quota: int | None
+    ) -> Rollout:
+        """Roll out from random state `seed`; `repeatable` keeps the state before, so that `repeat` can follow.
+
+        With `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
+        """
+        self.before = self.engine.snapshot() if repeatable else None
         self.feed.status(rl_step, busy=True)
         try:
-            return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+            return self._generate(requests, rl_step, seed, None if quota is None else enough(requests, quota))
         finally:
             self.feed.status(rl_step, busy=False)
 
-    def repeat(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
-        """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it."""
+    def repeat(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+        """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it.
+
+        A worker that has not done it, being new, begins in the state it is in.
+        """
         after = self.engine.snapshot()
-        self.engine.restore(self.before)
+        if self.before is not None:
+            self.engine.restore(self.before)
         try:
             with self.engine.uncaptured():
-                return self.engine.generate(requests, rl_step=rl_step, temperature=self.temperature)
+                return self._generate(requests, rl_step, seed)
         finally:
             self.engine.restore(after)
 
-    def rehearse(self, requests: list[GenerationRequest], rl_step: int) -> Rollout:
+    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
         """Do a rollout that is still to come, and leave no trace of it."""
         self.before = self.engine.snapshot()
-        return self.repeat(requests, rl_step)
+        return self.repeat(requests, rl_step, seed)
 
     def remember(self, responses: list[Remembered]) -> None:
         """Show the drafters what other workers generated."""
         self.engine.remember(responses)
 
-    def evaluate(self, requests: list[GenerationRequest]) -> Rollout:
-        return self.engine.evaluate(requests, temperature=self.temperature)
+    def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
+        """Generate without speculation, sampling as rollouts do."""
+        rollout = self.recipe.rollout
+        asked = [
+            replace(request, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for request in requests
+        ]
+        self.engine.reseed(seed)
+        return self.engine.evaluate(asked, temperature=self.temperature)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+
+    def _generate(
+        self,
+        requests: list[GenerationRequest],
+        rl_step: int,
+        seed: list[int],
+        until: Callable[[Sequence[Key]], bool] | None = None,
+    ) -> Rollout:
+        rollout = self.recipe.rollout
+        self.engine.reseed(seed)
+        return self.engine.generate(
+            requests,
+            rl_step=rl_step,
+            temperature=self.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            until=until,
+        )
 
 
-@ray.remote
-class TrainerActor:
-    """The trainer in its own process."""
+def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
+    """vLLM's arguments for one engine of a recipe; what `rollout.vllm` says wins, but over the fixed concurrency.
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    >>> recipe = Recipe(model="m", reward="r:f", data={"train": "t"}, rollout={"partial": {"concurrency": 9}})
+    >>> engine_args(recipe, cuda=False)["max_num_seqs"]
+    5
+    """
+    rollout = recipe.rollout
+    args: dict[str, Any] = {"tensor_parallel_size": rollout.tensor_parallel_size}
+    if recipe.cluster.placement == "colocated" and cuda:
+        args["enable_sleep_mode"] = True
+    args |= rollout.vllm
+    if rollout.partial is not None:
+        args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)
+    return args
 
-    def start(self) -> None:
-        """Load the model."""
-        recipe = self.recipe
-        self.trainer = Trainer(recipe.model, recipe.train, temperature=recipe.rollout.temperature, seed=recipe.seed)
 
-    def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:
-        return self.trainer.old_logprobs(samples)
+def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:
+    """Says, given the keys of the responses that have ended, whether `quota` prompts have all their requests answered.
 
-    def update(self) -> dict[str, float]:
-        return self.trainer.update()
+    Made for one rollout: it is given a list that grows.
+    """
+    left = Counter(request.key[:2] for request in requests)
+    seen = whole = 0
 
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.trainer.weights()
+    def until(ended: Sequence[Key]) -> bool:
+        nonlocal seen, whole
+        for key in ended[seen:]:
+            left[key[:2]] -= 1
+            whole += left[key[:2]] == 0
+        seen = len(ended)
+        return whole >= quota
 
-    def frozen(self) -> FrozenTarget:
-        return self.trainer.frozen()
-
-    def save(self, folder: str) -> None:
-        self.trainer.save(folder)
+    return until

@@ -235,3 +235,46 @@ def runtime(
     if out is not None:
         write_json(out, found)
     emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def train(
+    trl: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; without one pip "
+            "makes it.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a tiny model is trained first.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="RL steps of each run. [default: 5]", show_default=False)
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Runs of every side, in turn. [default: 2]", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Speculation in our rollouts: a shipped policy's name or a file.")
+    ] = "none",
+    seed: Annotated[int, typer.Option(min=0, help="The first block's seed.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for TRL, model, runs and train.json; else all is removed at the end.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
+    as_json: Json = False,
+) -> None:
+    """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
+
+    Example: tltlab bench train --trl ~/trl --out bench
+    """
+    from tltlab.runtime.bench_train import bench_train, train_sizes
+    from tltlab.runtime.bench_train_figures import text
+
+    if out is not None and out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
+    found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
+    emit(found, as_json=as_json, text=text(found))

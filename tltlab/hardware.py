@@ -99,7 +99,17 @@ _GPUS = (
 )
 
 
-def _dense(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int) -> ModelShape:
+def _dense(
+    name: str,
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    head_dim: int = 128,
+    tied_embeddings: bool = False,
+) -> ModelShape:
     return ModelShape(
         name=name,
         hidden=hidden,
@@ -107,12 +117,15 @@ def _dense(name: str, hidden: int, intermediate: int, layers: int, heads: int, k
         layers=layers,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=128,
+        head_dim=head_dim,
         vocab=vocab,
+        tied_embeddings=tied_embeddings,
     )
 
 
 _MODELS = (
+    _dense("Qwen2.5-0.5B", 896, 4864, layers=24, heads=14, kv_heads=2, vocab=151936, head_dim=64, tied_embeddings=True),
+    _dense("Qwen2.5-1.5B", 1536, 8960, layers=28, heads=12, kv_heads=2, vocab=151936, tied_embeddings=True),
     _dense("Qwen2.5-7B", hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocab=152064),
     _dense("Qwen2.5-32B", hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8, vocab=152064),
     _dense("Qwen3-32B", hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8, vocab=151936),

@@ -1,20 +1,13 @@
 """Crash-safe recording of a live run, and the repair of a recording that was interrupted.
 
-While a run lasts, its trace PATH is recorded in the folder `PATH.recording`:
-
-    manifest.json            the manifest
-    000000/ 000001/ ...      one chunk per flush: `TABLE.arrow` (Arrow IPC) for each table that got rows
-
-A chunk is written as `NNNNNN.tmp`, synced and renamed, so it is there as a whole or not at all, and a kill at any
-moment loses only rows not yet flushed. A finished trace at PATH stays until `close` puts the new one in its place.
+While a run lasts, its trace PATH is recorded in the folder `PATH.recording` (see `recording_folder`). A chunk is
+written as `NNNNNN.tmp`, synced and renamed, so it is there as a whole or not at all, and a kill at any moment loses
+only rows not yet flushed. A finished trace at PATH stays until `close` puts the new one in its place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,9 +18,10 @@ import numpy as np
 import pyarrow as pa
 
 from .errors import ConfigError, RunError, TraceError
-from .repair import finish, flushed, lock, recording_of, repair
-from .schema import MANIFEST_FILE, TABLES, Manifest
-from .storage import fsync_folder, write_durably
+from .recording_folder import cut, lock, new_recording, recording_of, write_chunk
+from .reopen import reopen
+from .repair import finish, flushed, repair
+from .schema import TABLES, Manifest
 from .trace import Trace, refuse_foreign_target
 from .validate import Part, check_values, conform
 
@@ -49,29 +43,54 @@ class Recorder:
     """
 
     def __init__(self, path: str | Path, manifest: Manifest, *, clock: Callable[[], float] = time.perf_counter):
-        self.path = Path(path)
-        self.seconds = 0.0
-        self._clock = clock
-        self._rows: dict[str, list[Mapping[str, Any]]] = {}
-        self._next_chunk = 0
-        self._folder = recording_of(self.path)
+        self._begin(Path(path), clock)
         refuse_foreign_target(self.path)
         if self._folder.exists():
             raise ConfigError(
                 f"{self._folder}: a recording is there already, in progress or interrupted; "
                 f"'tltlab trace repair {self.path}' makes it a trace, or remove it"
             )
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.path.parent, prefix=f".{self._folder.name}.") as temporary:
-                new = Path(temporary) / "new"
-                new.mkdir()
-                write_durably(new / MANIFEST_FILE, manifest.to_json().encode())
-                os.rename(new, self._folder)
-            fsync_folder(self.path.parent)
-        except OSError as error:
-            raise ConfigError(f"cannot record to {self._folder}: {error.strerror}") from error
+        new_recording(self._folder, manifest)
         self._lock = lock(self._folder)
+
+    @classmethod
+    def reopen(
+        cls,
+        path: str | Path,
+        manifest: Manifest,
+        rl_steps: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Self:
+        """Go on recording the trace `path` of a run that ended or was killed, from RL step `rl_steps` on.
+
+        The rows of all RL steps before it are kept, from the interrupted recording or the finished trace; later ones
+        are gone for good once it closes. With 0 there need be nothing. The manifest stays the old one; where
+        `manifest` names other hardware or another engine, its notes say so. Raises ConfigError where another process
+        records there or `manifest` is another run's (`reopen.SAME`), RunError where one of these RL steps is missing.
+        """
+        recorder = cls.__new__(cls)
+        recorder._begin(Path(path), clock)
+        recorder._next_chunk = reopen(recorder.path, manifest, rl_steps)
+        recorder._lock = lock(recorder._folder)
+        return recorder
+
+    def _begin(self, path: Path, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.seconds = 0.0
+        self._clock = clock
+        self._rows: dict[str, list[Mapping[str, Any]]] = {}
+        self._next_chunk = 0
+        self._folder = recording_of(path)
+
+    def rewind(self, rl_steps: int) -> None:
+        """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
+        for table, rows in self._rows.items():
+            self._rows[table] = [row for row in rows if row["rl_step"] < rl_steps]
+        try:
+            self._next_chunk = cut(self._folder, rl_steps)
+        except OSError as error:
+            raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
 
     def append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep rows in memory for the next flush. Raises TraceError for a table or column that is not in the format."""
@@ -92,17 +111,9 @@ class Recorder:
         started = self._clock()
         tables = {name: _to_arrow(name, self._rows[name]) for name in TABLES if self._rows.get(name)}
         if tables:
-            final = self._folder / f"{self._next_chunk:06d}"
-            temporary = final.with_suffix(".tmp")
             try:
-                temporary.mkdir()
-                for name, table in tables.items():
-                    _write_arrow(temporary / f"{name}.arrow", table)
-                fsync_folder(temporary)
-                os.rename(temporary, final)
-                fsync_folder(self._folder)
+                write_chunk(self._folder, self._next_chunk, tables)
             except OSError as error:
-                shutil.rmtree(temporary, ignore_errors=True)
                 raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
             self._next_chunk += 1
             self._rows.clear()
@@ -151,10 +162,3 @@ def _to_arrow(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     part = conform(Part(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
     check_values(part)
     return part.table
-
-
-def _write_arrow(path: Path, table: pa.Table) -> None:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_durably(path, sink.getvalue())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,16 +14,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from .errors import ConfigError, TraceError
+from .recording_folder import SUFFIX, Chunk, chunks_of, lock, readable, recording_of, tables_of
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
 from .trace import Trace, is_trace, locate, read, refuse_foreign_target
 
-SUFFIX = ".recording"
 _TOGETHER = "together.tmp"
-
-
-def recording_of(path: Path) -> Path:
-    """The folder in which the trace `path` is recorded."""
-    return path.with_name(path.name + SUFFIX)
 
 
 def repair(path: str | Path, out: str | Path | None = None) -> Trace:
@@ -66,10 +60,10 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False) -> 
     """
     refuse_foreign_target(target)
     manifest = Manifest.read(folder / MANIFEST_FILE)
-    chunks = _chunks(folder)
+    chunks = chunks_of(folder)
     notes: list[str] = []
     if salvage:
-        chunks = _readable(chunks, notes)
+        chunks = readable(chunks, notes)
     keep_rows = _salvage(chunks, notes) if salvage else {}
     together = folder / _TOGETHER
     shutil.rmtree(together, ignore_errors=True)
@@ -90,13 +84,10 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False) -> 
 
 def flushed(folder: Path) -> Trace:
     """The trace that a recording's whole chunks make so far, in memory."""
-    parts = {name: list(_tables(_chunks(folder), name)) for name in TABLES}
+    parts = {name: list(tables_of(chunks_of(folder), name)) for name in TABLES}
     tables = {name: pa.concat_tables(found) for name, found in parts.items() if found}
+    tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
     return Trace.from_tables(Manifest.read(folder / MANIFEST_FILE), tables)
-
-
-def _chunks(folder: Path) -> list[Path]:
-    return sorted(chunk for chunk in folder.iterdir() if chunk.is_dir() and chunk.name.isdigit())
 
 
 def _remove(folder: Path) -> None:
@@ -117,36 +108,12 @@ def _closed_already(folder: Path, path: Path) -> bool:
     return same and all(ours.arrow(name) == theirs.arrow(name) for name in ours.names)
 
 
-def _load(chunk: Path, name: str, columns: Sequence[str] | None = None) -> pa.Table | None:
-    file = chunk / f"{name}.arrow"
-    if not file.exists():
-        return None
-    try:
-        with pa.OSFile(str(file), "rb") as source:
-            table = pa.ipc.open_file(source).read_all()
-    except (OSError, pa.ArrowException) as error:
-        raise TraceError(f"{file}: cannot be read (damaged?): {error}") from error
-    return table if columns is None else table.select(columns)
-
-
-def _readable(chunks: list[Path], notes: list[str]) -> list[Path]:
-    good = []
-    for chunk in chunks:
-        try:
-            for name in TABLES:
-                _load(chunk, name)
-            good.append(chunk)
-        except TraceError:
-            notes.append(f"chunk {chunk.name} could not be read and was dropped")
-    return good
-
-
-def _salvage(chunks: list[Path], notes: list[str]) -> dict[str, Any]:
+def _salvage(chunks: list[Chunk], notes: list[str]) -> dict[str, Any]:
     """Which rows of each table to keep, as masks over all chunks; what goes and what is lost is noted."""
     keep: dict[str, Any] = {}
     keys: dict[str, pd.DataFrame] = {}
     for name, unique in UNIQUE.items():
-        loaded = [t for chunk in chunks if (t := _load(chunk, name, unique)) is not None]
+        loaded = [t for chunk in chunks if (t := chunk.load(name, unique)) is not None]
         if not loaded:
             continue
         keys[name] = pa.concat_tables(loaded).to_pandas()
@@ -177,13 +144,13 @@ def _note(notes: list[str], count: int, what: str) -> None:
         notes.append(f"{count} {what}")
 
 
-def _string_together(chunks: list[Path], folder: Path, keep: Mapping[str, Any]) -> set[int]:
+def _string_together(chunks: list[Chunk], folder: Path, keep: Mapping[str, Any]) -> set[int]:
     """Write each table as one Parquet file, a row group per chunk; returns the RL steps of the workload."""
     steps: set[int] = set()
     for name, schema in TABLES.items():
         done = 0
         writer = None
-        for table in _tables(chunks, name):
+        for table in tables_of(chunks, name):
             rows = table
             if name in keep:
                 rows = table.filter(pa.array(keep[name][done : done + len(table)]))
@@ -197,21 +164,3 @@ def _string_together(chunks: list[Path], folder: Path, keep: Mapping[str, Any]) 
         if writer is not None:
             writer.close()
     return steps
-
-
-def _tables(chunks: list[Path], name: str) -> Iterator[pa.Table]:
-    for chunk in chunks:
-        table = _load(chunk, name)
-        if table is not None:
-            yield table
-
-
-def lock(folder: Path) -> IO[bytes]:
-    """Hold the recording while this process lives: the kernel lets go of it even after kill -9."""
-    file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
-        raise ConfigError(f"{folder}: this recording is in progress in another process") from error
-    return file

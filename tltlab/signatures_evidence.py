@@ -19,7 +19,7 @@ from .cost_files import load_costs
 from .errors import TltlabError, TraceError
 from .fit_linear import covered, fit_rows, predict, rows_of
 from .policy import SHIPPED, Policy
-from .repair import recording_of
+from .recording_folder import recording_of
 from .signatures_finding import NotChecked
 from .strategy import NO_SPECULATION
 from .trace import Trace, read

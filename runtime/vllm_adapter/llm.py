@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
@@ -21,6 +21,9 @@ from .capture import Capture, Sink
 from .options import scheduler_cls
 from .plugin import LOCAL_BACKEND
 
+CHUNK_BYTES = 1 << 30
+"""Of weights that go into another process in one message."""
+
 
 def start(
     model: str,
@@ -34,7 +37,9 @@ def start(
 ) -> Any:
     """A `vllm.LLM` with the policy scheduler; `vllm_args` win over the defaults here. ConfigError if it fails.
 
-    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes.
+    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a
+    tensor_parallel_size above 1 the model runs in as many processes below the engine core's, the scheduler and the
+    policy stay where they are. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
     keep_quiet()
@@ -63,6 +68,15 @@ def start(
         # vLLM's own default takes 92 % of the machine's memory.
         args["kv_cache_memory_bytes"] = 256 << 20
     args |= dict(vllm_args)
+    if args.get("tensor_parallel_size", 1) > 1:
+        # Inside a Ray placement group vLLM would start Ray actors of its own, which find no GPU left.
+        args.setdefault("distributed_executor_backend", "mp")
+        if cpu:
+            # vLLM would bind each rank to a NUMA node of its own, and refuses to start where there are fewer.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if cpu:
+        # There is nothing to put to sleep, and vLLM refuses the setting.
+        args.pop("enable_sleep_mode", None)
     if cpu and args["enforce_eager"]:
         # Eager mode still compiles parts of the sampler on first use, which takes longer than the engine's start.
         torch._dynamo.config.disable = True
@@ -127,6 +141,12 @@ def set_control(llm: Any, control: Control) -> None:
     llm.llm_engine.engine_core.engine_core.scheduler.control = control
 
 
+def model_is_here(llm: Any) -> bool:
+    """Whether the model, and with it the sampler's random state, is in this process: no own process, no parallelism."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return getattr(getattr(core, "model_executor", None), "driver_worker", None) is not None
+
+
 def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
     """Hand `sink` every request that ends, with its hidden states; running ones hold at most `max_bytes` of them.
 
@@ -166,7 +186,7 @@ def call(llm: Any, name: str, *args: Any) -> Any:
 
 
 def sampling_params(
-    key: Key, *, temperature: float, top_p: float, top_k: int, max_tokens: int, ignore_eos: bool
+    key: Key, *, temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, ignore_eos: bool
 ) -> Any:
     """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
 
@@ -181,6 +201,7 @@ def sampling_params(
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
+            min_p=min_p,
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             logprobs=0,
@@ -228,21 +249,36 @@ def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], versio
     named = list(weights)
     if not named:
         raise ConfigError("a weight update needs weights, got none")
-    if control_of(llm) is None:
-        # Nested tensors do not survive the way into another process; bytes do.
-        from safetensors.torch import save
-
-        info: dict[str, Any] = {"safetensors": save({name: tensor.contiguous() for name, tensor in named})}
-    else:
-        info = {"weights": named}
     try:
         if draft:
             llm.start_draft_weight_update()
         else:
             llm.start_weight_update()
-        llm.update_weights({"update_info": info})
+        for info in _chunks(llm, named):
+            llm.update_weights({"update_info": info})
         llm.finish_weight_update(version)
     except Exception as error:
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise RunError(f"vLLM cannot load these weights and is left with half of them ({said})") from error
     llm.reset_prefix_cache()
+
+
+def _chunks(llm: Any, named: list[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
+    """Weights as `plugin.local_weight_transfer` takes them: as they are, or in chunks of bytes for other processes.
+
+    Nested tensors do not survive the way into another process, and all of a large model is too much for one message.
+    """
+    if model_is_here(llm):
+        yield {"weights": named}
+        return
+    from safetensors.torch import save
+
+    chunk: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        if chunk and size + tensor.nbytes > CHUNK_BYTES:
+            yield {"safetensors": save(chunk)}
+            chunk, size = {}, 0
+        chunk[name] = tensor.contiguous()
+        size += tensor.nbytes
+    yield {"safetensors": save(chunk)}

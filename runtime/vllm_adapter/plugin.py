@@ -41,7 +41,7 @@ def answer_for_the_policy() -> None:
     def tltlab(self: Any, message: bytes) -> bytes:
         from .scheduler import call_control
 
-        return call_control(self.scheduler, message)
+        return call_control(self, message)
 
     if hasattr(EngineCore, "tltlab"):
         return

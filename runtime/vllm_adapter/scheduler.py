@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import random
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -257,10 +258,27 @@ class NoProposer:
         return [[] for _ in sampled_token_ids]
 
 
-def call_control(scheduler: PolicyScheduler, message: bytes) -> bytes:
-    """Carry out a pickled (name, args) on the engine's `Control`, beside which the engine runs; the pickled result."""
+def call_control(core: Any, message: bytes) -> bytes:
+    """Carry out a pickled (name, args) on an engine core, most on the `Control` beside it; the pickled result."""
     name, args = pickle.loads(message)
-    return pickle.dumps(_COMMANDS[name](scheduler.control, *args))
+    if name == "reseed":
+        return pickle.dumps(_reseed(core, *args))
+    return pickle.dumps(_COMMANDS[name](core.scheduler.control, *args))
+
+
+def _reseed(core: Any, seed: Sequence[int]) -> None:
+    """Have all random states of the core's process and of its workers', one or several, follow from `seed`."""
+    _seed_process(None, list(seed))
+    # Tensor-parallel ranks draw the same tokens, so all get the same seed.
+    core.model_executor.collective_rpc(_seed_process, args=(list(seed),))
+
+
+def _seed_process(worker: Any, seed: list[int]) -> None:
+    """The V1 runner draws from its device's generator, the V2 runner takes seeds from numpy."""
+    for_torch, for_numpy, for_python = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    torch.manual_seed(for_torch % 2**63)
+    np.random.seed(for_numpy % 2**32)
+    random.seed(for_python)
 
 
 def _rng_state(control: Control) -> Any:
@@ -281,6 +299,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "end": Control.end,
     "suspend": Control.suspend,
     "resume": Control.resume,
+    "replay": Control.replay,
     "remember": Control.remember,
     "forget": lambda control: control.drafters.forget(),
     "updated": lambda control, predicted, updates: control.drafters.updated(predicted, updates),

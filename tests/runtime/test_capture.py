@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
+from tltlab.drafter import Key
 from tltlab.drafters import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
@@ -172,9 +173,9 @@ def test_a_sequence_comes_with_the_iteration_that_ends_it_and_an_aborted_one_nev
     ended: list[tuple[int, int]] = []
     engine.capture(found.append)
 
-    def until(num_ended: int) -> bool:
-        ended.append((num_ended, len(found)))
-        return num_ended >= 7
+    def until(keys: Sequence[Key]) -> bool:
+        ended.append((len(keys), len(found)))
+        return len(keys) >= 7
 
     asked = requests(12, 80)
     rollout = engine.generate(asked, rl_step=0, temperature=1.0, until=until)

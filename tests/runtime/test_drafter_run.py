@@ -33,12 +33,14 @@ from tltlab.runtime.drafter_run import DrafterRun, check_machines, drafter_of
 from tltlab.runtime.drafting import DrafterReport
 from tltlab.runtime.feed import FeedSender
 from tltlab.runtime.heads import load_head, new_head
+from tltlab.runtime.no_drafter import NoDrafter
 from tltlab.runtime.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.spot_trainer import SpotTrainer
+from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.train import GrpoRun, train
 from tltlab.runtime.training_sequence import TrainingSequence
-from tltlab.runtime.workers import start_ray
+from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import drafting_text as text
@@ -96,10 +98,15 @@ class StandIn:
         )  # fmt: skip
 
 
+def asked(workers: list[StandIn]) -> Callable[..., list[Any]]:
+    return lambda method, *args: ray.get([getattr(worker, method).remote(*args) for worker in workers])
+
+
 class Target:
     """The policy's trainer."""
 
-    frozen = Method(text.frozen)
+    def frozen(self) -> ray.ObjectRef:
+        return ray.put(text.frozen())
 
 
 class Story:
@@ -128,7 +135,7 @@ class Story:
         self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
         self.run.prepare()
         self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
-        self.run.start(self.workers, Target(), ray.get)
+        self.run.start(self.workers, Target(), ray.get, asked(self.workers))
         self.said: list[str] = []
 
     @property
@@ -223,6 +230,46 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     story.run.save()
     final = load_head(story.folder / "drafter" / "final").state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in final.items())
+
+
+def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(story: Story, tmp_path: Path):
+    run = story.run
+    state = json.loads(json.dumps(run.state_dict(tmp_path)))
+    weights, predicted = story.workers[0].given[-1]
+    resumed = DrafterRun(run.config, run.recipe, tmp_path / "drafter", RunEvents(tmp_path / "events.jsonl"))
+    later = tmp_path / "drafter" / "worker-0"
+    later.mkdir(parents=True)
+    (later / "checkpoint-9").write_text("of a future that was left")
+    resumed.load_state_dict(state, tmp_path)
+    resumed.prepare()
+    workers = [StandIn(FeedSender(str(resumed.feed(n)))) for n in range(3)]
+    try:
+        resumed.start(workers, Target(), ray.get, asked(workers))
+        assert not later.exists() or not list(later.glob("checkpoint-*"))
+        assert resumed.state_dict(tmp_path) == state
+        assert set(resumed._ask("num_updates").values()) == {run.updates}
+        for own in resumed._ask("state").values():
+            there = ray.get(run._training)
+            assert all(torch.equal(value, there[name]) for name, value in own.items())
+        # A worker that is started again is another object in the same place.
+        workers[1] = StandIn(workers[1].feed)
+        resumed.rejoin(1)
+        for worker in workers:
+            ((given, chances),) = worker.given
+            assert chances == predicted
+            assert all(torch.equal(value, weights[name]) for name, value in given.items())
+        resumed.schedule.decide(story.rl_step + 1, DrafterState(age=1, updates=resumed.updates))
+        with pytest.raises(ConfigError, match="is of a run with no drafter"):
+            resumed.load_state_dict({}, tmp_path)
+        with pytest.raises(ConfigError, match="no \\[drafter\\]"):
+            NoDrafter().load_state_dict(state, tmp_path)
+        (tmp_path / "drafter.safetensors").write_bytes(b"cut")
+        with pytest.raises(ConfigError, match="does not hold the checkpoint's drafter"):
+            resumed.load_state_dict(state, tmp_path)
+    finally:
+        resumed.close()
+        for worker in workers:
+            worker.feed.close()
 
 
 def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
@@ -426,7 +473,7 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
         assert fed(run) == 16, "repeated rollouts and evaluations are fed"
         until(lambda: drafting.updates or not run.step(), 120)
         trained = drafting._ask("weights")[0]
-        for worker in run._workers:
+        for worker in run.pool.handles:
             vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
             own = {name.removeprefix("model."): value for name, value in vectors.items()}
             assert own.keys() & trained.keys()
@@ -515,7 +562,7 @@ def test_a_recipe_whose_drafter_cannot_be_is_refused_before_anything_starts(
     if "eagle3" in override:
         overrides.append(f"drafter.checkpoint={tmp_path / 'eagle'}")
     with pytest.raises(ConfigError, match=re.escape(complaint)):
-        train(load_recipe(learning, overrides), tmp_path / "out", say=print)
+        train(load_recipe(learning, overrides), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tltlab.canary import CanaryConfig
+from tltlab.drafter import Key
 from tltlab.drafters import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import FixedSpec, Policy
@@ -187,7 +188,7 @@ def test_weights_are_swapped_between_iterations_and_nothing_is_lost(
     """Bad weights after 5 iterations, good ones after 15: what is said stays, what is kept of the drafts changes."""
     iterations = 0
 
-    def swap(finished: int) -> bool:
+    def swap(ended: Sequence[Key]) -> bool:
         nonlocal iterations
         iterations += 1
         if iterations in (5, 15):

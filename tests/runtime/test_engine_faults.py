@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from tltlab.drafter import Key
 from tltlab.drafters import HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
@@ -71,7 +72,7 @@ def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(eng
 def test_aborted_requests_come_back_with_what_they_have(engine: Engine):
     engine.set_policy(SUFFIX)
     asked = [*requests(3, 5), *requests(4, 60, rl_step=1)]
-    rollout = engine.generate(asked, rl_step=0, temperature=0.9, until=lambda finished: finished >= 3)
+    rollout = engine.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
     assert [r.key for r in rollout.responses] == [r.key for r in asked]
     assert [r.finish_reason for r in rollout.responses] == ["length"] * 3 + ["abort"] * 4
     assert all(0 < len(r.token_ids) < 60 for r in rollout.responses[3:])
@@ -106,7 +107,7 @@ def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad:
 
 
 def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine):
-    def interrupted(finished: int) -> bool:
+    def interrupted(ended: Sequence[Key]) -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tltlab.drafter import Key
 from tltlab.drafters import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import BegMabSpec, Bucket, FixedSpec, Policy
@@ -96,6 +97,19 @@ def test_what_cannot_travel_is_refused(engine: Engine):
         _ = engine.control
 
 
+def test_its_randomness_can_be_reseeded_and_what_it_learned_carried_over(engine: Engine):
+    engine.set_policy(Policy(selector=FixedSpec(strategy=ARMS[0])))
+    request = GenerationRequest(key=(1, "p", 0, 0), prompt_token_ids=[1, 4], max_response_tokens=40, ignore_eos=True)
+    state = engine.state_dict()
+    drawn = []
+    for seed in (7, 8, 7):
+        engine.load_state_dict(state)
+        assert engine.state_dict() == state
+        engine.reseed([seed, 1])
+        drawn.append(texts(engine.generate([request], rl_step=1, temperature=1.0)))
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
 def test_a_killed_engine_core_hands_over_what_had_come_back(engine: Engine):
     """The last test of the file: the engine is gone after it."""
     (process,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
@@ -103,8 +117,8 @@ def test_a_killed_engine_core_hands_over_what_had_come_back(engine: Engine):
     long = GenerationRequest(key=(5, "l", 0, 0), prompt_token_ids=[1, 5], max_response_tokens=240, ignore_eos=True)
     engine.set_policy(None)
 
-    def killed(finished: int) -> bool:
-        if finished:
+    def killed(ended: Sequence[Key]) -> bool:
+        if ended:
             os.kill(process.pid, signal.SIGKILL)
         return False
 

@@ -156,5 +156,5 @@ def stop_ray() -> None:
 def test_bad_input_is_refused_before_anything_starts(recipe_file, tmp_path, monkeypatch, override, complaint):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
     with pytest.raises(ConfigError, match=complaint):
-        train(load_recipe(recipe_file, [override]), tmp_path / "out", say=print)
+        train(load_recipe(recipe_file, [override]), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.drafter import Key
 from tltlab.drafters import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import Policy
@@ -199,7 +200,7 @@ class _Bench:
         ]
         done = seen = 0
 
-        def enough(ended: int) -> bool:
+        def enough(ended: Sequence[Key]) -> bool:
             nonlocal done, seen
             rows = self.engine.control.iterations
             done += sum(row["num_generated"] for row in rows[seen:])

@@ -1,0 +1,95 @@
+"""In which order prompts are taken: seeded epochs, cut into the batches of RL steps, that go on where they stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from tltlab.errors import ConfigError
+
+
+class DataOrder:
+    """Takes prompts by number, epoch by epoch; each epoch is a seeded permutation of all `num_prompts`.
+
+    With a constant batch and nothing excluded it takes what `prompt_batch` says.
+    """
+
+    def __init__(self, num_prompts: int, seed: int) -> None:
+        self.num_prompts = num_prompts
+        self.seed = seed
+        self._begin(0)
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._order = _epoch_order(self.num_prompts, epoch, self.seed)
+        self._next = 0
+        self._passed_over: list[int] = []
+
+    def take(self, n: int, exclude: Collection[int] = ()) -> list[tuple[int, int]]:
+        """Return (epoch, prompt number) of the next `n` prompts, none of them in `exclude` and none twice.
+
+        An excluded prompt keeps its turn: it comes as soon as it is excluded no more. What is left of an epoch and does
+        not fill the batch waits for another epoch. Fewer than `n` come only where there are no more prompts.
+
+        >>> order = DataOrder(4, seed=0)
+        >>> order.take(2), order.take(2, exclude=[3])
+        ([(0, 2), (0, 0)], [(1, 0), (1, 2)])
+        """
+        excluded = frozenset(exclude)
+        size = min(n, self.num_prompts - sum(0 <= number < self.num_prompts for number in excluded))
+        if size <= 0:
+            return []
+        left = [*self._passed_over, *self._order[self._next :]]
+        if sum(number not in excluded for number in left) < size:
+            self._begin(self.epoch + 1)
+        taken: list[int] = []
+        passed_over: list[int] = []
+        for number in self._passed_over:
+            (passed_over if number in excluded or len(taken) == size else taken).append(number)
+        while len(taken) < size:
+            number = self._order[self._next]
+            self._next += 1
+            (passed_over if number in excluded else taken).append(number)
+        self._passed_over = passed_over
+        return [(self.epoch, number) for number in taken]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands, in JSON types."""
+        return {
+            "num_prompts": self.num_prompts,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "next": self._next,
+            "passed_over": list(self._passed_over),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; ConfigError where that was another order, of other data or of another seed."""
+        for name, ours, cure in (
+            ("num_prompts", self.num_prompts, "resume with the same data"),
+            ("seed", self.seed, "resume with the same seed"),
+        ):
+            if state[name] != ours:
+                raise ConfigError(
+                    f"the checkpoint's data order has {name} {state[name]} and this run's has {ours}: {cure}, "
+                    "or start a new run"
+                )
+        self._begin(state["epoch"])
+        self._next, self._passed_over = state["next"], list(state["passed_over"])
+
+
+def prompt_batch(num_prompts: int, rl_step: int, size: int, seed: int) -> list[tuple[int, int]]:
+    """Return (epoch, prompt number) of each prompt of an RL step: a function of its arguments alone.
+
+    An epoch is a seeded permutation cut into batches of `size`; what does not fill a batch waits for another epoch.
+    With fewer prompts than `size` each epoch is one smaller batch.
+    """
+    epoch, slot = divmod(rl_step, max(num_prompts // size, 1))
+    return [(epoch, number) for number in _epoch_order(num_prompts, epoch, seed)[slot * size : (slot + 1) * size]]
+
+
+def _epoch_order(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    order: list[int] = np.random.default_rng([seed, epoch]).permutation(num_prompts).tolist()
+    return order

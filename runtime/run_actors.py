@@ -1,0 +1,105 @@
+"""The actors of a run in their places: engines, trainers, and whose turn it is where they share the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import ray
+
+from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec
+
+from .actor_env import actor_env
+from .drafter_run import NoDrafter
+from .placement import Placement
+from .ray_calls import get
+from .recipe import Recipe
+from .run_events import RunEvents
+from .start_ray import start_ray
+from .trainer_group import TrainerGroup
+from .worker_pool import WorkerPool
+
+
+class RunActors:
+    """Starts Ray where there is none, the rollout workers, the trainers and what trains the drafter; a context manager.
+
+    Colocated, engines sleep while trainers have the devices, and trainers keep their tensors on the host while engines
+    have them; `engines_turn` and `trainers_turn` say who is next, which is nothing to do where both have their own.
+    """
+
+    def __init__(
+        self, recipe: Recipe, drafters: Mapping[str, DrafterSpec], drafting: NoDrafter, events: RunEvents
+    ) -> None:
+        self.recipe = recipe
+        self._drafters, self._drafting, self._events = drafters, drafting, events
+        self._colocated = recipe.cluster.placement == "colocated"
+        self._engines_awake = True
+
+    def __enter__(self) -> RunActors:
+        self._stack = ExitStack()
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        recipe, drafting = self.recipe, self._drafting
+        if start_ray(recipe.cluster):
+            self._stack.callback(ray.shutdown)
+        place = self._stack.enter_context(Placement(recipe))
+        self._stack.callback(drafting.close)
+        drafting.prepare()
+        drafters = DEFAULT_DRAFTERS | dict(self._drafters) | recipe.rollout.drafters | drafting.specs
+        self.pool = WorkerPool(
+            recipe, drafters, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
+        )
+        env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)["env_vars"]
+        self.trainers = TrainerGroup(recipe, place.trainer_options, env)
+        self._stack.callback(self.trainers.close)
+        self._stack.callback(self.pool.close)
+        if self._colocated:
+            # An engine measures how much memory is free when it starts, so nobody else may take any then.
+            self.pool.start()
+            self.pool.sleep()
+            self._engines_awake = False
+            self.trainers.start()
+        else:
+            with ThreadPoolExecutor(1) as beside:
+                trainers = beside.submit(self.trainers.start)
+                self.pool.start()
+                trainers.result()
+        drafting.start(self.pool.handles, self.trainers, get, self.pool.ask)
+
+    def engines_turn(self) -> None:
+        """From now on engines have the devices."""
+        if self._colocated and not self._engines_awake:
+            self.trainers.offload()
+            self.pool.wake_up()
+            self._engines_awake = True
+
+    def trainers_turn(self) -> None:
+        """From now on trainers have the devices."""
+        if self._colocated and self._engines_awake:
+            self.pool.sleep()
+            self.trainers.onload()
+            self._engines_awake = False
+
+    def push_weights(self, version: int) -> None:
+        """Bring the policy's weights to the engines as `version`."""
+        self.trainers_turn()
+        weights = self.trainers.weights()
+        self.engines_turn()
+        self.pool.update_weights(weights, version)
+
+    def restart_trainers(self) -> None:
+        """Start all trainers again: they are as at the start of the run then."""
+        if self._colocated and self._engines_awake:
+            self.pool.sleep()
+            self._engines_awake = False
+        self.trainers.restart()

@@ -1,0 +1,275 @@
+"""Where a run can be watched: a progress bar or plain lines, TensorBoard, and W&B and MLflow where the recipe says so.
+
+A logger that cannot start is an error before anything else does; one that fails later says so once and is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from tltlab.cli import progress, read_json, write_json
+from tltlab.errors import ConfigError
+
+from .recipe import LogConfig
+from .step_rows import StepReport
+
+RUN_IDS = "log_runs.json"
+"""Which run of each service this run's folder is, so that a resumed run goes on in it."""
+
+
+class RunLog:
+    """What `train` says, and its metrics of each RL step.
+
+    `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. Of
+    a step that an earlier process logged too, TensorBoard shows the later values, W&B the earlier ones, MLflow both.
+    `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets one line per step,
+    above a progress bar where it is a terminal. Raises ConfigError where a logger of `config` is not installed or does
+    not start.
+
+    >>> with RunLog(LogConfig(), Path("runs/first"), total_steps=12) as log:  # doctest: +SKIP
+    ...     log.step(report, {"reward/mean": 0.5})
+    """
+
+    def __init__(
+        self,
+        config: LogConfig,
+        out: Path,
+        total_steps: int,
+        *,
+        resume_from: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, wanted in (("wandb", config.wandb), ("mlflow", config.mlflow)):
+            if wanted is not None and importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"log.{name} = {wanted!r} needs {name}, which is not installed: 'pip install {name}', "
+                    f"or leave log.{name} out"
+                )
+        out, settings = Path(out), settings or {}
+        self._loggers: dict[str, _Logger] = {}
+        self._screen: _Screen = _Lines()
+        try:
+            if config.tensorboard:
+                self._loggers["TensorBoard"] = _started("TensorBoard", _TensorBoard, out / "tensorboard", resume_from)
+            if config.wandb is not None:
+                self._loggers["W&B"] = _started("W&B", _Wandb, config.wandb, out, settings)
+            if config.mlflow is not None:
+                self._loggers["MLflow"] = _started("MLflow", _Mlflow, config.mlflow, out, settings)
+        except BaseException:
+            self.close(failed=True)
+            raise
+        self._screen = _screen(total_steps, resume_from)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(failed=error is not None)
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches; a terminal that is gone loses it."""
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.say(text)
+
+    def step(self, report: StepReport, metrics: Mapping[str, float]) -> None:
+        """Say and log an RL step that is done."""
+        self.say(str(report))
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.step(report)
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.step(report.rl_step, metrics)
+            except Exception as error:
+                # A disk or a network may fail in any way; the run is worth more than its log.
+                self._leave_out(name, error)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End every logger, telling those that ask whether the run `failed`. Nothing is raised."""
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.close(failed=failed)
+            except Exception as error:
+                self._leave_out(name, error)
+        self._loggers.clear()
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.close()
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        del self._loggers[name]
+        self.say(f"{name} failed and gets nothing more: {_short(error)}")
+
+
+class _Logger(Protocol):
+    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+def _started(name: str, logger: Any, *args: Any) -> _Logger:
+    try:
+        started: _Logger = logger(*args)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} did not start: {_short(error)}; check log.{logger.setting} in the recipe or leave it out"
+        ) from error
+    return started
+
+
+def _short(error: Exception) -> str:
+    text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(str(error).split()))  # a server's user and password
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+class _TensorBoard:
+    """Event files, one per process. TensorBoard's own writer has a thread, and waits for ever once it died of a full
+    disk; this one writes in place."""
+
+    setting = "tensorboard"
+
+    def __init__(self, folder: Path, resume_from: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file: BinaryIO = open(folder / name, "xb")  # noqa: SIM115
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        # It hides what the files of earlier processes have from this step on.
+        self._write(Event(step=resume_from, session_log=SessionLog(status=SessionLog.START)))
+        self._file.flush()
+
+    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(Event(step=rl_step, summary=Summary(value=values)))
+        self._file.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._file.close()
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())
+
+
+class _Wandb:
+    setting = "wandb"
+
+    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
+        import wandb
+
+        ids = _run_ids(out)
+        self._run = wandb.init(
+            project=project,
+            name=out.name,
+            dir=str(out),
+            id=ids.get("wandb"),
+            resume="allow",
+            config=dict(settings),
+            settings=wandb.Settings(console="off"),
+        )
+        _keep_id(out, ids, "wandb", self._run.id)
+
+    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=rl_step)
+
+    def close(self, *, failed: bool) -> None:
+        self._run.finish(exit_code=int(failed))
+
+
+class _Mlflow:
+    setting = "mlflow"
+
+    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        ids = _run_ids(out)
+        mlflow.set_experiment(project)
+        run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=out.name)
+        _keep_id(out, ids, "mlflow", run.info.run_id)
+        if settings and "mlflow" not in ids:
+            mlflow.log_params(dict(settings))
+
+    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        # A server that does not answer is tried again for minutes: not while the run waits.
+        self._mlflow.log_metrics(dict(metrics), step=rl_step, synchronous=False)
+
+    def close(self, *, failed: bool) -> None:
+        self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _run_ids(out: Path) -> dict[str, str]:
+    path = out / RUN_IDS
+    return dict(read_json(path)) if path.exists() else {}
+
+
+def _keep_id(out: Path, ids: Mapping[str, str], service: str, run_id: str) -> None:
+    write_json(out / RUN_IDS, {**ids, service: run_id})
+
+
+class _Screen(Protocol):
+    def say(self, text: str) -> None: ...
+
+    def step(self, report: StepReport) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def _screen(total_steps: int, resume_from: int) -> _Screen:
+    console = Console(stderr=True)
+    if console.is_terminal and not console.is_dumb_terminal:
+        return _Bar(console, total_steps, resume_from)
+    return _Lines()
+
+
+class _Lines:
+    def say(self, text: str) -> None:
+        progress(text)
+
+    def step(self, report: StepReport) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class _Bar:
+    """A progress bar at the bottom of the terminal; lines pass above it."""
+
+    def __init__(self, console: Console, total_steps: int, resume_from: int) -> None:
+        self._progress = Progress(
+            TextColumn("RL steps"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[reward]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            refresh_per_second=2,
+            redirect_stdout=False,  # --json's object goes there
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=resume_from, reward="")
+        self._progress.start()
+
+    def say(self, text: str) -> None:
+        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def step(self, report: StepReport) -> None:
+        self._progress.update(self._task, completed=report.rl_step + 1, reward=f"reward {report.reward_mean:.3f}")
+
+    def close(self) -> None:
+        self._progress.stop()

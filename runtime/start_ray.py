@@ -1,0 +1,73 @@
+"""How Ray is started: joined where there is a cluster, else on this machine, listening on loopback."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+
+from tltlab.errors import ConfigError
+
+from .recipe import ClusterConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def start_ray(cluster: ClusterConfig | None = None) -> bool:
+    """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; whether it was started here.
+
+    One that is started here listens on loopback alone, unless `cluster.host` is another address of this machine: then
+    Ray listens on all of its interfaces, as it always does. Actors of a run take no logical CPUs, so those that Ray
+    counts suffice for any number of actors. ConfigError where `cluster` has several nodes and RAY_ADDRESS is not set,
+    or where nothing answers there.
+    """
+    cluster = cluster or ClusterConfig()
+    if ray.is_initialized():
+        return False
+    address = os.environ.get("RAY_ADDRESS")
+    if address is None and cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes = {cluster.num_nodes} needs a Ray cluster: start it with `ray start` on every node and "
+            "set RAY_ADDRESS to its head"
+        )
+    # Ray starts workers at niceness 15: on a busy machine whatever else runs would be served first, and be measured.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except ConnectionError as error:
+            raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS={address}: {_line(error)}") from error
+        return False
+    with _on_loopback(cluster.host in LOOPBACK):
+        ray.init(
+            address="local",
+            _node_ip_address=cluster.host,
+            include_dashboard=False,
+            object_store_memory=512 << 20,
+            **quiet,
+        )
+    return True
+
+
+@contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """Within, a Ray that is started takes the loopback address for its node's, and all its servers bind to that.
+
+    Without this Ray 2.60 replaces a loopback address by the machine's, and then GCS, raylet and every worker listen on
+    all interfaces. Ray has a switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, but reads it once, when imported.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,100 @@
+"""A trainer's state in a folder: safetensors of every rank's share, whatever number of ranks reads them again.
+
+torch.distributed.checkpoint writes and reads them through its Hugging Face storage, whose index is the header of each
+file. (Its own storage would pickle an index.) Ranks exchange their plans over their process group as torch does it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from tltlab.errors import RunError
+
+TENSORS, STATE = "tensors", "state.json"
+
+
+def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rank: int) -> None:
+    """Write weights, AdamW's moments after `steps` steps and torch's random state into the folder. All ranks call it.
+
+    Nothing here makes the folder appear at once: that is for who keeps checkpoints to do.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            _tensors(module, optimizer, with_moments=steps > 0),
+            storage_writer=HuggingFaceStorageWriter(str(folder / TENSORS), save_distributed=True),
+            no_dist=not dist.is_initialized(),
+        )
+    save_file(_random_state(), folder / f"random-{rank}.safetensors")
+    if rank == 0:
+        (folder / STATE).write_text(json.dumps({"steps": steps}))
+
+
+def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
+    """Be what `save_trainer` wrote, and return its `steps`. RunError where the folder does not hold all of it.
+
+    The random state is restored on ranks that there were; the same number of ranks goes on bit by bit the same.
+    """
+    try:
+        steps = int(json.loads((folder / STATE).read_text())["steps"])
+        optimizer.state.clear()
+        if steps:
+            # AdamW makes its moments at a first step; without gradients' values it moves nothing that is not loaded.
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for state in optimizer.state.values():
+                state["step"].fill_(steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(
+                _tensors(module, optimizer, with_moments=steps > 0),
+                storage_reader=HuggingFaceStorageReader(str(folder / TENSORS)),
+                no_dist=not dist.is_initialized(),
+            )
+        random = folder / f"random-{rank}.safetensors"
+        if random.is_file():
+            _set_random_state(load_file(random))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, CheckpointException) as error:
+        raise RunError(f"{folder}: no whole checkpoint of this model's trainer: {str(error)[:300]}") from error
+    return steps
+
+
+def _tensors(module: nn.Module, optimizer: torch.optim.Optimizer, *, with_moments: bool) -> dict[str, Tensor]:
+    """Weights and moments by name, each once where it is tied."""
+    tensors: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        tensors[name] = tensor.detach()
+        if with_moments and isinstance(tensor, nn.Parameter):
+            for moment in ("exp_avg", "exp_avg_sq"):
+                tensors[f"{moment}.{name}"] = optimizer.state[tensor][moment]
+    return tensors
+
+
+def _random_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

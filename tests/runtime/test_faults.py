@@ -1,0 +1,165 @@
+"""A run whose processes are killed at random moments, against one that nobody disturbs.
+
+`TLTLAB_FAULTS=30 pytest tests/runtime/test_faults.py` kills thirty times; three is the default.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from itertools import cycle, islice
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import tltlab
+from tltlab.policy import FixedSpec, Policy
+from tltlab.strategy import Strategy
+
+pytestmark = pytest.mark.engine
+NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", "3"))
+SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", "1"))
+VICTIMS = {"worker": "ray::RolloutWorker", "trainer": "ray::TrainerActor", "driver": ""}
+NUM_STEPS, PROMPTS, GROUP = 6 + 4 * NUM_KILLS, 4, 4
+PATIENCE_S = 300.0
+LEFT_S = 30.0
+# Agents of Ray's that hold nothing; they end by themselves, a minute after the driver.
+LINGER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
+
+class Driver:
+    """`tltlab train` in a process of its own."""
+
+    def __init__(self, run: Path, log: Path, *arguments: str, path: Path) -> None:
+        self.run = run
+        self.log = log
+        self._since = time.time_ns()
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tltlab", "train", *arguments],
+                env=os.environ | {"PYTHONPATH": str(path)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+
+    def under_way(self) -> None:
+        """Wait until everything is started; the run is over where it ends before."""
+        told, end = self.run / "run.json", time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and not (told.exists() and told.stat().st_mtime_ns > self._since):
+            assert time.monotonic() < end, self.log.read_text()[-2000:]
+            time.sleep(0.02)
+
+    def offspring(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self, victim: str, rng: random.Random) -> bool:
+        """Kill -9; whether there was somebody to kill."""
+        assert self.process.poll() is None, f"the run was over too soon: {self.log.read_text()[-3000:]}"
+        if victim == "driver":
+            family = self.offspring()
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            gone(family)
+            return True
+        found = [process for process in self.offspring() if title(process).startswith(VICTIMS[victim])]
+        if not found:
+            return False
+        os.kill(rng.choice(found).pid, signal.SIGKILL)
+        return True
+
+    def finish(self) -> None:
+        """Wait for the end of the run, which must be a good one."""
+        family = self.offspring()
+        code = self.process.wait(PATIENCE_S)
+        assert code == 0, self.log.read_text()[-3000:]
+        gone(family)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
+
+
+def gone(family: list[psutil.Process]) -> None:
+    """Wait until all of them have ended."""
+    _, alive = psutil.wait_procs(family, timeout=LEFT_S)
+    left = [t for t in map(title, alive) if t and not t.startswith(LINGER)]
+    assert not left, f"still there after {LEFT_S:g} s: {left}"
+
+
+@pytest.fixture(scope="module")
+def arguments(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    policy = tmp_path_factory.mktemp("policy") / "policy.json"
+    Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))).write(policy)
+    return [
+        str(recipe_file),
+        f"train.steps={NUM_STEPS}",
+        f"rollout.policy={policy}",
+        "rollout.repeat_every=0",
+        f"rollout.prompts_per_step={PROMPTS}",
+        f"rollout.group_size={GROUP}",
+        "eval.num_prompts=0",
+        "checkpoint.every=2",
+        f"faults.max_restarts={NUM_KILLS + 1}",
+        "log.tensorboard=false",
+    ]
+
+
+def test_nothing_is_lost_or_doubled_whoever_is_killed_when(arguments: list[str], recipe_file: Path, tmp_path: Path):
+    rng = random.Random(SEED)
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    path = recipe_file.parent
+    undisturbed = Driver(calm, tmp_path / "calm.log", *arguments, "--out", str(calm), path=path)
+    driver = Driver(killed, tmp_path / "killed.log", *arguments, "--out", str(killed), path=path)
+    try:
+        for victim in islice(cycle(rng.sample(sorted(VICTIMS), len(VICTIMS))), NUM_KILLS):
+            driver.under_way()
+            time.sleep(rng.uniform(0.0, 1.5))
+            while not driver.kill(victim, rng):
+                # Just now another one is started in its place.
+                time.sleep(0.05)
+            if victim == "driver":
+                driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), path=path)
+        driver.finish()
+        undisturbed.finish()
+    finally:
+        driver.end()
+        undisturbed.end()
+
+    trace = tltlab.read(killed)
+    assert trace.rl_steps == list(range(NUM_STEPS))
+    key = ["rl_step", "prompt_id", "sample"]
+    assert not trace.outcomes.duplicated(key).any()
+    for _, rows in trace.outcomes.groupby("rl_step"):
+        assert rows["prompt_id"].nunique() == PROMPTS
+        assert (rows.groupby("prompt_id")["sample"].agg(set) == set(range(GROUP))).all()
+    assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
+    assert list(trace.steps["policy_version"]) == list(range(NUM_STEPS))
+    assert not trace.iterations.duplicated(["rl_step", "worker", "iteration"]).any()
+
+    expected = tltlab.read(calm)
+    columns = [*key, "prompt_token_ids", "token_ids", "logprobs"]
+    ours, theirs = (t.tokens[columns].sort_values(key).reset_index(drop=True) for t in (trace, expected))
+    for column in columns:
+        assert [list(v) if column not in key else v for v in ours[column]] == [
+            list(v) if column not in key else v for v in theirs[column]
+        ], column
+    last, same = (load_file(run / "checkpoints" / "final" / "model.safetensors") for run in (killed, calm))
+    assert all((last[name] == same[name]).all() for name in same)

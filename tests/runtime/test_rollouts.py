@@ -1,0 +1,114 @@
+"""Synchronous rollouts, and the rounds of dynamic sampling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.data_order import prompt_batch
+from tltlab.runtime.partial_rollouts import PartialRollouts
+from tltlab.runtime.prefix_reuse import ReusingRollouts
+from tltlab.runtime.rollouts import SynchronousRollouts, rollouts_of
+from tltlab.runtime.samples import Trajectory
+
+from .scripted_engines import ScriptedEngines, data_order, prompts, recipe
+
+
+def by_sample(trajectory: Trajectory) -> float:
+    return float(trajectory.sample)
+
+
+def test_an_rl_step_is_whole_groups_shared_out_in_order():
+    engines = ScriptedEngines(2, lambda prompt, sample: 3 + sample)
+    rollouts = rollouts_of(recipe({"prompts_per_step": 4, "group_size": 2}), prompts(10), data_order(10))
+    for rl_step in range(4):
+        got = rollouts.collect(engines.tools(rl_step, by_sample))
+        picked = prompt_batch(10, rl_step, 4, seed=0)
+        assert [t.prompt.prompt_id for t in got.trajectories] == [f"p{n}" for _, n in picked for _ in range(2)]
+        assert got.groups == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert [len(share) for share in got.requests] == [4, 4]
+        assert [r.key for part in got.parts for r in part.responses] == [
+            (rl_step, t.prompt.prompt_id, t.sample, 0) for t in got.trajectories
+        ]
+        assert all(t.token_versions == [rl_step] * len(t.token_ids) for t in got.trajectories)
+        assert [t.reward for t in got.trajectories] == [0.0, 1.0] * 4
+        assert set(got.epochs) == set(got.rewards)
+        assert not got.submitted_s
+        assert not got.notes
+    assert rollouts.on_policy
+    assert rollouts.state_dict(Path()) == {}
+
+
+def test_groups_without_a_difference_stay_where_there_is_one_round():
+    engines = ScriptedEngines(1, lambda prompt, sample: 3)
+    rollouts = rollouts_of(recipe({"prompts_per_step": 3, "group_size": 2}), prompts(3), data_order(3))
+    assert len(rollouts.collect(engines.tools(0, lambda t: 1.0)).trajectories) == 6
+
+
+def test_dynamic_sampling_replaces_groups_without_a_difference():
+    """Odd prompts teach nothing: a round asks for as many new prompts as are missing, until none is."""
+    engines = ScriptedEngines(2, lambda prompt, sample: 3 + sample)
+    rollouts = rollouts_of(
+        recipe({"prompts_per_step": 4, "group_size": 2}, {"sampling_rounds": 20}), prompts(40), data_order(40)
+    )
+    got = rollouts.collect(engines.tools(0, lambda t: by_sample(t) if int(t.prompt.prompt_id[1:]) % 2 == 0 else 1.0))
+    trained = [t.prompt.prompt_id for t in got.trajectories[::2]]
+    assert len(trained) == len(set(trained)) == 4
+    assert all(int(name[1:]) % 2 == 0 for name in trained)
+    assert got.groups == [0, 0, 1, 1, 2, 2, 3, 3]
+    sizes = [sum(len(share) for share in shares) // 2 for shares in engines.asked]
+    missing = 4
+    for size, shares in zip(sizes, engines.asked, strict=True):
+        assert size == missing
+        missing -= sum(int(r.key[1][1:]) % 2 == 0 for share in shares for r in share) // 2
+    assert missing == 0
+    assert len(sizes) > 1
+    recorded = [r.key for part in got.parts for r in part.responses]
+    assert len(recorded) == len(set(recorded)) == 2 * sum(sizes)
+    assert set(recorded) == set(got.rewards) == set(got.epochs)
+    assert got.notes == [f"rewards differ within 4 of {sum(sizes)} groups of {len(sizes)} rounds"]
+
+
+def test_rounds_are_one_rollout_in_the_trace():
+    """Iterations are numbered on, and times are since the first round began."""
+    engines = ScriptedEngines(2, lambda prompt, sample: 5)
+    rollouts = rollouts_of(
+        recipe({"prompts_per_step": 2, "group_size": 2}, {"sampling_rounds": 3}), prompts(12), data_order(12)
+    )
+    got = rollouts.collect(engines.tools(0, lambda t: 0.0))
+    late = set(got.submitted_s)
+    assert late == {r.key for shares in engines.asked[1:] for share in shares for r in share}
+    for requests, part in zip(got.requests, got.parts, strict=True):
+        assert [r.key for r in requests] == [r.key for r in part.responses]
+        assert [row["iteration"] for row in part.iterations] == list(range(15))
+        assert [row["iteration"] for row in part.decisions] == list(range(15))
+        for response in part.responses:
+            begun = got.submitted_s.get(response.key, 0.0)
+            assert (response.t_first_token, response.t_finish) == (begun + 0.5, begun + 5.0)
+            assert (begun > 0) == (response.key in late)
+    assert got.rollout_s > max(got.submitted_s.values())
+    assert got.trajectories == []
+    assert "0 of 6 groups of 3 rounds: trained on those, not on 2" in got.notes[0]
+
+
+def test_sampling_ends_where_there_are_no_more_prompts():
+    engines = ScriptedEngines(1, lambda prompt, sample: 3)
+    rollouts = rollouts_of(
+        recipe({"prompts_per_step": 4, "group_size": 2}, {"sampling_rounds": 9}), prompts(6), data_order(6)
+    )
+    got = rollouts.collect(engines.tools(0, lambda t: by_sample(t) if t.prompt.prompt_id == "p0" else 0.0))
+    assert [t.prompt.prompt_id for t in got.trajectories] == ["p0", "p0"]
+    asked = [r.key[1] for shares in engines.asked for share in shares for r in share]
+    assert sorted(asked) == sorted([f"p{n}" for n in range(6)] * 2)
+
+
+def test_the_recipe_says_how_to_roll_out():
+    made = [
+        type(rollouts_of(recipe(rollout), prompts(4), data_order(4)))
+        for rollout in ({}, {"partial": {"concurrency": 8}}, {"reuse": {}})
+    ]
+    assert made == [SynchronousRollouts, PartialRollouts, ReusingRollouts]
+    with pytest.raises(ConfigError, match=r"2 workers for rollout\.prompts_per_step = 1"):
+        rollouts_of(recipe({"prompts_per_step": 1, "partial": {"concurrency": 8}}), prompts(4), data_order(4))
