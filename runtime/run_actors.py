@@ -24,8 +24,9 @@ from .worker_pool import WorkerPool
 class RunActors:
     """Starts Ray where there is none, the rollout workers, the trainers and what trains the drafter; a context manager.
 
-    Colocated, engines sleep while trainers have the devices, and trainers keep their tensors on the host while engines
-    have them; `engines_turn` and `trainers_turn` say who is next, which is nothing to do where both have their own.
+    Colocated, engines sleep while trainers have the devices, and with `train.offload` trainers keep their tensors on
+    the host while engines have them. `engines_turn` and `trainers_turn` say who is next; where both have devices of
+    their own that is nothing to do.
     """
 
     def __init__(

@@ -48,7 +48,10 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
             address="local",
             _node_ip_address=cluster.host,
             include_dashboard=False,
-            object_store_memory=512 << 20,
+            # Models that need GPUs travel through it: Ray's own choice is a third of the host's memory.
+            object_store_memory=None if cluster.gpus_per_node else 512 << 20,
+            # A busy machine is not a dead one.
+            _system_config={"health_check_failure_threshold": 60},
             **quiet,
         )
     return True

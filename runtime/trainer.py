@@ -110,25 +110,25 @@ class Trainer:
         return mismatch(torch.cat(self._old), behaviour, cap=self.config.correction_cap)
 
     def update(self, rl_step: int) -> dict[str, float]:
-        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over the tokens trained on.
+        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over the tokens of mini-batches.
 
-        Responses without an advantage carry no gradient and are left out, unless a penalty for the distance to the
-        reference moves them; so are truncated ones where they are filtered. With none left nothing moves. The learning
-        rate grows linearly over the first `warmup_steps` optimizer steps. `drift_kl` is the k3 estimate of
-        KL(policy before || policy after) per token, on some of the samples. RunError where a gradient is not finite.
+        Responses without an advantage carry no gradient: they count in their mini-batch, as in the papers, and are not
+        computed, unless a penalty for the distance to the reference moves them. Truncated ones do not count where they
+        are filtered. Where nothing is left nothing moves. The learning rate grows linearly over the first
+        `warmup_steps` optimizer steps. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on
+        some of the samples. RunError where a gradient is not finite.
         """
         config, samples = self.config, self._samples
         lengths = torch.tensor([len(s.token_ids) for s in samples])
         truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
         advantage = self._advantages(lengths, truncated)
         trained = advantage.ne(0) | bool(config.kl_coef)
-        if config.overlong == "filter":
-            trained &= ~truncated
-        chosen = torch.nonzero(trained)[:, 0]
-        order = np.random.default_rng([self.seed, rl_step]).permutation(len(chosen))
-        parts = list(chosen[torch.from_numpy(order)].chunk(config.minibatches)) if len(chosen) else []
+        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
+        trained &= counted
+        order = torch.from_numpy(np.random.default_rng([self.seed, rl_step]).permutation(len(samples)))
+        parts = [part for part in order.chunk(config.minibatches) if trained[part].any()]
         old, corrections = self._ratio_base()
-        reference = self._reference_logprobs(chosen.tolist())
+        reference = self._reference_logprobs(torch.nonzero(trained)[:, 0].tolist())
         totals = torch.zeros(len(_NOTHING), dtype=torch.float64)
         norms = lr = 0.0
         self.policy.train()
@@ -136,11 +136,11 @@ class Trainer:
             weights = torch.zeros(len(samples))
             weights[part] = token_weights(
                 lengths[part],
-                torch.ones(len(part), dtype=torch.bool),
+                counted[part],
                 aggregation=config.aggregation,
                 max_response_tokens=self.max_response_tokens,
             )
-            for rows in self._dealt(part.tolist(), self._pairs):
+            for rows in self._dealt(part[trained[part]].tolist(), self._pairs):
                 logp = self.policy(self._packed([self._pairs[i] for i in rows]))
                 correction = self._joined(corrections, rows) if corrections else None
                 token_weight = weights[rows].repeat_interleave(lengths[rows]).to(self.device)
@@ -166,7 +166,7 @@ class Trainer:
         self.policy.eval()
         self._sum(totals)
         mean = {name: float(total) / max(len(parts), 1) for name, total in zip(_NOTHING, totals, strict=True)}
-        mean |= {"grad_norm": norms / max(len(parts), 1), "lr": lr, "trained_responses": float(len(chosen))}
+        mean |= {"grad_norm": norms / max(len(parts), 1), "lr": lr, "trained_responses": float(trained.sum())}
         return mean | {"drift_kl": self._drift()}
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,15 @@ def test_truncated_responses_are_left_out_where_they_are_filtered(random_model: 
     made = trainer(random_model, overlong="filter")
     made.old_logprobs(samples())
     assert made.update(0)["trained_responses"] == 7
+
+
+def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(random_model: Path):
+    alone, among = (trainer(random_model, minibatches=1) for _ in range(2))
+    alone.old_logprobs(samples())
+    dead = [replace(s, reward=1.0, group=7) for s in samples()]
+    among.old_logprobs([*samples(), *dead])
+    norm = alone.update(0)["grad_norm"]
+    assert among.update(0)["grad_norm"] == pytest.approx(norm / 2, rel=1e-4)
 
 
 def test_good_responses_become_likelier(random_model: Path):
