@@ -63,6 +63,7 @@ def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
         text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
         answer = _answer(_column(row, config.answer_column, where))
         prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
+        _check_unicode(prompt_id, "prompt_id", where)
         if prompt_id in places:
             raise ConfigError(f"{source}: prompt_id {prompt_id!r} is not unique: {places[prompt_id]} and {place}")
         places[prompt_id] = place
@@ -145,6 +146,14 @@ def _names(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
+def _check_unicode(text: str, column: str, where: str) -> None:
+    """Half a surrogate pair is a Python string, and neither a tokenizer nor a trace takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: column {column!r} has half a surrogate pair, which is no Unicode text") from error
+
+
 def _answer(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
 
@@ -152,10 +161,12 @@ def _answer(value: Any) -> str:
 def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> tuple[str, list[int]]:
     """A prompt's text for the reward, and its tokens for the model."""
     text, messages = _messages(prompt, config, where)
+    for message in messages:
+        _check_unicode(message["content"], config.prompt_column, where)
     if config.chat:
         try:
             encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"{where}: the model's chat template refuses the prompt: {error}") from error
     else:
         encoded = tokenizer(text)

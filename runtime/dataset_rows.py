@@ -19,6 +19,8 @@ def dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Map
     A file has no splits, nor has a folder written from a single one; elsewhere `split` may be a slice ("train[:100]").
     ConfigError where there is no such dataset, subset or split, in one line.
     """
+    if not source:
+        raise ConfigError("data.train or data.heldout is empty: name a file, a folder or a dataset")
     try:
         import datasets
     except ModuleNotFoundError as error:

@@ -108,6 +108,7 @@ class DrafterRun(NoDrafter):
         ask: Callable[..., list[Any]],
     ) -> None:
         config = self.config
+        self._stop()
         self._workers, self._trainer, self._get, self._ask_workers = workers, trainer, get, ask
         client_keys: tuple[ClientKeys | None, ...] = (None,) * self.num_workers
         if config.endpoint is not None:
@@ -137,7 +138,8 @@ class DrafterRun(NoDrafter):
         self._serve(workers)
 
     def rejoin(self, worker: int) -> None:
-        self._serve([self._workers[worker]])
+        if self._trainers is not None:
+            self._serve([self._workers[worker]])
 
     def _serve(self, workers: Sequence[Any]) -> None:
         """Have engines that begin draft with what is in service, under the canary's eye."""
@@ -187,6 +189,17 @@ class DrafterRun(NoDrafter):
         self._trainers.target = self._trainer.frozen()
         self._ask("set_target", self._trainers.target)
 
+    def went_back(self, rl_step: int) -> None:
+        self._published = min(self._published, rl_step)
+        self.schedule.went_back(rl_step)
+        self._annotating, self._rows, self._lately = {}, {}, (None, 0)
+        self._trains_in, self._died = None, set()
+        # Coordinator and trainers know RL steps that only grow, so new ones begin.
+        self._stop()
+        # Engines repeat the last RL step that they were in.
+        self._ask_workers("went_back", rl_step)
+        self.start(self._workers, self._trainer, self._get, self._ask_workers)
+
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         accept_length, drafts = self._lately
         self.schedule.rollout_done(rl_step, accept_length, drift_kl, drafts=drafts)
@@ -212,6 +225,7 @@ class DrafterRun(NoDrafter):
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
         if self._weights is not None:
+            folder.mkdir(exist_ok=True)
             write_drafter(folder, self._weights, self._get(self._training))
         return {
             "name": self.config.name,
@@ -244,13 +258,16 @@ class DrafterRun(NoDrafter):
         for left in self.out.glob("worker-*"):
             shutil.rmtree(left, ignore_errors=True)
 
-    def close(self) -> None:
+    def _stop(self) -> None:
         if self._trainers is not None:
             self._trainers.close()
         with self._server_lock:
             server, self._server = self._server, None
         if server is not None:
             server.close()
+
+    def close(self) -> None:
+        self._stop()
         for left in self.out.glob("worker-*/*.partial"):
             shutil.rmtree(left, ignore_errors=True)
         if self._place is not None:

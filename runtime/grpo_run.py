@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from tltlab.cli import write_json
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import Policy, load_policy
 from tltlab.recorder import Recorder
+from tltlab.recording_folder import lock
 from tltlab.trace import Manifest, Trace, read
 
 from .data import Prompt, load_prompts, read_prompts
@@ -37,6 +38,8 @@ from .run_state import RunState, read_state, read_workers, write_state
 from .samples import Sample, Trajectory
 from .step_rows import StepReport, step_rows
 from .trainer_group import TrainerDied
+
+Done = TypeVar("Done")
 
 
 class GrpoRun:
@@ -62,6 +65,7 @@ class GrpoRun:
         self.heldout_prompts: list[Prompt] = []
         if data.heldout is not None:
             self.heldout_prompts = load_prompts(data.heldout, data, self.tokenizer, split=data.heldout_split)
+        self._check_prompts()
         self.policy = load_policy(recipe.rollout.policy)
         self.events = RunEvents(self.out / "events.jsonl")
         self._num_dropped = found.num_dropped
@@ -91,6 +95,16 @@ class GrpoRun:
         folder = self.checkpoints.latest() if self._resume else None
         return step_of(folder) if folder is not None else 0
 
+    def _check_prompts(self) -> None:
+        """Refuse prompts that leave no room in the engines' context, before an engine is started to say so."""
+        room = self.recipe.rollout.vllm.get("max_model_len")
+        for prompt in [*self.train_prompts, *self.heldout_prompts] if room else []:
+            if len(prompt.token_ids) >= room:
+                raise ConfigError(
+                    f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "
+                    f"{room} must hold it and a response: raise it, or leave such prompts out by data.max_prompt_tokens"
+                )
+
     def _begin_data(self) -> None:
         self.order = DataOrder(len(self.train_prompts), self.recipe.seed)
         self.rollouts = rollouts_of(self.recipe, self.train_prompts, self.order)
@@ -106,6 +120,7 @@ class GrpoRun:
         return self
 
     def _start(self) -> None:
+        self._stack.enter_context(self._locked())
         folder = self._newest() if self._resume else None
         if folder is not None:
             self.drafting.load_state_dict(read_state(folder, self.recipe).drafter, folder / "drafter")
@@ -118,15 +133,28 @@ class GrpoRun:
         actors = RunActors(self.recipe, self.policy.drafters, self.drafting, self.events)
         self.actors = self._stack.enter_context(actors)
         self.pool, self.trainers = self.actors.pool, self.actors.trainers
-        self.set_policy(self.policy)
-        self._origin = self._state()
+        self._choose_by(self.policy)
+        self.actors.engines_turn()
+        self._origin, self._origin_workers = self._state(), self.pool.state_dicts()
         if self._resume:
-            self._go_back(folder)
+            try:
+                self._go_back(folder)
+            except TrainerDied as error:
+                self._restart_trainers(error)
             self._recorder = Recorder.reopen(self.out / "trace", self._manifest(), self.rl_step)
         else:
+            if self._replay is not None:
+                self.pool.replay(self._replay)
             self._recorder = Recorder(self.out / "trace", self._manifest())
-        if self._replay is not None:
-            self.pool.replay(self._replay)
+        self._write_notes()
+
+    def _locked(self) -> IO[bytes]:
+        """The run's folder, for this process alone while it runs."""
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            return lock(self.out, "this run")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.out}: {error.strerror}") from error
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
@@ -141,24 +169,32 @@ class GrpoRun:
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
+        self._choose_by(policy, name)
+        self._write_notes()
+
+    def _choose_by(self, policy: Policy, name: str | None = None) -> None:
         self._policy_name = name or policy.selector.kind
         self.pool.set_policy(policy, self.rl_step)
         self._policies = [p for p in self._policies if p["rl_step"] != self.rl_step]
         entry = {"rl_step": self.rl_step, "name": self._policy_name, "policy": policy.model_dump(mode="json")}
         self._policies.append(entry)
-        self._write_policies()
 
     def step(self) -> StepReport:
         """One RL step under the policy in force; where a trainer dies, steps since the checkpoint are done again."""
+        return self._through(self._step)
+
+    def _through(self, do: Callable[[], Done]) -> Done:
+        """What `do` returns; where a trainer dies in it, the run goes back, comes to this RL step again and does it."""
         target = self.rl_step
         while True:
             try:
-                report = self._step()
+                while self.rl_step < target:
+                    self._step()
+                return do()
             except TrainerDied as error:
-                self._recover(error)
-                continue
-            if report.rl_step == target:
-                return report
+                self._restart_trainers(error)
+                self._recorder.rewind(self.rl_step)
+                self._write_notes()
 
     def _step(self) -> StepReport:
         rl_step = self.rl_step
@@ -199,14 +235,13 @@ class GrpoRun:
             metrics=metrics,
             notes=self.events.take(),
         )
-        report = self._record(report, collected, t_step - self._started)
+        report = self._record(report, collected, t_step)
         self.policy_version += 1
         self.rl_step += 1
-        report = replace(report, step_s=time.perf_counter() - t_step)
         self.reports.append(report)
         every = self.recipe.checkpoint.every
         if every and self.rl_step % every == 0:
-            self.checkpoint()
+            self._checkpoint()
         return report
 
     def _tools(self, rl_step: int) -> RolloutTools:
@@ -275,8 +310,8 @@ class GrpoRun:
         self._repeats.append({"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same})
         write_json(self.out / "repeats.json", {"repeats": self._repeats})
 
-    def _record(self, report: StepReport, collected: Collected, t_start: float) -> StepReport:
-        """Write the RL step's rows to the trace, durably; the report with what they say of it."""
+    def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
+        """Write the RL step's rows to the trace, durably; the report with what they say of it. `t_step`: its start."""
         start = time.perf_counter()
         requests = [request for share in collected.requests for request in share]
         rows = step_rows(
@@ -287,13 +322,14 @@ class GrpoRun:
             epochs=[collected.epochs[request.key] for request in requests],
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
             policy_version=self.policy_version,
-            t_start=t_start,
+            t_start=t_step - self._started,
             drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
         )
         for table, new in rows.items():
             self._recorder.append(table, new)
         self._recorder.flush()
-        report = replace(report, record_s=time.perf_counter() - start)
+        end = time.perf_counter()
+        report = replace(report, record_s=end - start, step_s=end - t_step)
         return replace(report, measures=step_metrics(report, rows))
 
     # ---- checkpoints, and going back to them ----
@@ -304,9 +340,14 @@ class GrpoRun:
         Engines then load what they have just told: learned trees come out of a file in an order of their own, and a
         run that goes on must be no other than one that is resumed.
         """
+        return self._through(self._checkpoint)
+
+    def _checkpoint(self) -> Path:
         start = time.perf_counter()
-        self.actors.trainers_turn()
+        # Who died is started again here: what an engine that sleeps has learned cannot be asked for.
+        self.actors.engines_turn()
         workers = self.pool.state_dicts()
+        self.actors.trainers_turn()
 
         def write(folder: Path) -> None:
             self.trainers.save_checkpoint(str((folder / "trainer").resolve()))
@@ -335,16 +376,22 @@ class GrpoRun:
             drafter={},
         )
 
-    def _recover(self, error: TrainerDied) -> None:
-        """Start the trainers again and go back to the newest checkpoint, or to the start."""
-        self._restarts += 1
-        if self._restarts > self.recipe.faults.max_restarts:
-            raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
-        folder = self._newest()
-        self.events.note(f"{error}; trainers start again from {'the start' if folder is None else folder.name}")
-        self.actors.restart_trainers()
-        self._go_back(folder)
-        self._recorder.rewind(self.rl_step)
+    def _restart_trainers(self, error: TrainerDied) -> None:
+        """Start the trainers again and go back to the newest checkpoint or the start, however often they die in it."""
+        while True:
+            self._restarts += 1
+            if self._restarts > self.recipe.faults.max_restarts:
+                raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
+            folder = self._newest()
+            self.events.note(f"{error}; trainers start again from {'the start' if folder is None else folder.name}")
+            try:
+                self.actors.restart_trainers()
+                self._go_back(folder)
+                self.drafting.went_back(self.rl_step)
+            except TrainerDied as again:
+                error = again
+            else:
+                return
 
     def _newest(self) -> Path | None:
         """The newest whole checkpoint; those that are not whole are noted."""
@@ -364,17 +411,18 @@ class GrpoRun:
         if folder is not None:
             self.order.load_state_dict(state.order)
             self.rollouts.load_state_dict(state.rollouts, folder / "rollouts")
-        self._write_policies()
-        if self._repeats or (self.out / "repeats.json").exists():
-            write_json(self.out / "repeats.json", {"repeats": self._repeats})
         policy = Policy.model_validate(state.policy["policy"])
         self._policy_name = state.policy["name"]
         self.pool.set_policy(policy, state.policy["rl_step"])
         if folder is not None:
             self.trainers.load_checkpoint(str((folder / "trainer").resolve()))
             self.pool.load_state_dicts(read_workers(folder, len(self.pool.handles)))
+        else:
+            self.pool.load_state_dicts(self._origin_workers)
         if state.recipe_policy != self.policy.model_dump(mode="json"):
-            self.set_policy(self.policy)
+            self._choose_by(self.policy)
+        if self._replay is not None:
+            self.pool.replay(self._replay)
         self.actors.push_weights(self.policy_version)
         self.drafting.target_moved()
         self.events.record(f"goes on with RL step {self.rl_step}")
@@ -383,6 +431,9 @@ class GrpoRun:
 
     def evaluate(self, num_prompts: int | None = None) -> float:
         """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""
+        return self._through(lambda: self._evaluate(num_prompts))
+
+    def _evaluate(self, num_prompts: int | None) -> float:
         prompts = self.heldout_prompts[: num_prompts or self.recipe.eval.num_prompts]
         if not prompts:
             raise ConfigError("evaluation needs data.heldout in the recipe")
@@ -403,6 +454,9 @@ class GrpoRun:
 
     def save(self) -> Path:
         """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, and the drafter's beside them."""
+        return self._through(self._save)
+
+    def _save(self) -> Path:
         folder = self.out / "checkpoints" / "final"
         partial = folder.with_name(".final.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -417,8 +471,10 @@ class GrpoRun:
         """Everything recorded so far."""
         return self._recorder.snapshot()
 
-    def _write_policies(self) -> None:
+    def _write_notes(self) -> None:
         write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self._policies})
+        if self._repeats or (self.out / "repeats.json").exists():
+            write_json(self.out / "repeats.json", {"repeats": self._repeats})
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -43,5 +43,5 @@ def shape_of(model: str) -> ModelShape:
             vocab=config["vocab_size"],
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         )
-    except (KeyError, TypeError, ValidationError) as error:
+    except (KeyError, TypeError, ValidationError, ZeroDivisionError) as error:
         raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error

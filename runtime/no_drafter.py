@@ -58,6 +58,9 @@ class NoDrafter:
     def target_moved(self) -> None:
         """The engines have the policy's new weights."""
 
+    def went_back(self, rl_step: int) -> None:
+        """The run does `rl_step` and what came after it again, with the drafter that is in service now."""
+
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
         return {}

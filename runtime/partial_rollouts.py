@@ -92,12 +92,6 @@ class PartialRollouts:
         self.order = order
         self.config = config
         self._pending: list[PartialGroup] = []
-        rollout = recipe.rollout
-        if rollout.prompts_per_step < rollout.num_workers:
-            raise ConfigError(
-                f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
-                f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
-            )
 
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step; trained are all groups that are whole at its end."""
@@ -226,7 +220,14 @@ class PartialRollouts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go on with the groups of `state`; ConfigError where the data is not what it was."""
+        """Go on with the groups of `state`, none where it is of another way to roll out.
+
+        ConfigError where the data is not what it was, or the cap is lower than a response that is to go on.
+        """
+        if "pending" not in state:
+            self._pending = []
+            return
+        cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
         tokens = ({name: tuple(column[n].tolist()) for name, column in columns.items()} for n in count())
         pending = []
@@ -238,6 +239,12 @@ class PartialRollouts:
                     "it no longer is: resume with the data that the run began with"
                 )
             samples = tuple(PartialSample(**next(tokens), **sample) for sample in group["samples"])
+            longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
+            if longest >= cap:
+                raise ConfigError(
+                    f"the checkpoint goes on with a response of {longest} tokens, and rollout.max_response_tokens is "
+                    f"{cap}: resume with more"
+                )
             pending.append(PartialGroup(number=number, epoch=group["epoch"], samples=samples))
         self._pending = pending
 

@@ -124,6 +124,11 @@ def plan_of(recipe: Recipe) -> Plan:
             f"an engine's KV cache holds {engine.at_once} responses of full length, up to {engine.running} run at a "
             "time: if all grow long, vLLM preempts some"
         )
+    if recipe.train.sampling_rounds > 1:
+        notes.append(
+            f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
+            "prompts whose rewards do not differ"
+        )
     if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:
         notes.append("data.max_prompt_tokens is not set: prompts are taken to have up to 1024 tokens")
     return Plan(

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.errors import ConfigError
 
@@ -24,7 +25,7 @@ from .token_logprobs import distributions, token_logprobs
 PACKED = "tltlab_packed"
 """Name of the attention that transformers' models are loaded with."""
 
-_OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,7 @@ def load_policy_model(
     if mesh is None:
         return policy.to(device)
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for module in [*made.base_model.layers, policy]:
+    for module in [*_layers(made), policy]:
         for tensor in chain(module.parameters(), module.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(device)
@@ -177,6 +178,20 @@ def load_policy_model(
                     dist.broadcast(tensor.data, 0)
         fully_shard(module, mesh=mesh, mp_policy=precision)
     return policy
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let layers keep their inputs alone and compute the rest again for the gradient.
+
+    transformers does so in training mode only, which dropout would follow: layers are in it, not what is in them.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in _layers(model):
+        layer.training = True
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def check_trainable(config: PretrainedConfig, model: str) -> None:

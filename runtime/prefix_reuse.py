@@ -259,11 +259,23 @@ class ReusingRollouts:
         return {"earlier": [[*name, earlier.truncated] for name, earlier in self._earlier.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go back to what `state_dict` gave; ConfigError where it was made without the distributions "exact" needs."""
+        """Go back to what `state_dict` gave, to nothing where it is of another way to roll out.
+
+        ConfigError where it was made without the distributions "exact" needs, or with responses beyond the cap.
+        """
+        if "earlier" not in state:
+            self._earlier = {}
+            return
         columns = load_ragged(folder / EARLIER_FILE)
         if self.exact and "rows" not in columns:
             raise ConfigError(
                 f"{folder / EARLIER_FILE} has no distributions: its run had no rollout.reuse.residual = 'exact'"
+            )
+        longest, cap = max(map(len, columns["token_ids"]), default=0), self.recipe.rollout.max_response_tokens
+        if longest > cap:
+            raise ConfigError(
+                f"the checkpoint has a response of {longest} tokens to use again, and rollout.max_response_tokens is "
+                f"{cap}: resume with as many"
             )
         rows = columns["rows"] if self.exact else [_NO_ROWS] * len(state["earlier"])
         self._earlier = {

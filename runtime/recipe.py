@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from tltlab.cli import read_json
 from tltlab.drafters import DrafterSpec
@@ -17,13 +19,15 @@ from tltlab.errors import ConfigError
 
 from .algorithms import ALGORITHMS
 from .builtin_recipes import find_recipe
-from .drafter_recipe import DrafterConfig
+from .drafter_recipe import Beta, DrafterConfig
 
-_SECRET = re.compile(r"(^|_)(hf_token|api_key|password|secret|access_token|auth_token)$")
+_SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # What is not finite is no setting, and JSON, in which a run keeps its recipe, does not know it.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class DataConfig(_Section):
@@ -118,9 +122,24 @@ class RolloutConfig(_Section):
     @field_validator("vllm")
     @classmethod
     def _without_secrets(cls, vllm: dict[str, Any]) -> dict[str, Any]:
-        secret = next((name for name, value in vllm.items() if isinstance(value, str) and _SECRET.search(name)), None)
+        secret = next((name for name, value in _leaves(vllm) if isinstance(value, str) and _SECRET.search(name)), None)
         if secret:
             raise ValueError(f"{secret} would be written into the run's folder: give it by an environment variable")
+        return vllm
+
+    @field_validator("vllm")
+    @classmethod
+    def _of_plain_numbers(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        for name in _VLLM_COUNTS:
+            value = vllm.get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} = {value!r} is not a whole number above 0")
+        share = vllm.get("gpu_memory_utilization", 0.5)
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1")
+        for name, value in _leaves(vllm):
+            if isinstance(value, float) and not isfinite(value):
+                raise ValueError(f"{name} = {value} is not a finite number")
         return vllm
 
 
@@ -146,7 +165,7 @@ class TrainConfig(_Section):
     algorithm: Literal["grpo", "dr-grpo", "dapo", "dler"] | None = None
     lr: float = Field(5e-4, gt=0)
     warmup_steps: int = Field(0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     minibatches: int = Field(2, ge=1)
@@ -173,7 +192,8 @@ class TrainConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _of_the_algorithm(cls, fields: Any) -> Any:
-        return ALGORITHMS.get(fields.get("algorithm") or "", {}) | fields if isinstance(fields, dict) else fields
+        name = fields.get("algorithm") if isinstance(fields, dict) else None
+        return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
 
 
 class EvalConfig(_Section):
@@ -238,7 +258,7 @@ class Recipe(_Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     faults: FaultConfig = FaultConfig()
-    seed: int = 0
+    seed: int = Field(0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
@@ -262,6 +282,11 @@ class Recipe(_Section):
             raise ValueError("train.overlong_buffer is more than rollout.max_response_tokens")
         if rollout.partial is not None and rollout.reuse is not None:
             raise ValueError("rollout.partial and rollout.reuse do not go together: choose one")
+        if rollout.partial is not None and rollout.prompts_per_step < rollout.num_workers:
+            raise ValueError(
+                f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
+                f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
+            )
         if rollout.partial is not None and train.correction == "none":
             raise ValueError(
                 "rollout.partial is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
@@ -303,6 +328,8 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
             raise ConfigError(f"override {override!r} is not key=value, for example train.steps=4")
         section = fields
         *parents, leaf = name.split(".")
+        if not all([*parents, leaf]):
+            raise ConfigError(f"override {override!r} has no name before the =, for example train.steps=4")
         for parent in parents:
             if section.get(parent) is None:
                 section[parent] = {}
@@ -313,8 +340,28 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{source}: {faults}") from error
+        raise ConfigError(f"{source}: {'; '.join(_fault(found) for found in error.errors())}") from error
+
+
+def _fault(found: ErrorDetails) -> str:
+    """One fault of a recipe in words: where it is, if it is in one place, and what it is."""
+    place = ".".join(map(str, found["loc"]))
+    said = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        said = "there is no such field"
+    return f"{place}: {said}" if place else said
+
+
+def _leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested tables and lists, with the name it goes by."""
+    if isinstance(fields, dict):
+        for key, value in fields.items():
+            yield from _leaves(value, str(key))
+    elif isinstance(fields, list):
+        for value in fields:
+            yield from _leaves(value, name)
+    else:
+        yield name, fields
 
 
 def _value(text: str) -> Any:

@@ -37,7 +37,7 @@ class WeightedReward:
     terms: tuple[tuple[Reward, float], ...]
 
     def __call__(self, prompt: str, response: str, answer: str) -> float:
-        return sum((weight * _number(function(prompt, response, answer)) for function, weight in self.terms), 0.0)
+        return _number(sum(weight * _number(function(prompt, response, answer)) for function, weight in self.terms))
 
 
 def _number(value: Any) -> float:

@@ -39,9 +39,10 @@ class SynchronousRollouts:
     """Every RL step draws prompts_per_step groups anew, and ends with the last response.
 
     With `train.sampling_rounds` above 1 groups whose rewards are all equal, which teach nothing, are replaced by as
-    many new prompts in another round (dynamic sampling of DAPO, arXiv 2503.14476, section 3.2). Every response of every
-    round is in the trace; trained are the groups with a difference, and where the rounds do not bring enough, those
-    that there are.
+    many new prompts in another round (dynamic sampling of DAPO, arXiv 2503.14476, section 3.2). A truncated response
+    counts with what `train.overlong` = "zero" leaves of its reward; the soft penalty for length makes no difference, as
+    in DAPO's scripts, which compare accuracies. Every response of every round is in the trace; trained are the groups
+    with a difference, and where the rounds do not bring enough, those that there are.
     """
 
     on_policy = True
@@ -93,7 +94,7 @@ class SynchronousRollouts:
             epochs |= {request.key: epoch for epoch, number in picked for request in requests[number]}
             rewards |= rewards_by_key(drawn, tools.rl_step)
             groups = [drawn[i : i + rollout.group_size] for i in range(0, len(drawn), rollout.group_size)]
-            kept += [g for g in groups if max_rounds == 1 or len({t.reward for t in g}) > 1]
+            kept += [g for g in groups if max_rounds == 1 or self._differs(g)]
         return Collected(
             trajectories=[t for group in kept for t in group],
             groups=[n for n, group in enumerate(kept) for _ in group],
@@ -106,6 +107,10 @@ class SynchronousRollouts:
             reward_s=reward_s,
             notes=self._notes(len(kept), len(asked), rounds.num_rounds),
         )
+
+    def _differs(self, group: Sequence[Trajectory]) -> bool:
+        zero = self.recipe.train.overlong == "zero"
+        return len({min(t.reward or 0.0, 0.0) if zero and t.truncated else t.reward for t in group}) > 1
 
     def _notes(self, num_kept: int, num_asked: int, num_rounds: int) -> list[str]:
         wanted = self.recipe.rollout.prompts_per_step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -17,7 +17,7 @@ from .ray_calls import get
 from .recipe import Recipe
 from .run_events import RunEvents
 from .start_ray import start_ray
-from .trainer_group import TrainerGroup
+from .trainer_group import TrainerDied, TrainerGroup
 from .worker_pool import WorkerPool
 
 
@@ -69,13 +69,26 @@ class RunActors:
             self.pool.start()
             self.pool.sleep()
             self._engines_awake = False
-            self.trainers.start()
+            self._with_trainers()
         else:
             with ThreadPoolExecutor(1) as beside:
-                trainers = beside.submit(self.trainers.start)
+                trainers = beside.submit(self._with_trainers)
                 self.pool.start()
                 trainers.result()
-        drafting.start(self.pool.handles, self.trainers, get, self.pool.ask)
+        self._with_trainers(lambda: drafting.start(self.pool.handles, self.trainers, get, self.pool.ask))
+
+    def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
+        """Start the trainers where none are and do `then`; both again where one dies, `faults.max_restarts` times."""
+        for left in reversed(range(self.recipe.faults.max_restarts + 1)):
+            try:
+                if not self.trainers.handles:
+                    self.trainers.start()
+                then()
+                return
+            except TrainerDied as error:
+                if not left:
+                    raise
+                self._events.note(f"{error}; trainers start again")
 
     def engines_turn(self) -> None:
         """From now on engines have the devices."""

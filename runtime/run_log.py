@@ -91,9 +91,13 @@ class RunLog:
         self.say(str(report))
         with contextlib.suppress(OSError, ValueError):
             self._screen.step(report)
+        self.measured(report.rl_step, metrics)
+
+    def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        """Log what was measured after RL step `rl_step`; nothing is said."""
         for name, logger in list(self._loggers.items()):
             try:
-                logger.step(report.rl_step, metrics)
+                logger.step(rl_step, metrics)
             except Exception as error:
                 # A disk or a network may fail in any way; the run is worth more than its log.
                 self._leave_out(name, error)
@@ -170,6 +174,7 @@ class _Wandb:
     def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
         import wandb
 
+        out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
         ids = _run_ids(out)
         self._run = wandb.init(
             project=project,
@@ -201,7 +206,7 @@ class _Mlflow:
         run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=out.name)
         _keep_id(out, ids, "mlflow", run.info.run_id)
         if settings and "mlflow" not in ids:
-            mlflow.log_params(dict(settings))
+            mlflow.log_params(_flat(settings))
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         # A server that does not answer is tried again for minutes: not while the run waits.
@@ -209,6 +214,15 @@ class _Mlflow:
 
     def close(self, *, failed: bool) -> None:
         self._mlflow.end_run("FAILED" if failed else "FINISHED")
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by dotted name, as MLflow shows and compares them: it knows no nested ones."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        inner = _flat(value) if isinstance(value, Mapping) else {}
+        found |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
+    return found
 
 
 def _run_ids(out: Path) -> dict[str, str]:
@@ -230,7 +244,8 @@ class _Screen(Protocol):
 
 def _screen(total_steps: int, resume_from: int) -> _Screen:
     console = Console(stderr=True)
-    if console.is_terminal and not console.is_dumb_terminal:
+    # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
+    if console.is_terminal and not console.is_dumb_terminal and console.file.isatty():
         return _Bar(console, total_steps, resume_from)
     return _Lines()
 

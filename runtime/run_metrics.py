@@ -65,6 +65,9 @@ def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | N
 
 
 def _rollout(rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
+    # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
+    if not rows["workload"]:
+        return {}
     # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
     lanes = {row["lane"] for row in rows.get("spans", []) if row["lane"].startswith("worker ")}
     tables = {name: pa.Table.from_pylist(list(rows[name]), schema=TABLES[name]) for name in _TABLES if rows.get(name)}

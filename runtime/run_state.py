@@ -66,10 +66,17 @@ def read_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:
     return [read_json(folder / f"worker-{number}.json") for number in range(num_workers)]
 
 
-def _plain(report: dict[str, Any]) -> dict[str, Any]:
-    """JSON knows no NaN: unknown is null."""
-    return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in report.items()}
+def json_number(value: Any) -> Any:
+    """JSON knows no NaN and nothing infinite: such a number is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(v) if isinstance(v, Mapping) else json_number(v) for name, v in report.items()}
 
 
 def _known(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: math.nan if value is None else value for name, value in report.items()}
+    return {
+        name: _known(value) if isinstance(value, Mapping) else math.nan if value is None else value
+        for name, value in report.items()
+    }

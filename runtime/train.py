@@ -11,7 +11,9 @@ from tltlab.errors import ConfigError
 from .environment import run_json, versions
 from .grpo_run import GrpoRun
 from .recipe import Recipe
+from .run_checkpoints import step_of
 from .run_log import RunLog
+from .run_state import json_number
 
 __all__ = ["GrpoRun", "train"]
 
@@ -36,6 +38,10 @@ def train(
         write_json(out / "run.json", description)
         run.policy.write(out / "policy.json")
         last = _steps(run, log)
+        newest = run.checkpoints.latest()
+        if newest is None or step_of(newest) != run.rl_step:
+            # So that a run that has ended can go on with more steps.
+            run.checkpoint()
         run.save()
         reports, drafter = run.reports, run.drafting.summary()
     summary = {
@@ -43,7 +49,7 @@ def train(
         "reward_first": run.reward_first,
         "reward_last": last,
         "steps": [
-            {"rl_step": r.rl_step, "policy": r.policy, "reward": r.reward_mean, "rollout_s": r.rollout_s}
+            {"rl_step": r.rl_step, "policy": r.policy, "reward": json_number(r.reward_mean), "rollout_s": r.rollout_s}
             for r in reports
         ],
         "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
@@ -58,22 +64,23 @@ def train(
 
 def _steps(run: GrpoRun, log: RunLog) -> float | None:
     """Train to the end; the held-out reward then, None without evaluation."""
-    config = run.recipe.eval
+    config, last_step = run.recipe.eval, run.recipe.train.steps
     evaluates = bool(run.heldout_prompts) and config.num_prompts > 0
     if evaluates and run.reward_first is None:
-        run.reward_first = run.evaluate()
-        log.say(f"held-out reward before training {run.reward_first:.3f}")
+        run.reward_first = _evaluated(run, log, "before training")
     if run.rl_step:
         log.say(f"goes on with RL step {run.rl_step}")
-    while run.rl_step < run.recipe.train.steps:
+    while run.rl_step < last_step:
         report = run.step()
-        log.step(report, dict(report.measures))
-        due = config.every and run.rl_step % config.every == 0
-        if evaluates and due and run.rl_step < run.recipe.train.steps:
-            reward = run.evaluate()
-            log.say(f"held-out reward after RL step {report.rl_step} {reward:.3f}")
-    if not evaluates:
-        return None
-    last = run.evaluate()
-    log.say(f"held-out reward after training {last:.3f}")
-    return last
+        log.step(report, report.measures)
+        if evaluates and config.every and run.rl_step % config.every == 0 and run.rl_step < last_step:
+            _evaluated(run, log, f"after RL step {report.rl_step}")
+    return _evaluated(run, log, "after training") if evaluates else None
+
+
+def _evaluated(run: GrpoRun, log: RunLog, when: str) -> float:
+    reward = run.evaluate()
+    log.say(f"held-out reward {when} {reward:.3f}")
+    # Loggers know no RL step before the first.
+    log.measured(max(run.rl_step - 1, 0), {"reward/heldout": reward})
+    return reward

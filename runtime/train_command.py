@@ -16,7 +16,7 @@ def train(
         str | None, typer.Argument(help="A TOML recipe, or the name of one that comes with tltlab.")
     ] = None,
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
-    out: Annotated[Path, typer.Option(help="The run's folder; must not hold a run.")] = Path("runs/run"),
+    out: Annotated[Path | None, typer.Option(help="The run's folder; must not hold a run. [default: runs/run]")] = None,
     resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, by its own recipe.")] = None,
     replay_decisions: Annotated[
         Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
@@ -37,19 +37,21 @@ def train(
     if resume is not None:
         if recipe is not None and "=" not in recipe:
             raise ConfigError(f"--resume {resume} goes on by the run's own recipe: leave out {recipe}")
-        loaded, out = resumed_recipe(resume, [recipe, *changes] if recipe else changes), resume
+        if out is not None:
+            raise ConfigError(f"--resume {resume} goes on in that folder: leave out --out {out}")
+        loaded, folder = resumed_recipe(resume, [recipe, *changes] if recipe else changes), resume
     elif recipe is None:
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:
-        loaded = load_recipe(recipe, changes)
+        loaded, folder = load_recipe(recipe, changes), out or Path("runs/run")
     if dry_run:
         plan = plan_of(loaded)
         emit(plan.as_json(), as_json=as_json, text=plan.text())
         return
     from .train import train as run
 
-    summary = run(loaded, out, resume=resume is not None, replay=replay_decisions)
-    text = f"{summary['grpo_steps']} steps into {out}"
+    summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
+    text = f"{summary['grpo_steps']} steps into {folder}"
     if summary["reward_first"] is not None:
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     emit(summary, as_json=as_json, text=text)

@@ -25,7 +25,7 @@ from tltlab.errors import RunError
 
 from .losses import advantages, correction_weights, kl_estimate, mismatch, policy_loss, shape_rewards, token_weights
 from .micro_batches import micro_batches
-from .policy_model import PackedTokens, PolicyModel, full_tensors, load_policy_model
+from .policy_model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
 from .recipe import TrainConfig
 from .samples import Sample
 from .target_states import FrozenTarget
@@ -83,9 +83,10 @@ class Trainer:
 
         self.policy = load()
         self.reference = load().requires_grad_(False) if config.kl_coef else None
-        if config.activation_checkpointing:
-            self.policy.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        # Dropout would move log-probs away from those that drew the tokens.
         self.policy.eval()
+        if config.activation_checkpointing:
+            checkpoint_activations(self.policy.model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -110,11 +111,12 @@ class Trainer:
         return mismatch(torch.cat(self._old), behaviour, cap=self.config.correction_cap)
 
     def update(self, rl_step: int) -> dict[str, float]:
-        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over the tokens of mini-batches.
+        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over mini-batches.
 
+        `clip_fraction` and `kl` are means over their tokens, by weight, and `correction_mean` over those computed.
         Responses without an advantage carry no gradient: they count in their mini-batch, as in the papers, and are not
         computed, unless a penalty for the distance to the reference moves them. Truncated ones do not count where they
-        are filtered. Where nothing is left nothing moves. The learning rate grows linearly over the first
+        are filtered. Without a token left nothing moves. The learning rate grows linearly over the first
         `warmup_steps` optimizer steps. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on
         some of the samples. RunError where a gradient is not finite.
         """
@@ -122,16 +124,14 @@ class Trainer:
         lengths = torch.tensor([len(s.token_ids) for s in samples])
         truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
         advantage = self._advantages(lengths, truncated)
-        trained = advantage.ne(0) | bool(config.kl_coef)
         counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
-        trained &= counted
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
         order = torch.from_numpy(np.random.default_rng([self.seed, rl_step]).permutation(len(samples)))
-        parts = [part for part in order.chunk(config.minibatches) if trained[part].any()]
+        parts = [part for part in order.tensor_split(config.minibatches) if trained[part].any()]
         old, corrections = self._ratio_base()
         reference = self._reference_logprobs(torch.nonzero(trained)[:, 0].tolist())
         totals = torch.zeros(len(_NOTHING), dtype=torch.float64)
         norms = lr = 0.0
-        self.policy.train()
         for part in parts:
             weights = torch.zeros(len(samples))
             weights[part] = token_weights(
@@ -140,6 +140,8 @@ class Trainer:
                 aggregation=config.aggregation,
                 max_response_tokens=self.max_response_tokens,
             )
+            shares = weights * lengths
+            whole, computed = float(shares.sum()), float(shares[trained].sum())
             for rows in self._dealt(part[trained[part]].tolist(), self._pairs):
                 logp = self.policy(self._packed([self._pairs[i] for i in rows]))
                 correction = self._joined(corrections, rows) if corrections else None
@@ -157,13 +159,12 @@ class Trainer:
                 )
                 # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
                 (terms.loss * self.world).backward()
-                corrected = token_weight if correction is None else token_weight * correction
+                corrected = float((token_weight if correction is None else token_weight * correction).sum())
                 totals += torch.tensor(
-                    [float(terms.loss.detach()), terms.clip_fraction, terms.kl, float(corrected.sum())]
+                    [float(terms.loss.detach()), terms.clip_fraction / whole, terms.kl / whole, corrected / computed]
                 )
             lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
             norms += self._optimizer_step(lr, rl_step)
-        self.policy.eval()
         self._sum(totals)
         mean = {name: float(total) / max(len(parts), 1) for name, total in zip(_NOTHING, totals, strict=True)}
         mean |= {"grad_norm": norms / max(len(parts), 1), "lr": lr, "trained_responses": float(trained.sum())}
@@ -271,12 +272,9 @@ class Trainer:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
         stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
-        if not rows:
-            return 0.0
-        now = self._logprobs(
-            self.policy, [(self._samples[i].prompt_token_ids, self._samples[i].token_ids) for i in rows]
-        )
-        return float(kl_estimate(torch.cat([self._old[i] for i in rows]), torch.cat(now)).mean())
+        now = self._logprobs(self.policy, [self._pairs[i] for i in rows])
+        old = torch.cat([torch.empty(0), *(self._old[i] for i in rows)])
+        return float(kl_estimate(old, torch.cat(now)).mean()) if len(old) else 0.0
 
     def _logprobs(self, model: PolicyModel, pairs: Sequence[Pair], *, whole: bool = False) -> list[Tensor]:
         """[N] of every pair, or [N, V], on the host and on every rank."""

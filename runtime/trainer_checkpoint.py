@@ -51,7 +51,8 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         optimizer.state.clear()
         if steps:
             # AdamW makes its moments at a first step; without gradients' values it moves nothing that is not loaded.
-            for parameter in module.parameters():
+            # Its own: a sharded module shows gathered parameters after a forward without a backward.
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 parameter.grad = torch.zeros_like(parameter)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

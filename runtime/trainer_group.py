@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import socket
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,12 +121,13 @@ class TrainerGroup:
 
     def _rendezvous(self, where: Sequence[tuple[str, str, int]]) -> str | None:
         """Where ranks meet: a file in a private folder on one machine, else a port on that of rank 0."""
-        nodes = {node for node, _, _ in where}
-        if nodes == {ray.get_runtime_context().get_node_id()}:
+        if len(where) == 1:
+            return None
+        if {node for node, _, _ in where} == {ray.get_runtime_context().get_node_id()}:
             self._meeting = Path(tempfile.mkdtemp(prefix="tltlab-trainers-"))
-            return f"file://{self._meeting / 'meeting'}" if len(where) > 1 else None
+            return f"file://{self._meeting / 'meeting'}"
         _, address, port = where[0]
-        return f"tcp://{address}:{port}" if len(where) > 1 else None
+        return f"tcp://{address}:{port}"
 
     def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
         if not self.handles:
@@ -141,9 +143,10 @@ class TrainerGroup:
         return refs[0][1]
 
     def _wait(self, refs: list[Any], what: str, timeout_s: float | None = None) -> list[Any]:
-        pending = list(refs)
+        pending, begun = list(refs), time.monotonic()
         while pending:
-            done, pending = ray.wait(pending, num_returns=1, timeout=timeout_s)
+            left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - begun), 0.0)
+            done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
             if not done:
                 self.close()
                 raise TrainerDied(f"{len(pending)} of {len(refs)} trainer ranks did not {what} within {timeout_s:g} s")

@@ -84,6 +84,10 @@ class RolloutWorker:
     def drafter_report(self) -> DrafterReport:
         return self.engine.drafter_report()
 
+    def went_back(self, rl_step: int) -> None:
+        """Let who trains from here on hear of no RL step after the one before `rl_step`."""
+        self.feed.status(rl_step - 1, busy=False)
+
     def generate(
         self, requests: list[GenerationRequest], rl_step: int, seed: list[int], *, repeatable: bool, quota: int | None
     ) -> Rollout:

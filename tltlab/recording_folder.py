@@ -140,14 +140,17 @@ def cut(folder: Path, rl_steps: int) -> int:
     return after
 
 
-def lock(folder: Path) -> IO[bytes]:
-    """Hold the recording while this process lives: the kernel lets go of it even after kill -9."""
+def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
+    """Hold a folder while this process lives: the kernel lets go of it even after kill -9.
+
+    Raises ConfigError where another process holds it; `what` it is.
+    """
     file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         file.close()
-        raise ConfigError(f"{folder}: this recording is in progress in another process") from error
+        raise ConfigError(f"{folder}: {what} is in progress in another process") from error
     return file
 
 

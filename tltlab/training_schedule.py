@@ -148,6 +148,11 @@ class TrainingSchedule:
         if updates > 0 and rl_step not in self.trainings:
             self.trainings = sorted([*self.trainings, rl_step])
 
+    def went_back(self, rl_step: int) -> None:
+        """The run is at `rl_step` again with the drafter that it has: trainings were before, later rollouts void."""
+        self.record = [row for row in self.record if row.rl_step < rl_step]
+        self.trainings = sorted({min(step, rl_step - 1) for step in self.trainings})
+
     def summary(self) -> DriftSummary:
         """How the drafter ages, from all rollouts that follow one another without training in between.
 

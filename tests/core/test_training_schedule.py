@@ -238,3 +238,14 @@ def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert before + follow(second, range(split, len(rollouts))) == expected
     assert repr(second.summary()) == repr(whole.summary())
+
+
+def test_a_run_that_goes_back_keeps_its_drafter_and_forgets_later_rollouts():
+    schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2))
+    for rl_step in range(5):
+        schedule.rollout_done(rl_step, 2.0, drafts=100)
+        schedule.trained(rl_step, updates=1)
+    schedule.went_back(2)
+    assert [row.rl_step for row in schedule.record] == [0, 1]
+    assert schedule.trainings == [0, 1], "what serves was trained before the RL step that comes next"
+    assert [schedule.decide(rl_step, TRAINED).train for rl_step in (2, 3)] == [False, True]

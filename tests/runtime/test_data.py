@@ -188,6 +188,19 @@ def test_a_chat_needs_a_template_and_a_system_needs_a_chat(tmp_path: Path):
         loaded(tmp_path, ROWS, system="be kind")
 
 
+def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(tmp_path: Path, chat_tokenizer: Any):
+    chat_tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(ConfigError, match="the model's chat template refuses the prompt"):
+        loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
+
+
+@pytest.mark.parametrize("column", ["prompt", "prompt_id"])
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
+    row = {"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}
+    with pytest.raises(ConfigError, match=f"line 1: column '{column}' has half a surrogate pair"):
+        loaded(tmp_path, [row])
+
+
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
     source = written(tmp_path / "data.jsonl", ROWS)
     found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())

@@ -144,6 +144,21 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
             second.load_state_dict(state[0], tmp_path)
 
 
+def test_a_checkpoint_of_another_way_to_roll_out_has_nothing_to_go_on_with(tmp_path: Path):
+    _, rollouts = made()
+    rollouts.load_state_dict({}, tmp_path)
+    assert rollouts.state_dict(tmp_path) == {"pending": []}
+
+
+def test_a_response_that_goes_on_must_fit_under_the_cap(tmp_path: Path):
+    engines, rollouts = made()
+    run(engines, rollouts, range(2))
+    state = rollouts.state_dict(tmp_path)
+    rollouts.recipe = recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}})
+    with pytest.raises(ConfigError, match=r"rollout\.max_response_tokens is 1: resume with more"):
+        rollouts.load_state_dict(state, tmp_path)
+
+
 def test_few_prompts_are_no_reason_to_stop():
     rollout = {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": CAP, "partial": {"concurrency": 64}}
     rollouts = rollouts_of(recipe(rollout), prompts(3), data_order(3))

@@ -225,8 +225,13 @@ def test_an_engine_goes_on_behind_the_last_token_kept():
 def test_nothing_known_is_a_state_too(tmp_path: Path):
     engines, rollouts = one_group({}, lambda prompt, sample: 6)
     state = json.loads(json.dumps(rollouts.state_dict(tmp_path)))
-    rollouts.load_state_dict(state, tmp_path)
-    assert len(rollouts.collect(engines.tools(0, no_reward)).trajectories) == 2
+    for nothing in (state, {}):
+        rollouts.load_state_dict(nothing, tmp_path)
+        assert len(rollouts.collect(engines.tools(0, no_reward)).trajectories) == 2
+    state = rollouts.state_dict(tmp_path)
+    rollouts.recipe = recipe({"max_response_tokens": 5, "reuse": {}})
+    with pytest.raises(ConfigError, match=r"response of 6 tokens to use again, and .* is 5"):
+        rollouts.load_state_dict(state, tmp_path)
 
 
 def test_draws_differ_between_samples_and_rl_steps():

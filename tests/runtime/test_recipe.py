@@ -36,11 +36,30 @@ def test_an_override_replaces_a_field_by_its_dotted_name(tmp_path: Path):
         ("train.steps=0", "train.steps"),
         ("train.steps", "not key=value"),
         ("model.x=1", "not a section"),
+        ("=3", "no name before the ="),
+        ("train.algorithm=[1]", "train.algorithm: Input should be"),
+        ("train.kl_coef=Infinity", "train.kl_coef: Input should be a finite number"),
+        ("reward_pool.on_failure=NaN", "reward_pool.on_failure: Input should be a finite number"),
+        ("train.betas=[0.9,2]", r"train.betas.1: Input should be less than 1"),
+        ("seed=-1", "seed: Input should be greater"),
+        ("rollout.vllm.max_num_seqs=many", r"rollout.vllm: max_num_seqs = 'many' is not a whole number above 0"),
+        ("rollout.vllm.kv_cache_memory_bytes=1G", "is not a whole number"),
+        ("rollout.vllm.gpu_memory_utilization=90", "up to 1"),
+        ("rollout.vllm.swap_space=NaN", "not a finite number"),
+        ("rollout.top_p=0.9", r"r.toml: rollout.top_p = 0.9 cuts tokens off"),
+        ('rollout={"partial":{"concurrency":8},"prompts_per_step":1}', r"2 workers for rollout\.prompts_per_step = 1"),
     ],
 )
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         load_recipe(written(tmp_path / "r.toml", RECIPE), [override])
+
+
+@pytest.mark.parametrize("options", ['{"api_key":"x"}', '{"hf_overrides":{"a":[{"HF_TOKEN":"x"}]}}'])
+def test_a_secret_among_vllms_options_is_refused_and_not_repeated(tmp_path: Path, options: str):
+    with pytest.raises(ConfigError, match="by an environment variable") as refused:
+        load_recipe(written(tmp_path / "r.toml", RECIPE), [f"rollout.vllm={options}".replace('"x"', '"sk-1234"')])
+    assert "sk-1234" not in str(refused.value)
 
 
 def test_all_faults_of_a_recipe_are_told_at_once(tmp_path: Path):

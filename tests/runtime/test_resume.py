@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,19 @@ def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_pat
         resumed_recipe(tmp_path / "none")
 
 
+def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Path):
+    run = as_it_was_at(fixed, 2, tmp_path / "run")
+    before = {path: path.read_bytes() for path in run.rglob("*.json")}
+    other = f"from tltlab.recording_folder import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ConfigError, match="this run is in progress in another process"):
+            resumed(run)
+        holder.kill()
+    assert {path: path.read_bytes() for path in run.rglob("*.json")} == before
+
+
 def test_engines_and_trainers_on_the_same_devices_with_two_ranks_and_partial_rollouts(
     recipe_file: Path, tmp_path: Path
 ):
@@ -148,7 +162,9 @@ def test_prefixes_of_the_epoch_before_are_kept_where_the_policy_still_agrees(rec
         "rollout.prompts_per_step=32",
         "rollout.group_size=2",
         'rollout.reuse={"residual": "exact"}',
+        "checkpoint.every=0",
     )
+    assert (out / "checkpoints" / f"step-{STEPS:06d}").is_dir(), "a run that has ended can go on with more steps"
     trace = tltlab.read(out / "trace")
     generated = trace.outcomes.groupby("rl_step")["response_tokens"].sum()
     assert generated[1] < 0.9 * generated[0], "the second epoch generates less"

@@ -162,3 +162,9 @@ def test_a_sum_of_no_rewards_or_of_a_weight_that_is_no_number_is_refused():
         load_rewards([])
     with pytest.raises(ConfigError, match="has weight nan"):
         load_rewards([("some_rewards:two", float("nan"))])
+
+
+def test_a_sum_that_is_not_finite_is_no_reward():
+    weighted = load_rewards([("some_rewards:two", 1e308), ("some_rewards:two", 1e308)])
+    with pytest.raises(NotANumberError, match="returned inf"):
+        weighted("", "", "")

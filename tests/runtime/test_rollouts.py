@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.errors import ConfigError
 from tltlab.runtime.data_order import prompt_batch
 from tltlab.runtime.partial_rollouts import PartialRollouts
 from tltlab.runtime.prefix_reuse import ReusingRollouts
@@ -71,6 +70,16 @@ def test_dynamic_sampling_replaces_groups_without_a_difference():
     assert got.notes == [f"rewards differ within 4 of {sum(sizes)} groups of {len(sizes)} rounds"]
 
 
+@pytest.mark.parametrize(("overlong", "num_trained"), [("keep", 2), ("zero", 0)])
+def test_a_reward_that_truncation_takes_away_makes_no_difference(overlong: str, num_trained: int):
+    """Only sample 1 is right, and it ends at the cap: with "zero" its group would be trained with no advantage."""
+    engines = ScriptedEngines(1, lambda prompt, sample: 1000 if sample else 3)
+    train = {"sampling_rounds": 2, "overlong": overlong}
+    rollouts = rollouts_of(recipe({"prompts_per_step": 1, "group_size": 2}, train), prompts(4), data_order(4))
+    got = rollouts.collect(engines.tools(0, by_sample))
+    assert [t.truncated for t in got.trajectories] == [False, True][:num_trained]
+
+
 def test_rounds_are_one_rollout_in_the_trace():
     """Iterations are numbered on, and times are since the first round began."""
     engines = ScriptedEngines(2, lambda prompt, sample: 5)
@@ -110,5 +119,3 @@ def test_the_recipe_says_how_to_roll_out():
         for rollout in ({}, {"partial": {"concurrency": 8}}, {"reuse": {}})
     ]
     assert made == [SynchronousRollouts, PartialRollouts, ReusingRollouts]
-    with pytest.raises(ConfigError, match=r"2 workers for rollout\.prompts_per_step = 1"):
-        rollouts_of(recipe({"prompts_per_step": 1, "partial": {"concurrency": 8}}), prompts(4), data_order(4))

@@ -46,6 +46,7 @@ class Run:
         called("finish", exit_code)
 
 def init(project, name, dir, id, resume, config, settings):
+    assert os.path.isdir(dir)
     if project == "locked":
         raise RuntimeError("no login")
     called("init", project, name, id, config)
@@ -131,7 +132,10 @@ def test_without_loggers_nothing_is_written(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("forced", ["", "1"])
+def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", forced)  # as CI services do
+    monkeypatch.setenv("TERM", "xterm-256color")
     with RunLog(LogConfig(), tmp_path, 1) as log:
         log.say("held-out reward before training 0.500")
         log.step(report(), {})
@@ -191,14 +195,14 @@ def test_wandb_gets_every_step_and_a_resumed_run_goes_on_in_the_same_one(tmp_pat
 def test_mlflow_gets_every_step_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
     out = tmp_path / "run"
     config = LogConfig(tensorboard=False, mlflow="tails")
-    with RunLog(config, out, 3, settings={"lr": 0.1}) as log:
+    with RunLog(config, out, 3, settings={"recipe": {"train": {"lr": 0.1}, "drafters": {}}, "argv": ["x"]}) as log:
         log.step(report(0), {"reward/mean": 0.5})
     with RunLog(config, out, 3, resume_from=1, settings={"lr": 0.1}) as log:
         log.step(report(1), {"reward/mean": 0.6})
     assert services() == [
         ["set_experiment", "tails"],
         ["start_run", None, "run"],
-        ["log_params", {"lr": 0.1}],
+        ["log_params", {"recipe.train.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
         ["log_metrics", {"reward/mean": 0.5}, 0],
         ["end_run", "FINISHED"],
         ["set_experiment", "tails"],

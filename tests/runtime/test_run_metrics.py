@@ -104,6 +104,15 @@ def test_the_bubble_is_that_of_the_recorded_trace():
     assert found["rollout/mean_accept_length"] == metrics.mean_accept_length(trace) == 3.0
 
 
+def test_an_rl_step_without_a_request_to_the_engines_has_figures_too():
+    """As where every response is known from an epoch before."""
+    idle = Rollout(responses=[], iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0)
+    rows = step_rows(report(), [], [idle, idle], [], epochs=[], policy_version=3, t_start=1.0, drafter={})
+    found = step_metrics(report(), rows)
+    assert (found["reward/mean"], found["time/step_s"]) == (0.5, 14.0)
+    assert not any(name.startswith(("rollout/", "length/")) for name in found)
+
+
 def test_what_is_unknown_or_not_finite_is_not_there():
     step = report(metrics={"mismatch_kl": math.nan, "loss": math.inf, "drift_kl": 0.0})
     found = step_metrics(step, rows_of(step))

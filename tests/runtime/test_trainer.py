@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime import token_logprobs as of_tokens
@@ -146,6 +146,34 @@ def test_neither_micro_batches_nor_checkpointed_activations_change_an_update(mod
     assert trained(trainer(model, activation_checkpointing=True)) == pytest.approx(whole, abs=2e-5)
 
 
+def test_checkpointed_activations_are_computed_a_second_time(random_model: Path):
+    calls = {}
+    for wanted in (False, True):
+        made = trainer(random_model, activation_checkpointing=wanted, minibatches=1)
+        made.old_logprobs(samples())
+        seen: list[None] = []
+        made.policy.model.model.layers[0].self_attn.register_forward_hook(lambda *_, seen=seen: seen.append(None))
+        made.update(0)
+        calls[wanted] = len(seen)
+    assert calls == {False: 2, True: 3}  # the drift is measured once more
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dropout_is_never_applied_and_layers_may_have_any_name(random_model: Path, tmp_path: Path, dtype: str):
+    config = GPT2Config(
+        vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((random_model / name).read_text())
+    made = trainer(tmp_path, dtype=dtype, activation_checkpointing=True, minibatches=1)
+    try:
+        made.old_logprobs(samples())
+        assert made.update(0)["clip_fraction"] == 0
+    finally:
+        made.close()
+
+
 def test_the_same_samples_give_the_same_bits(random_model: Path):
     assert (trained(trainer(random_model), 2) == trained(trainer(random_model), 2)).all()
 
@@ -192,6 +220,37 @@ def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(rand
     among.old_logprobs([*samples(), *dead])
     norm = alone.update(0)["grad_norm"]
     assert among.update(0)["grad_norm"] == pytest.approx(norm / 2, rel=1e-4)
+
+
+def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_learns_nothing(random_model: Path):
+    measured = []
+    for aggregation, others in (
+        ("token", []),
+        ("constant", []),
+        ("token", [replace(s, reward=1.0) for s in samples()]),
+    ):
+        made = trainer(random_model, aggregation=aggregation, minibatches=1, lr=1e-9)
+        drawn = [*samples(), *(replace(s, group=7) for s in others)]
+        exact = made.score([(s.prompt_token_ids, s.token_ids) for s in drawn])
+        made.old_logprobs([replace(s, logprobs=logp.tolist()) for s, logp in zip(drawn, exact, strict=True)])
+        measured.append(made.update(0)["correction_mean"])
+    assert measured == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
+
+
+def test_responses_without_a_token_move_nothing(random_model: Path):
+    made = trainer(random_model, kl_coef=1.0)
+    trained(made)
+    before = flat(made)
+    made.old_logprobs([replace(s, token_ids=[], logprobs=[]) for s in samples()])
+    measured = made.update(1)
+    assert (before == flat(made)).all()
+    assert measured["trained_responses"] == measured["drift_kl"] == 0
+
+
+def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_divide(random_model: Path):
+    made = trainer(random_model, minibatches=5, kl_coef=0.1)
+    trained(made)
+    assert made.steps == 5
 
 
 def test_good_responses_become_likelier(random_model: Path):
@@ -257,6 +316,10 @@ def test_what_bfloat16_ranks_saved_is_read_by_a_plain_one(model: Path, tmp_path:
         made.save_checkpoint(str(tmp_path))
         masters = [p.full_tensor().detach() for p in made.policy.parameters()]
         moments = [made.optimizer.state[p]["exp_avg_sq"].full_tensor() for p in made.policy.parameters()]
+        made.score([([5], [6])])  # after which its parameters are still gathered
+        made.load_checkpoint(str(tmp_path))
+        for parameter, master in zip(made.policy.parameters(), masters, strict=True):
+            assert torch.equal(parameter.full_tensor(), master)
     plain = trainer(model)
     plain.load_checkpoint(str(tmp_path))
     for parameter, master, moment in zip(plain.policy.parameters(), masters, moments, strict=True):

@@ -1,0 +1,29 @@
+"""The JSON part of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.run_state import RunState, read_state, write_state
+from tltlab.runtime.step_rows import StepReport
+
+
+def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Path):
+    times = dict.fromkeys(("rollout_s", "reward_s", "inference_s", "train_s", "sync_s", "recorder_s"), 0.5)
+    report = StepReport(
+        rl_step=0, policy="none", reward_mean=math.nan, num_tokens=3, metrics={"drift_kl": math.nan, "lr": 1.0}, **times
+    )
+    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
+    state = RunState(
+        rl_step=1, policy_version=1, policy={}, policies=[], recipe_policy={}, repeats=[], reports=[report],
+        reward_first=None, order={}, rollouts={}, drafter={},
+    )  # fmt: skip
+    write_state(tmp_path, state, [{}, {}], recipe)
+    json.loads((tmp_path / "state.json").read_text(), parse_constant=lambda name: 1 / 0)
+    (again,) = read_state(tmp_path, recipe).reports
+    assert math.isnan(again.reward_mean)
+    assert math.isnan(again.metrics["drift_kl"])
+    assert again.metrics["lr"] == 1.0
