@@ -113,7 +113,7 @@ class DrafterRun(NoDrafter):
         client_keys: tuple[ClientKeys | None, ...] = (None,) * self.num_workers
         if config.endpoint is not None:
             self._server_keys, client_keys = make_keys(self.num_workers)
-        where = get([worker.place.remote() for worker in workers])
+        where = ask("place")
         check_machines(config, [node for node, _ in where], ray.get_runtime_context().get_node_id())
         self._server = self._new_server(config.endpoint or f"ipc://{self._place}/coordinator")
         assert self._place is not None

@@ -411,16 +411,16 @@ class GrpoRun:
         if folder is not None:
             self.order.load_state_dict(state.order)
             self.rollouts.load_state_dict(state.rollouts, folder / "rollouts")
-        policy = Policy.model_validate(state.policy["policy"])
-        self._policy_name = state.policy["name"]
-        self.pool.set_policy(policy, state.policy["rl_step"])
         if folder is not None:
             self.trainers.load_checkpoint(str((folder / "trainer").resolve()))
-            self.pool.load_state_dicts(read_workers(folder, len(self.pool.handles)))
+        if state.recipe_policy == self.policy.model_dump(mode="json"):
+            self._policy_name = state.policy["name"]
+            self.pool.set_policy(Policy.model_validate(state.policy["policy"]), state.policy["rl_step"])
+            workers = self._origin_workers if folder is None else read_workers(folder, len(self.pool.handles))
+            self.pool.load_state_dicts(workers)
         else:
-            self.pool.load_state_dicts(self._origin_workers)
-        if state.recipe_policy != self.policy.model_dump(mode="json"):
             self._choose_by(self.policy)
+            self.events.note("another policy than before: what engines had learned under that one is left behind")
         if self._replay is not None:
             self.pool.replay(self._replay)
         self.actors.push_weights(self.policy_version)

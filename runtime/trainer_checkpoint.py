@@ -26,19 +26,24 @@ TENSORS, STATE = "tensors", "state.json"
 def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, steps: int, rank: int) -> None:
     """Write weights, AdamW's moments after `steps` steps and torch's random state into the folder. All ranks call it.
 
-    Nothing here makes the folder appear at once: that is for who keeps checkpoints to do.
+    Nothing here makes the folder appear at once: that is for who keeps checkpoints to do. RunError where it cannot be
+    written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(
-            _tensors(module, optimizer, with_moments=steps > 0),
-            storage_writer=HuggingFaceStorageWriter(str(folder / TENSORS), save_distributed=True),
-            no_dist=not dist.is_initialized(),
-        )
-    save_file(_random_state(), folder / f"random-{rank}.safetensors")
-    if rank == 0:
-        (folder / STATE).write_text(json.dumps({"steps": steps}))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save(
+                _tensors(module, optimizer, with_moments=steps > 0),
+                storage_writer=HuggingFaceStorageWriter(str(folder / TENSORS), save_distributed=True),
+                no_dist=not dist.is_initialized(),
+            )
+        save_file(_random_state(), folder / f"random-{rank}.safetensors")
+        if rank == 0:
+            (folder / STATE).write_text(json.dumps({"steps": steps}))
+    except (OSError, SafetensorError, CheckpointException) as error:
+        said = " ".join(str(error).split())[-200:]
+        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({said})") from error
 
 
 def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:
