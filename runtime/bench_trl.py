@@ -18,6 +18,8 @@ from transformers import TrainerCallback, trainer
 
 from tltlab.cli import write_json
 
+from .vllm_adapter import keep_linear_weights
+
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
     """Notes the time of each optimizer step and what is logged; writes the file when training ends."""
@@ -52,17 +54,6 @@ class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
                 "lengths": [float(logs["completions/mean_length"]) for logs in self._logs],
             },
         )
-
-
-def keep_linear_weights() -> None:
-    """Let vLLM multiply by torch's linear, its own fallback where the build has no oneDNN.
-
-    On CPU it otherwise packs weights away after loading, and TRL, which writes new ones through `load_weights`, finds
-    nothing to write to.
-    """
-    from vllm import _custom_ops
-
-    _custom_ops._supports_onednn = False
 
 
 def main(script: str, times: str, *options: str) -> None:

@@ -26,6 +26,17 @@ def on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def keep_linear_weights() -> None:
+    """Let vLLM multiply by torch's linear, its own fallback where the build has no oneDNN.
+
+    On CPU it otherwise packs weights away after loading, and who writes new ones through `load_weights`, as TRL does,
+    finds nothing to write to.
+    """
+    from vllm import _custom_ops
+
+    _custom_ops._supports_onednn = False
+
+
 def installed_vllm() -> str:
     """The version of vLLM here. Its distribution has another name in the CPU build, so metadata does not tell."""
     keep_quiet()
