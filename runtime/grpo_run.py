@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, TypeVar
@@ -15,26 +14,26 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from tltlab.cli import write_json
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
 from tltlab.recorder import Recorder
 from tltlab.recording_folder import lock
-from tltlab.trace import Manifest, Trace, read
+from tltlab.trace import Trace, read
 
-from .data import Prompt, load_prompts, read_prompts
-from .data_order import DataOrder
 from .drafter_data import load_tokenizer
 from .drafter_run import drafter_of
 from .engine import GenerationRequest, Rollout
-from .environment import hardware, versions
 from .recipe import Recipe
+from .recovery import Recovery
 from .reward_pool import RewardPool
-from .rollouts import Collected, RolloutTools, rollouts_of
+from .rollouts import Collected, RolloutTools
 from .run_actors import RunActors
 from .run_checkpoints import RunCheckpoints, step_of
+from .run_data import RunData
 from .run_events import RunEvents
+from .run_manifest import run_manifest
 from .run_metrics import step_metrics
-from .run_state import RunState, read_state, read_workers, write_state
+from .run_state import RunState
 from .samples import Sample, Trajectory
 from .step_rows import StepReport, step_rows
 from .trainer_group import TrainerDied
@@ -55,59 +54,48 @@ class GrpoRun:
     def __init__(
         self, recipe: Recipe, out: Path, *, notes: str | None = None, resume: bool = False, replay: Path | None = None
     ) -> None:
-        self.recipe = recipe
-        self.out = Path(out)
-        self.reward_pool = RewardPool(recipe)
-        self.tokenizer = load_tokenizer(recipe.model)
-        data = recipe.data
-        found = read_prompts(data.train, data, self.tokenizer)
-        self.train_prompts = found.prompts
-        self.heldout_prompts: list[Prompt] = []
-        if data.heldout is not None:
-            self.heldout_prompts = load_prompts(data.heldout, data, self.tokenizer, split=data.heldout_split)
-        self._check_prompts()
-        self.policy = load_policy(recipe.rollout.policy)
-        self.events = RunEvents(self.out / "events.jsonl")
-        self._num_dropped = found.num_dropped
-        self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
-        self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)
-        self._begin_data()
-        self.policy_version = 0
-        self.rl_step = 0
-        self.reports: list[StepReport] = []
-        self.reward_first: float | None = None
-        self._policy_name = "none"
-        self._policies: list[dict[str, Any]] = []
-        self._repeats: list[dict[str, Any]] = []
-        self._notes = notes
-        self._resume = resume
-        self._replay = read(replay) if replay is not None else None
-        if self._replay is not None and (recipe.drafter is not None or recipe.train.sampling_rounds > 1):
+        if replay is not None and (recipe.drafter is not None or recipe.train.sampling_rounds > 1):
             raise ConfigError(
                 "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
                 "which learns in idle time, and set train.sampling_rounds = 1"
             )
-        self._restarts = 0
+        self.recipe = recipe
+        self.out = Path(out)
+        self.reward_pool = RewardPool(recipe)
+        self.tokenizer = load_tokenizer(recipe.model)
+        self.data = RunData(recipe, self.tokenizer)
+        self.policy = load_policy(recipe.rollout.policy)
+        self.events = RunEvents(self.out / "events.jsonl")
+        self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
+        self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)
+        self.recovery = Recovery(
+            recipe,
+            self.policy,
+            self.checkpoints,
+            self.data,
+            self.drafting,
+            self.events,
+            replay=read(replay) if replay is not None else None,
+        )
+        self.state = RunState()
+        self._notes = notes
+        self._resume = resume
+
+    @property
+    def rl_step(self) -> int:
+        """The RL step that comes next."""
+        return self.state.rl_step
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Of every RL step so far."""
+        return self.state.reports
 
     @property
     def begins_at(self) -> int:
         """The RL step that a run which has not started yet will do first."""
         folder = self.checkpoints.latest() if self._resume else None
         return step_of(folder) if folder is not None else 0
-
-    def _check_prompts(self) -> None:
-        """Refuse prompts that leave no room in the engines' context, before an engine is started to say so."""
-        room = self.recipe.rollout.vllm.get("max_model_len")
-        for prompt in [*self.train_prompts, *self.heldout_prompts] if room else []:
-            if len(prompt.token_ids) >= room:
-                raise ConfigError(
-                    f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "
-                    f"{room} must hold it and a response: raise it, or leave such prompts out by data.max_prompt_tokens"
-                )
-
-    def _begin_data(self) -> None:
-        self.order = DataOrder(len(self.train_prompts), self.recipe.seed)
-        self.rollouts = rollouts_of(self.recipe, self.train_prompts, self.order)
 
     def __enter__(self) -> GrpoRun:
         self._stack = ExitStack()
@@ -121,12 +109,11 @@ class GrpoRun:
 
     def _start(self) -> None:
         self._stack.enter_context(self._locked())
-        folder = self._newest() if self._resume else None
-        if folder is not None:
-            self.drafting.load_state_dict(read_state(folder, self.recipe).drafter, folder / "drafter")
-        if self._num_dropped:
+        folder = self.recovery.newest() if self._resume else None
+        self.recovery.prepare(folder)
+        if self.data.num_dropped:
             self.events.note(
-                f"{self._num_dropped} prompts of more than data.max_prompt_tokens = "
+                f"{self.data.num_dropped} prompts of more than data.max_prompt_tokens = "
                 f"{self.recipe.data.max_prompt_tokens} are left out"
             )
         self._stack.enter_context(self.reward_pool)
@@ -134,18 +121,12 @@ class GrpoRun:
         self.actors = self._stack.enter_context(actors)
         self.pool, self.trainers = self.actors.pool, self.actors.trainers
         self._choose_by(self.policy)
-        self.actors.engines_turn()
-        self._origin, self._origin_workers = self._state(), self.pool.state_dicts()
+        self.state = self.recovery.begin(self.actors, self.state, folder)
+        manifest = run_manifest(self.recipe, self.out.name, self._notes)
         if self._resume:
-            try:
-                self._go_back(folder)
-            except TrainerDied as error:
-                self._restart_trainers(error)
-            self._recorder = Recorder.reopen(self.out / "trace", self._manifest(), self.rl_step)
+            self._recorder = Recorder.reopen(self.out / "trace", manifest, self.rl_step)
         else:
-            if self._replay is not None:
-                self.pool.replay(self._replay)
-            self._recorder = Recorder(self.out / "trace", self._manifest())
+            self._recorder = Recorder(self.out / "trace", manifest)
         self._write_notes()
 
     def _locked(self) -> IO[bytes]:
@@ -173,11 +154,8 @@ class GrpoRun:
         self._write_notes()
 
     def _choose_by(self, policy: Policy, name: str | None = None) -> None:
-        self._policy_name = name or policy.selector.kind
+        self.state.in_force(policy, name)
         self.pool.set_policy(policy, self.rl_step)
-        self._policies = [p for p in self._policies if p["rl_step"] != self.rl_step]
-        entry = {"rl_step": self.rl_step, "name": self._policy_name, "policy": policy.model_dump(mode="json")}
-        self._policies.append(entry)
 
     def step(self) -> StepReport:
         """One RL step under the policy in force; where a trainer dies, steps since the checkpoint are done again."""
@@ -192,7 +170,10 @@ class GrpoRun:
                     self._step()
                 return do()
             except TrainerDied as error:
-                self._restart_trainers(error)
+                first = self.state.reward_first
+                self.state = self.recovery.restart(error)
+                # Of the policy that the run began with, whenever it was measured.
+                self.state.reward_first = first
                 self._recorder.rewind(self.rl_step)
                 self._write_notes()
 
@@ -200,7 +181,7 @@ class GrpoRun:
         rl_step = self.rl_step
         self.events.rl_step = rl_step
         t_step = time.perf_counter()
-        collected = self.rollouts.collect(self._tools(rl_step))
+        collected = self.data.rollouts.collect(self._tools(rl_step))
         self._after_rollout(collected, rl_step)
 
         start = time.perf_counter()
@@ -216,14 +197,14 @@ class GrpoRun:
         start = time.perf_counter()
         # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
         self.drafting.publish(rl_step + 1)
-        self.actors.push_weights(self.policy_version + 1)
+        self.actors.push_weights(self.state.policy_version + 1)
         self.drafting.target_moved()
         sync_s = time.perf_counter() - start
 
         rewards = list(collected.rewards.values())
         report = StepReport(
             rl_step=rl_step,
-            policy=self._policy_name,
+            policy=self.state.policy_name,
             reward_mean=sum(rewards) / len(rewards) if rewards else float("nan"),
             num_tokens=sum(len(r.token_ids) for part in collected.parts for r in part.responses),
             rollout_s=collected.rollout_s,
@@ -236,12 +217,12 @@ class GrpoRun:
             notes=self.events.take(),
         )
         report = self._record(report, collected, t_step)
-        self.policy_version += 1
-        self.rl_step += 1
-        self.reports.append(report)
+        self.state.policy_version += 1
+        self.state.rl_step += 1
+        self.state.reports.append(report)
         every = self.recipe.checkpoint.every
         if every and self.rl_step % every == 0:
-            self._checkpoint()
+            self.recovery.save(self.state)
         return report
 
     def _tools(self, rl_step: int) -> RolloutTools:
@@ -274,7 +255,7 @@ class GrpoRun:
             rewards=self._rewards,
             score=score,
             rl_step=rl_step,
-            policy_version=self.policy_version,
+            policy_version=self.state.policy_version,
         )
 
     def _rewards(self, trajectories: Sequence[Trajectory]) -> list[float]:
@@ -307,8 +288,9 @@ class GrpoRun:
         repeat_s = time.perf_counter() - start
         tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
         same = tokens[0] == tokens[1]
-        self._repeats.append({"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same})
-        write_json(self.out / "repeats.json", {"repeats": self._repeats})
+        told = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
+        self.state.repeats.append(told)
+        write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
 
     def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
         """Write the RL step's rows to the trace, durably; the report with what they say of it. `t_step`: its start."""
@@ -321,7 +303,7 @@ class GrpoRun:
             [collected.rewards.get(request.key) for request in requests],
             epochs=[collected.epochs[request.key] for request in requests],
             submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
-            policy_version=self.policy_version,
+            policy_version=self.state.policy_version,
             t_start=t_step - self._started,
             drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
         )
@@ -332,109 +314,16 @@ class GrpoRun:
         report = replace(report, record_s=end - start, step_s=end - t_step)
         return replace(report, measures=step_metrics(report, rows))
 
-    # ---- checkpoints, and going back to them ----
-
     def checkpoint(self) -> Path:
-        """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`.
-
-        Engines then load what they have just told: learned trees come out of a file in an order of their own, and a
-        run that goes on must be no other than one that is resumed.
-        """
-        return self._through(self._checkpoint)
-
-    def _checkpoint(self) -> Path:
-        start = time.perf_counter()
-        # Who died is started again here: what an engine that sleeps has learned cannot be asked for.
-        self.actors.engines_turn()
-        workers = self.pool.state_dicts()
-        self.actors.trainers_turn()
-
-        def write(folder: Path) -> None:
-            self.trainers.save_checkpoint(str((folder / "trainer").resolve()))
-            (folder / "rollouts").mkdir()
-            rollouts = self.rollouts.state_dict(folder / "rollouts")
-            state = replace(self._state(), rollouts=rollouts, drafter=self.drafting.state_dict(folder / "drafter"))
-            write_state(folder, state, workers, self.recipe)
-
-        folder = self.checkpoints.save(self.rl_step, write)
-        self.pool.load_state_dicts(workers)
-        self.events.record(f"{folder.name} saved", seconds=round(time.perf_counter() - start, 3))
-        return folder
-
-    def _state(self) -> RunState:
-        return RunState(
-            rl_step=self.rl_step,
-            policy_version=self.policy_version,
-            policy=self._policies[-1],
-            policies=list(self._policies),
-            recipe_policy=self.policy.model_dump(mode="json"),
-            repeats=list(self._repeats),
-            reports=list(self.reports),
-            reward_first=self.reward_first,
-            order=self.order.state_dict(),
-            rollouts={},
-            drafter={},
-        )
-
-    def _restart_trainers(self, error: TrainerDied) -> None:
-        """Start the trainers again and go back to the newest checkpoint or the start, however often they die in it."""
-        while True:
-            self._restarts += 1
-            if self._restarts > self.recipe.faults.max_restarts:
-                raise RunError(f"{error}; that was more than faults.max_restarts = {self.recipe.faults.max_restarts}")
-            folder = self._newest()
-            self.events.note(f"{error}; trainers start again from {'the start' if folder is None else folder.name}")
-            try:
-                self.actors.restart_trainers()
-                self._go_back(folder)
-                self.drafting.went_back(self.rl_step)
-            except TrainerDied as again:
-                error = again
-            else:
-                return
-
-    def _newest(self) -> Path | None:
-        """The newest whole checkpoint; those that are not whole are noted."""
-        folder = self.checkpoints.latest()
-        for complaint in self.checkpoints.complaints:
-            self.events.note(complaint)
-        self.checkpoints.complaints.clear()
-        return folder
-
-    def _go_back(self, folder: Path | None) -> None:
-        """Be what the checkpoint in `folder` says, or what the run was at its start."""
-        state = read_state(folder, self.recipe) if folder is not None else self._origin
-        self.rl_step, self.policy_version = state.rl_step, state.policy_version
-        self.reports, self.reward_first = list(state.reports), state.reward_first
-        self._policies, self._repeats = list(state.policies), list(state.repeats)
-        self._begin_data()
-        if folder is not None:
-            self.order.load_state_dict(state.order)
-            self.rollouts.load_state_dict(state.rollouts, folder / "rollouts")
-        if folder is not None:
-            self.trainers.load_checkpoint(str((folder / "trainer").resolve()))
-        if state.recipe_policy == self.policy.model_dump(mode="json"):
-            self._policy_name = state.policy["name"]
-            self.pool.set_policy(Policy.model_validate(state.policy["policy"]), state.policy["rl_step"])
-            workers = self._origin_workers if folder is None else read_workers(folder, len(self.pool.handles))
-            self.pool.load_state_dicts(workers)
-        else:
-            self._choose_by(self.policy)
-            self.events.note("another policy than before: what engines had learned under that one is left behind")
-        if self._replay is not None:
-            self.pool.replay(self._replay)
-        self.actors.push_weights(self.policy_version)
-        self.drafting.target_moved()
-        self.events.record(f"goes on with RL step {self.rl_step}")
-
-    # ---- everything else ----
+        """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
+        return self._through(lambda: self.recovery.save(self.state))
 
     def evaluate(self, num_prompts: int | None = None) -> float:
         """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""
         return self._through(lambda: self._evaluate(num_prompts))
 
     def _evaluate(self, num_prompts: int | None) -> float:
-        prompts = self.heldout_prompts[: num_prompts or self.recipe.eval.num_prompts]
+        prompts = self.data.heldout[: num_prompts or self.recipe.eval.num_prompts]
         if not prompts:
             raise ConfigError("evaluation needs data.heldout in the recipe")
         requests = [
@@ -472,30 +361,12 @@ class GrpoRun:
         return self._recorder.snapshot()
 
     def _write_notes(self) -> None:
-        write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self._policies})
-        if self._repeats or (self.out / "repeats.json").exists():
-            write_json(self.out / "repeats.json", {"repeats": self._repeats})
+        write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self.state.policies})
+        if self.state.repeats or (self.out / "repeats.json").exists():
+            write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
-
-    def _manifest(self) -> Manifest:
-        rollout = self.recipe.rollout
-        return Manifest(
-            kind="recorded",
-            name=self.out.name,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=Path(self.recipe.model).name,
-            hardware=hardware(),
-            engine=f"vllm {versions()['vllm']}",
-            num_workers=rollout.num_workers,
-            max_response_tokens=rollout.max_response_tokens,
-            group_size=rollout.group_size,
-            license="Apache-2.0",
-            source="tltlab",
-            seed=self.recipe.seed,
-            notes=self._notes,
-        )
 
 
 def _samples(collected: Collected) -> list[Sample]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,7 +25,6 @@ from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import ExploreSpec, Policy
 from tltlab.recorder import Recorder
-from tltlab.schema import Manifest
 from tltlab.strategy import NO_SPECULATION
 from tltlab.trace import read
 
@@ -36,10 +34,11 @@ from .drafter_data import load_tokenizer
 from .drafting import DrafterPool
 from .engine import GenerationRequest
 from .engine import Rollout as Part
-from .environment import hardware, run_json, versions
+from .environment import run_json
 from .placement import Placement
 from .recipe import Recipe
 from .run_events import RunEvents
+from .run_manifest import run_manifest
 from .start_ray import start_ray
 from .step_rows import StepReport, step_rows
 from .worker_pool import WorkerPool
@@ -170,7 +169,8 @@ class PolicyRounds:
             )
             self._stack.callback(self._pool.close)
             self._pool.start()
-            self._recorder = Recorder(self.out / "trace", self._manifest())
+            notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
+            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, notes))
             write_json(self.out / "run.json", run_json(self.recipe))
         except BaseException:
             self._stack.close()
@@ -298,24 +298,6 @@ class PolicyRounds:
             },
         ]
         write_json(self.out / "repeats.json", {"repeats": self._repeats})
-
-    def _manifest(self) -> Manifest:
-        rollout = self.recipe.rollout
-        return Manifest(
-            kind="recorded",
-            name=self.out.name,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            model=Path(self.run.recipe.model).name,
-            hardware=hardware(),
-            engine=f"vllm {versions()['vllm']}",
-            num_workers=rollout.num_workers,
-            max_response_tokens=rollout.max_response_tokens,
-            group_size=rollout.group_size,
-            license="Apache-2.0",
-            source="tltlab",
-            seed=self.seed,
-            notes="tltlab verify: each RL step is one policy's rollout, the model does not move",
-        )
 
 
 def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:

@@ -46,7 +46,7 @@ def train(
         reports, drafter = run.reports, run.drafting.summary()
     summary = {
         "grpo_steps": len(reports),
-        "reward_first": run.reward_first,
+        "reward_first": run.state.reward_first,
         "reward_last": last,
         "steps": [
             {"rl_step": r.rl_step, "policy": r.policy, "reward": json_number(r.reward_mean), "rollout_s": r.rollout_s}
@@ -65,9 +65,9 @@ def train(
 def _steps(run: GrpoRun, log: RunLog) -> float | None:
     """Train to the end; the held-out reward then, None without evaluation."""
     config, last_step = run.recipe.eval, run.recipe.train.steps
-    evaluates = bool(run.heldout_prompts) and config.num_prompts > 0
-    if evaluates and run.reward_first is None:
-        run.reward_first = _evaluated(run, log, "before training")
+    evaluates = bool(run.data.heldout) and config.num_prompts > 0
+    if evaluates and run.state.reward_first is None:
+        run.state.reward_first = _evaluated(run, log, "before training")
     if run.rl_step:
         log.say(f"goes on with RL step {run.rl_step}")
     while run.rl_step < last_step:

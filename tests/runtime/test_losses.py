@@ -129,9 +129,10 @@ def dler(data: dict[str, list[np.ndarray]]) -> float:
     return -total / sum(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("name", "formula"), [("grpo", grpo), ("dr-grpo", dr_grpo), ("dapo", dapo), ("dler", dler)], ids=lambda x: str(x)
-)
+FORMULAS = {"grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler}
+
+
+@pytest.mark.parametrize(("name", "formula"), FORMULAS.items(), ids=FORMULAS)
 def test_each_algorithm_is_its_papers_formula(name: str, formula):
     for seed in range(3):
         data = batch(seed)
