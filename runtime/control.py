@@ -11,7 +11,7 @@ import copy
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -74,24 +74,38 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class _Decision:
-    """A choice in force: its columns in `decisions.parquet`, and the selector that made it and is told its outcome."""
+    """A choice in force, and the selector that made it and is told its outcome."""
 
-    row: Row
+    chosen: Strategy
+    bucket: int | None
+    propensity: float
     selector: Selector
 
 
 @dataclass(slots=True)
 class _Iteration:
-    """An iteration in flight: its row, the choice it verifies and the one it makes for the next."""
+    """An iteration in flight or over, and the choice that it verifies. Rows are made of it when the rollout is over.
 
-    row: Row
+    Between two forward passes, which leave nothing of this in the processor's caches, making rows takes several times
+    as long.
+    """
+
+    number: int
     start: float
+    batch: int
+    waiting: int
+    context_tokens: int
+    prefill_tokens: int
     verified: Strategy
     decision: _Decision | None
     draft_s_before: float | None
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    next_depth: int = 0
+    drafted: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    num_generated: int = 0
     draft_s: float | None = 0.0
+    duration_s: float = 0.0
+    reward: float | None = None
     sampled: bool = False
 
 
@@ -199,8 +213,9 @@ class Control:
 
     def _begin(self, rl_step: int) -> None:
         self.rl_step = rl_step
-        self.iterations: list[Row] = []
-        self.decisions: list[Row] = []
+        self._iterations: list[Row] = []
+        self._decisions: list[Row] = []
+        self._over: list[_Iteration] = []
         self.first_token_s: dict[Key, float] = {}
         self.origin = time.perf_counter()
         self._last = self.origin
@@ -216,9 +231,69 @@ class Control:
 
     def end(self) -> tuple[list[Row], list[Row], dict[Key, float]]:
         """Close the rollout: rows of its iterations, its decisions, and when each response's first token came."""
-        self._close(time.perf_counter())
+        entered = time.perf_counter()
+        self._close(entered)
         self._logs = False
-        return self.iterations, self.decisions, self.first_token_s
+        rows = self.iterations, self.decisions, self.first_token_s
+        self.seconds_inside += time.perf_counter() - entered
+        return rows
+
+    @property
+    def iterations(self) -> list[Row]:
+        """The rollout's rows of `iterations.parquet` so far."""
+        self._make_rows()
+        return self._iterations
+
+    @property
+    def decisions(self) -> list[Row]:
+        """The rollout's rows of `decisions.parquet` so far: those whose outcome is known."""
+        self._make_rows()
+        return self._decisions
+
+    def _make_rows(self) -> None:
+        """Turn the iterations that are over into rows."""
+        for it in self._over:
+            ran = it.verified
+            self._iterations.append(
+                {
+                    "rl_step": self.rl_step,
+                    "worker": self.worker,
+                    "iteration": it.number,
+                    "t_start": it.start - self.origin,
+                    "duration": it.duration_s,
+                    "draft_duration": it.draft_s,
+                    "batch": it.batch,
+                    "num_waiting": it.waiting,
+                    "context_tokens": it.context_tokens,
+                    "prefill_tokens": it.prefill_tokens,
+                    "drafter": ran.drafter,
+                    "draft_depth": ran.draft_depth,
+                    "top_k": ran.top_k,
+                    "tokens_to_verify": ran.tokens_to_verify,
+                    "num_drafted": sum(it.drafted),
+                    "num_accepted": sum(it.accepted),
+                    "num_generated": it.num_generated,
+                    "accepted_per_request": it.accepted if ran.speculates else None,
+                    "next_draft_depth": it.next_depth,
+                }
+            )
+            if it.decision is not None:
+                chosen = it.decision.chosen
+                self._decisions.append(
+                    {
+                        "rl_step": self.rl_step,
+                        "worker": self.worker,
+                        "iteration": it.number,
+                        "bucket": it.decision.bucket,
+                        "drafter": chosen.drafter,
+                        "draft_depth": chosen.draft_depth,
+                        "top_k": chosen.top_k,
+                        "tokens_to_verify": chosen.tokens_to_verify,
+                        "propensity": it.decision.propensity,
+                        "reward": it.reward,
+                    }
+                )
+        self._over.clear()
 
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """A request enters the engine; `output` is a view that grows as it generates."""
@@ -251,27 +326,24 @@ class Control:
         """Log what the iteration runs and choose what it drafts at its end; the depth for the engine's workers."""
         entered = time.perf_counter()
         verified = self._chosen
-        row = {
-            "rl_step": self.rl_step,
-            "worker": self.worker,
-            "iteration": self._number,
-            "t_start": self._start - self.origin,
-            "batch": len(what.request_ids),
-            "num_waiting": what.waiting,
-            "context_tokens": what.context_tokens,
-            "prefill_tokens": what.prefill_tokens,
-            "drafter": verified.drafter,
-            "draft_depth": verified.draft_depth,
-            "top_k": verified.top_k,
-            "tokens_to_verify": verified.tokens_to_verify,
-        }
-        iteration = _Iteration(row, self._start, verified, self._decision, self._draft_s)
+        iteration = _Iteration(
+            self._number,
+            self._start,
+            len(what.request_ids),
+            what.waiting,
+            what.context_tokens,
+            what.prefill_tokens,
+            verified,
+            self._decision,
+            self._draft_s,
+        )
         self._number += 1
         self._flight.append(iteration)
         self._open = iteration
         self._draft_s = None if self.overlapped else 0.0
         self._decision = None
         if self.selector is not None:
+            before = time.perf_counter()
             batch = [self.live[i] for i in what.request_ids]
             self._state = StepState(
                 rl_step=self.rl_step,
@@ -284,23 +356,14 @@ class Control:
                 drafters=self.drafters,
                 requests=batch,
             )
-            before = time.perf_counter()
             chosen = self.selector.choose(self._state)
-            self.seconds_deciding += time.perf_counter() - before
             self.drafters.check(chosen)
+            self.seconds_deciding += time.perf_counter() - before
             self._chosen = chosen
-            columns = {
-                "bucket": self.selector.bucket_,
-                "drafter": chosen.drafter,
-                "draft_depth": chosen.draft_depth,
-                "top_k": chosen.top_k,
-                "tokens_to_verify": chosen.tokens_to_verify,
-                "propensity": self.selector.propensity_,
-            }
-            self._decision = _Decision(columns, self.selector)
+            self._decision = _Decision(chosen, self.selector.bucket_, self.selector.propensity_, self.selector)
         else:
             self._chosen = NO_SPECULATION
-        row["next_draft_depth"] = self._chosen.draft_depth
+        iteration.next_depth = self._chosen.draft_depth
         depth = self.drafters.worker_depth(self._chosen)
         self.seconds_inside += time.perf_counter() - entered
         return depth
@@ -345,7 +408,7 @@ class Control:
                     live.drafter, drafts[n] = pool.propose(strategy, live.key, share, learned[n])
         self._last = time.perf_counter()
         self._draft_s = self._last - start + (learned_s or 0.0)
-        if self._open is not None:
+        if self._open is not None and not self.overlapped:
             self._open.draft_s = self._draft_s
         return drafts
 
@@ -353,26 +416,21 @@ class Control:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         entered = time.perf_counter()
         iteration = self._flight.popleft()
-        row, verified = iteration.row, iteration.verified
-        iteration.drafted = [0] * len(what.request_ids)
-        iteration.accepted = [0] * len(what.request_ids)
         if what.drafts:
             self._verified(iteration, what, counts)
+        else:
+            iteration.drafted = iteration.accepted = [0] * iteration.batch
         if self.speechless:
             for request_id in self.speechless.intersection(what.request_ids):
                 if counts[request_id]:
                     self.speechless.discard(request_id)
                     if self._logs:
                         self.first_token_s[self.live[request_id].key] = entered - self.origin
-        row["num_drafted"] = sum(iteration.drafted)
-        row["num_accepted"] = sum(iteration.accepted)
-        row["num_generated"] = sum(counts.values())
-        row["accepted_per_request"] = iteration.accepted if verified.speculates else None
+        iteration.num_generated = sum(counts.values())
         iteration.sampled = True
         self._last = time.perf_counter()
         if self.overlapped:
             iteration.start = max(iteration.start, self.origin + self._row_end_s)
-            row["t_start"] = iteration.start - self.origin
             iteration.draft_s = None
             if self._strays:
                 self._strays -= 1
@@ -382,12 +440,14 @@ class Control:
 
     def _verified(self, iteration: _Iteration, what: Scheduled, counts: Mapping[str, int]) -> None:
         """Count what was kept of each request's draft, and let its drafter know."""
+        drafted, accepted = [0] * iteration.batch, [0] * iteration.batch
+        iteration.drafted, iteration.accepted = drafted, accepted
         for n, request_id in enumerate(what.request_ids):
             num_drafted = len(what.drafts.get(request_id, ()))
             if not num_drafted:
                 continue
             kept = max(counts[request_id] - 1, 0)
-            iteration.drafted[n], iteration.accepted[n] = num_drafted, kept
+            drafted[n], accepted[n] = num_drafted, kept
             live = self.live.get(request_id)
             if live is None:
                 continue
@@ -413,27 +473,22 @@ class Control:
             self._finish_row(iteration, now)
 
     def _finish_row(self, iteration: _Iteration, end: float) -> None:
-        row = iteration.row
-        row["duration"] = end - iteration.start
-        row["draft_duration"] = iteration.draft_s
+        iteration.duration_s = end - iteration.start
         self._row_end_s = end - self.origin
         if self._logs:
-            self.iterations.append(row)
+            self._over.append(iteration)
         decision = iteration.decision
         if decision is None:
             return
+        before = time.perf_counter()
         drafting = 0.0 if iteration.draft_s is None else (iteration.draft_s_before or 0.0) - iteration.draft_s
         outcome = StepOutcome(
-            elapsed_s=row["duration"] + drafting,
-            batch=row["batch"],
+            elapsed_s=iteration.duration_s + drafting,
+            batch=iteration.batch,
             drafted=iteration.drafted,
             accepted=iteration.accepted,
-            had_prefill=row["prefill_tokens"] > 0,
+            had_prefill=iteration.prefill_tokens > 0,
         )
-        key = {"rl_step": self.rl_step, "worker": self.worker, "iteration": row["iteration"]}
-        before = time.perf_counter()
-        reward = decision.selector.reward(iteration.verified, outcome)
+        iteration.reward = decision.selector.reward(iteration.verified, outcome)
         decision.selector.observe(iteration.verified, outcome)
         self.seconds_deciding += time.perf_counter() - before
-        if self._logs:
-            self.decisions.append(key | decision.row | {"reward": reward})

@@ -67,8 +67,8 @@ class Response:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` is the time spent keeping the book, `policy_s` the time spent choosing, sharing out and learning;
-    drafting is in neither.
+    `recorder_s` is the time spent keeping the book, `policy_s` the time spent choosing, sharing out and learning, and
+    on what the policy is shown for it; drafting is in neither.
     """
 
     responses: list[Response]

@@ -6,11 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pyarrow as pa
 
-from tltlab import metrics
-from tltlab.schema import TABLES, Manifest
-from tltlab.trace import Trace
+from tltlab.metrics import ROLLOUT_KINDS, tail_start
 
 from .step_rows import Row, StepReport
 
@@ -18,17 +15,14 @@ LENGTH_PERCENTILES = (50, 90, 99)
 
 STAGES = ("rollout_s", "reward_s", "inference_s", "train_s", "sync_s")
 
-_TABLES = ("workload", "outcomes", "iterations", "steps", "spans")
-"""What the metrics look at: texts and counterfactuals are most of a step's rows, and say nothing about its time."""
-
 
 def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str, float]:
-    """Return the figures of an RL step by name, all finite; what is unknown is not there. Raises TraceError for rows
-    that are no valid trace.
+    """Return the figures of an RL step by name, all finite; what is unknown is not there.
 
     `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
-    `tltlab.metrics` of this step. `length/*`: tokens of the responses that ended, percentiles linear between ranks;
+    `tltlab.metrics` of this step, reckoned from the rows as they are, since a trace made of them takes twenty times as
+    long. `length/*`: tokens of the responses that ended, percentiles linear between ranks;
     `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter
     in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and driver, over
     that of the step.
@@ -41,7 +35,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str,
     found: dict[str, float | None] = {f"time/{name}": seconds for name, seconds in stages.items()}
     found["time/step_s"] = step_s
     found["recorder/share"] = (report.recorder_s + report.record_s) / step_s if step_s else None
-    found |= _rewards(report, rows["outcomes"]) | _rollout(rows) | _lengths(rows["outcomes"])
+    found |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
     for name, value in report.metrics.items():
         kind, _, rest = name.partition("_")
         found[f"mismatch/{rest}" if kind == "mismatch" else f"train/{name}"] = value
@@ -64,20 +58,40 @@ def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | N
     }
 
 
-def _rollout(rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
+def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
+    """Tokens per second, bubble, tail and accept length, each as `tltlab.metrics` defines it."""
+    outcomes = rows["outcomes"]
     # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
-    if not rows["workload"]:
+    if not outcomes or not rollout_s:
         return {}
+    start = min(row["t_submit"] for row in outcomes)
+    end = start + rollout_s
     # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
-    lanes = {row["lane"] for row in rows.get("spans", []) if row["lane"].startswith("worker ")}
-    tables = {name: pa.Table.from_pylist(list(rows[name]), schema=TABLES[name]) for name in _TABLES if rows.get(name)}
-    trace = Trace.from_tables(Manifest(kind="recorded", num_workers=len(lanes) or None), tables)
+    working: dict[str, list[tuple[float, float]]] = {}
+    for row in rows["spans"]:
+        if row["lane"].startswith("worker "):
+            spans = working.setdefault(row["lane"], [])
+            if row["kind"] in ROLLOUT_KINDS:
+                spans.append((max(row["t_start"], start), min(row["t_start"] + row["duration"], end)))
+    busy = sum(map(_union_s, working.values()))
+    tail = end - min(tail_start([row["t_finish"] for row in outcomes]), end)
+    drafting = [row for row in rows["iterations"] if row["num_drafted"]]
+    pairs = sum(len(row["accepted_per_request"]) for row in drafting)
     return {
-        "rollout/tokens_per_s": metrics.tokens_per_s(trace),
-        "rollout/bubble_fraction": metrics.bubble_fraction(trace),
-        "rollout/tail_fraction": metrics.tail_fraction(trace),
-        "rollout/mean_accept_length": metrics.mean_accept_length(trace),
+        "rollout/tokens_per_s": sum(row["response_tokens"] for row in outcomes) / rollout_s,
+        "rollout/bubble_fraction": 1 - busy / (len(working) * rollout_s) if working else None,
+        "rollout/tail_fraction": tail / rollout_s,
+        "rollout/mean_accept_length": 1 + sum(row["num_accepted"] for row in drafting) / pairs if pairs else None,
     }
+
+
+def _union_s(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals, (start, end) each."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
 
 
 def _lengths(outcomes: Sequence[Row]) -> dict[str, float | None]:

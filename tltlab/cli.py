@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -55,12 +56,16 @@ def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line. Exit codes: 0 done, 1 the work failed, 2 the input was wrong, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 the work failed, 2 the input was wrong, 130 interrupted.
+
+    SIGTERM, by which schedulers end a job, interrupts as Ctrl-C does: what is open is closed.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
     token = _running.set(tuple(args))
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(_run(args))
     except TltlabError as error:
@@ -77,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
     finally:
+        signal.signal(signal.SIGTERM, before)
         _running.reset(token)
 
 
@@ -139,16 +145,20 @@ def progress(message: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON to `path` in one move, parents made: a killed writer leaves the old file or none."""
+    """Write JSON to `path` in one move, parents made: who is killed or meets a full disk leaves the old file or none.
+
+    Raises InputError where the disk refuses, ValueError for what JSON does not know.
+    """
     path = Path(path)
+    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            file.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
-        os.chmod(file.name, 0o644)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            new = Path(folder) / path.name
+            new.write_text(text)
+            os.replace(new, path)
     except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def read_json(path: Path) -> Any:

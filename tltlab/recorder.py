@@ -32,10 +32,10 @@ class Recorder:
     """Records a live run; `close` turns the recording into a valid trace at `path`.
 
     Append the workload row of a request no later than its outcome. A row is a dict with the columns of the table
-    (`schema.TABLES`); null or missing is unknown. Rows are checked one by one at `flush`, how tables fit together at
-    `close`; a fault is a TraceError, and what was flushed before stays. `seconds` is the time spent in here, read from
-    `clock`. As a context manager it closes at the end, and after an exception flushes and leaves the recording for
-    `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
+    (`schema.TABLES`); null or missing is unknown, a `turn` 0. Rows are checked one by one at `flush`, how tables fit
+    together at `close`; a fault is a TraceError, and what was flushed before stays. `seconds` is the time spent in
+    here, read from `clock`. As a context manager it closes at the end, and after an exception flushes and leaves the
+    recording for `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
 
     >>> with Recorder("run/trace", Manifest(kind="recorded", num_workers=2)) as recorder:  # doctest: +SKIP
     ...     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "rollout_s": 12.5, "policy_version": 0}])
@@ -97,12 +97,8 @@ class Recorder:
         started = self._clock()
         if table not in TABLES:
             raise TraceError(f"no table named {table!r}; there are: {', '.join(TABLES)}")
-        columns = set(TABLES[table].names)
-        for row in rows:
-            if unknown := row.keys() - columns:
-                raise TraceError(
-                    f"{table}: no column named {min(unknown)!r}; there are: {', '.join(TABLES[table].names)}"
-                )
+        if unknown := set().union(*rows).difference(TABLES[table].names):
+            raise TraceError(f"{table}: no column named {min(unknown)!r}; there are: {', '.join(TABLES[table].names)}")
         self._rows.setdefault(table, []).extend(rows)
         self.seconds += self._clock() - started
 
@@ -151,14 +147,20 @@ class Recorder:
 
 def _to_arrow(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Rows as a checked table. Raises TraceError naming the column."""
-    columns = []
-    for field in TABLES[name]:
-        default = 0 if field.name == "turn" else None
-        try:
-            columns.append(pa.array([row.get(field.name, default) for row in rows], field.type))
-        except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
-            raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
-    table = pa.table(columns, names=TABLES[name].names)
+    # All columns in one go, which takes a third of the time; null is refused below, where the row can be named.
+    fields = [field.with_nullable(True) for field in TABLES[name]]
+    try:
+        table = pa.Table.from_struct_array(pa.array(rows, pa.struct(fields)))
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        for field in fields:
+            try:
+                pa.array([row.get(field.name) for row in rows], field.type)
+            except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
+        raise
+    if table["turn"].null_count if "turn" in table.column_names else 0:
+        at = table.column_names.index("turn")
+        table = table.set_column(at, fields[at], table["turn"].fill_null(0))
     part = conform(Part(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
     check_values(part)
     return part.table

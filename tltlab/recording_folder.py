@@ -1,10 +1,13 @@
 """The folder in which a trace is recorded: whole chunks of rows, and which of them a run took back.
 
-    manifest.json            the manifest
-    000000/ 000001/ ...      one chunk per flush: `TABLE.arrow` (Arrow IPC) for each table that got rows
-    cuts.json                [{"chunks": 7, "rl_steps": 5}, ...]: of chunks before 7, rows from RL step 5 on are void
+    manifest.json                  the manifest
+    000000.arrow 000001.arrow ...  one chunk per flush, an Arrow IPC file of one row: a column for each table that got
+                                   rows, which holds them as a list of structs
+    cuts.json                      [{"chunks": 7, "rl_steps": 5}, ...]: of chunks before 7, rows from RL step 5 on are
+                                   void
 
-Taking rows back writes one small file and touches no row: it has happened as a whole or not at all.
+A chunk is one file because a durable file costs milliseconds, however small it is. Taking rows back writes one small
+file and touches no row: it has happened as a whole or not at all.
 """
 
 from __future__ import annotations
@@ -44,18 +47,20 @@ class Chunk:
 
     @property
     def number(self) -> int:
-        return int(self.path.name)
+        return int(self.path.stem)
 
     def load(self, name: str, columns: Sequence[str] | None = None) -> pa.Table | None:
         """Its valid rows of a table, None where there are none. Raises TraceError for a damaged file."""
-        file = self.path / f"{name}.arrow"
-        if not file.exists():
-            return None
         try:
-            with pa.OSFile(str(file), "rb") as source:
-                table = pa.ipc.open_file(source).read_all()
+            with pa.OSFile(str(self.path), "rb") as source:
+                at = pa.ipc.open_file(source).schema.get_field_index(name)
+                if at < 0:
+                    return None
+                only = pa.ipc.IpcReadOptions(included_fields=[at])
+                rows = pa.ipc.open_file(source, options=only).read_all().column(0).combine_chunks()
         except (OSError, pa.ArrowException) as error:
-            raise TraceError(f"{file}: cannot be read (damaged?): {error}") from error
+            raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
+        table = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
         if self.below is not None:
             table = table.filter(pc.less(table["rl_step"], self.below))
         if not len(table):
@@ -64,10 +69,15 @@ class Chunk:
 
 
 def chunks_of(folder: Path) -> list[Chunk]:
-    """The whole chunks of a recording, in the order of their flushes. Raises TraceError for damaged cuts."""
-    found = sorted(chunk for chunk in folder.iterdir() if chunk.is_dir() and chunk.name.isdigit())
+    """The whole chunks of a recording, in the order of their flushes.
+
+    Raises TraceError for damaged cuts, and for chunks that are folders, as earlier versions wrote them.
+    """
+    if any(chunk.is_dir() and chunk.name.isdigit() for chunk in folder.iterdir()):
+        raise TraceError(f"{folder} was recorded by an earlier version of tltlab: repair it with that one")
+    found = sorted(chunk for chunk in folder.glob("*.arrow") if chunk.stem.isdigit())
     cuts = _cuts(folder)
-    limits = [[cut["rl_steps"] for cut in cuts if int(chunk.name) < cut["chunks"]] for chunk in found]
+    limits = [[cut["rl_steps"] for cut in cuts if int(chunk.stem) < cut["chunks"]] for chunk in found]
     return [Chunk(chunk, min(limit, default=None)) for chunk, limit in zip(found, limits, strict=True)]
 
 
@@ -88,23 +98,24 @@ def readable(chunks: Iterable[Chunk], notes: list[str]) -> list[Chunk]:
                 chunk.load(name)
             good.append(chunk)
         except TraceError:
-            notes.append(f"chunk {chunk.path.name} could not be read and was dropped")
+            notes.append(f"chunk {chunk.path.stem} could not be read and was dropped")
     return good
 
 
 def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> None:
     """Add a chunk: after a kill it is there as a whole or not at all. Raises OSError, and leaves nothing then."""
-    final = folder / f"{number:06d}"
+    final = folder / f"{number:06d}.arrow"
     temporary = final.with_suffix(".tmp")
+    columns = {name: _as_one_value(table) for name, table in tables.items()}
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, pa.schema([(name, column.type) for name, column in columns.items()])) as writer:
+        writer.write_batch(pa.record_batch(columns))
     try:
-        temporary.mkdir()
-        for name, table in tables.items():
-            _write_arrow(temporary / f"{name}.arrow", table)
-        fsync_folder(temporary)
+        write_durably(temporary, sink.getvalue())
         os.rename(temporary, final)
         fsync_folder(folder)
     except OSError:
-        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -128,7 +139,10 @@ def new_recording(folder: Path, manifest: Manifest, chunks: Iterable[Mapping[str
 def cut(folder: Path, rl_steps: int) -> int:
     """Take back every row of RL step `rl_steps` and later, and half-written chunks; the number of the next chunk."""
     for left in folder.glob("*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
+        if left.is_dir():
+            shutil.rmtree(left, ignore_errors=True)
+        else:
+            left.unlink()
     after = max((chunk.number + 1 for chunk in chunks_of(folder)), default=0)
     entry = {"chunks": after, "rl_steps": rl_steps}
     cuts = _cuts(folder)
@@ -165,8 +179,8 @@ def _cuts(folder: Path) -> list[dict[str, Any]]:
     return cuts
 
 
-def _write_arrow(path: Path, table: pa.Table) -> None:
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_durably(path, sink.getvalue())
+def _as_one_value(table: pa.Table) -> pa.ListArray:
+    """A table as one list of structs."""
+    rows = table.combine_chunks().to_struct_array()
+    rows = rows.combine_chunks() if isinstance(rows, pa.ChunkedArray) else rows
+    return pa.ListArray.from_arrays(pa.array([0, len(rows)], pa.int32()), rows)

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from .errors import ConfigError, TraceError
 from .recording_folder import SUFFIX, Chunk, chunks_of, lock, readable, recording_of, tables_of
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
-from .trace import Trace, is_trace, locate, read, refuse_foreign_target
+from .trace import Trace, cannot_write, is_trace, locate, read, refuse_foreign_target
 
 _TOGETHER = "together.tmp"
 
@@ -27,8 +27,10 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     Every flushed row is kept but those without which the trace is valid: outcomes without their workload row, tokens
     and acceptance without their outcome, rows recorded twice, chunks that cannot be read. The manifest's notes say
     "repaired: ..." with what was lost. A valid trace without a recording beside it is returned unchanged; `path` may
-    be a RUN folder or the recording itself. With `out` nothing at `path` changes. Raises TraceError for a damaged
-    trace, and ConfigError where the recording is in progress or a finished trace would be overwritten.
+    be a RUN folder or the recording itself. With `out` nothing at `path` changes. A finished trace at `path` is
+    replaced by the recording of the same run, resumed, that has every response of it. Raises TraceError for a damaged
+    trace, ConfigError where the recording is in progress or a finished trace would lose responses, and InputError
+    where the disk refuses; the recording is still there then.
     """
     path = Path(path)
     if path.name.endswith(SUFFIX):
@@ -43,20 +45,16 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
         if _closed_already(folder, path):
             _remove(folder)
             return repair(path, out)
-        if out is None and is_trace(path):
-            raise ConfigError(
-                f"{path} is a finished trace and {folder} an interrupted recording that would replace it; "
-                "name another place with --out, or remove one of them"
-            )
-        finish(folder, path if out is None else Path(out), salvage=True, keep=out is not None)
+        earlier = read(path) if out is None and is_trace(path) else None
+        finish(folder, path if out is None else Path(out), salvage=True, keep=out is not None, earlier=earlier)
     return read(path if out is None else out)
 
 
-def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False) -> None:
+def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, earlier: Trace | None = None) -> None:
     """Write the trace of a recording to `target`, then remove the recording unless `keep`.
 
     Tables are first strung together chunk by chunk, then written as every trace is, RL step by RL step, so that a
-    recording larger than memory passes.
+    recording larger than memory passes. `earlier` is the trace at `target` of which nothing may be lost: ConfigError.
     """
     refuse_foreign_target(target)
     manifest = Manifest.read(folder / MANIFEST_FILE)
@@ -67,19 +65,46 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False) -> 
     keep_rows = _salvage(chunks, notes) if salvage else {}
     together = folder / _TOGETHER
     shutil.rmtree(together, ignore_errors=True)
-    together.mkdir()
-    steps = _string_together(chunks, together, keep_rows)
-    notes = [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"] if salvage else []
-    update = {
-        "notes": "; ".join(([manifest.notes] if manifest.notes else []) + notes) or None,
-        "num_rl_steps": len(steps) if salvage or manifest.num_rl_steps is None else manifest.num_rl_steps,
-    }
-    (together / MANIFEST_FILE).write_text(manifest.model_copy(update=update).to_json(), encoding="utf-8")
-    read(together).write(target)
+    try:
+        together.mkdir()
+        steps = _string_together(chunks, together, keep_rows)
+        notes = [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"] if salvage else []
+        update = {
+            "notes": "; ".join(([manifest.notes] if manifest.notes else []) + notes) or None,
+            "num_rl_steps": len(steps) if salvage or manifest.num_rl_steps is None else manifest.num_rl_steps,
+        }
+        (together / MANIFEST_FILE).write_text(manifest.model_copy(update=update).to_json(), encoding="utf-8")
+        found = read(together)
+        if earlier is not None:
+            _check_goes_on(earlier, found, folder)
+        found.write(target)
+    except BaseException as error:
+        shutil.rmtree(together, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise cannot_write(target, error) from error
+        raise
     if keep:
         shutil.rmtree(together)
     else:
         _remove(folder)
+
+
+def _check_goes_on(earlier: Trace, found: Trace, folder: Path) -> None:
+    """Raise ConfigError unless `found`, of the recording `folder`, has every response of `earlier`, of the same run."""
+    ours, theirs = (
+        trace.manifest.model_copy(update={"notes": None, "num_rl_steps": None}) for trace in (found, earlier)
+    )
+    lacks = "is of another run" if ours != theirs else ""
+    for step in earlier.rl_steps if not lacks else ():
+        now = found.select([step]).outcomes if step in found.rl_steps else None
+        if lost := int((~_rows_in(earlier.select([step]).outcomes, now)).sum()):
+            lacks = f"lacks {lost} of its responses in RL step {step}"
+            break
+    if lacks:
+        raise ConfigError(
+            f"{earlier.path} is a finished trace, and the interrupted recording {folder} {lacks}; name another place "
+            "with --out, or remove one of them"
+        )
 
 
 def flushed(folder: Path) -> Trace:

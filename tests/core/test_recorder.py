@@ -145,7 +145,7 @@ def test_repair_says_what_was_lost(tmp_path):
 
 def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path):
     interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(1)))
-    chunk = tmp_path / "t.recording" / "000002" / "outcomes.arrow"
+    chunk = tmp_path / "t.recording" / "000002.arrow"
     chunk.write_bytes(chunk.read_bytes()[:50])
     trace = repair(tmp_path / "t")
     assert len(trace.outcomes) == 4
