@@ -16,30 +16,26 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from tltlab.cli import progress, read_json, write_json
 from tltlab.errors import ConfigError
 
+from .log_services import Mlflow, Wandb
 from .recipe import LogConfig
+from .run_screen import Screen, screen
 from .step_rows import StepReport
-
-RUN_IDS = "log_runs.json"
-"""Which run of each service this run's folder is, so that a resumed run goes on in it."""
 
 
 class RunLog:
     """What `train` says, and its metrics of each RL step.
 
     `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. Of
-    a step that an earlier process logged too, TensorBoard shows the later values, W&B the earlier ones, MLflow both.
-    `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets one line per step,
-    above a progress bar where it is a terminal. Raises ConfigError where a logger of `config` is not installed or does
-    not start.
+    a step that an earlier process logged too, TensorBoard shows the later values, W&B and MLflow the earlier ones.
+    `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each step's figures
+    (`run_screen.step_text`), above a progress bar where it is a terminal. Raises ConfigError where a logger of
+    `config` is not installed or does not start.
 
     >>> with RunLog(LogConfig(), Path("runs/first"), total_steps=12) as log:  # doctest: +SKIP
     ...     log.step(report, {"reward/mean": 0.5})
@@ -62,18 +58,20 @@ class RunLog:
                 )
         out, settings = Path(out), settings or {}
         self._loggers: dict[str, _Logger] = {}
-        self._screen: _Screen = _Lines()
+        self._screen = Screen(total_steps)
         try:
             if config.tensorboard:
                 self._loggers["TensorBoard"] = _started("TensorBoard", _TensorBoard, out / "tensorboard", resume_from)
             if config.wandb is not None:
-                self._loggers["W&B"] = _started("W&B", _Wandb, config.wandb, out, settings)
+                self._loggers["W&B"] = _started("W&B", Wandb, config.wandb, out, settings)
             if config.mlflow is not None:
-                self._loggers["MLflow"] = _started("MLflow", _Mlflow, config.mlflow, out, settings)
+                self._loggers["MLflow"] = _started("MLflow", Mlflow, config.mlflow, out, settings)
         except BaseException:
             self.close(failed=True)
             raise
-        self._screen = _screen(total_steps, resume_from)
+        self._screen = screen(total_steps, resume_from)
+        # Engines take minutes to start, and nothing else is said until they have.
+        self.say(f"RL steps {resume_from} to {total_steps - 1} into {out}: starting workers and trainer")
 
     def __enter__(self) -> Self:
         return self
@@ -88,9 +86,8 @@ class RunLog:
 
     def step(self, report: StepReport, metrics: Mapping[str, float]) -> None:
         """Say and log an RL step that is done."""
-        self.say(str(report))
         with contextlib.suppress(OSError, ValueError):
-            self._screen.step(report)
+            self._screen.step(report, metrics)
         self.measured(report.rl_step, metrics)
 
     def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
@@ -166,125 +163,3 @@ class _TensorBoard:
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()
         self._records.write(event.SerializeToString())
-
-
-class _Wandb:
-    setting = "wandb"
-
-    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
-        import wandb
-
-        out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
-        ids = _run_ids(out)
-        self._run = wandb.init(
-            project=project,
-            name=out.name,
-            dir=str(out),
-            id=ids.get("wandb"),
-            resume="allow",
-            config=dict(settings),
-            settings=wandb.Settings(console="off"),
-        )
-        _keep_id(out, ids, "wandb", self._run.id)
-
-    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=rl_step)
-
-    def close(self, *, failed: bool) -> None:
-        self._run.finish(exit_code=int(failed))
-
-
-class _Mlflow:
-    setting = "mlflow"
-
-    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
-        import mlflow
-
-        self._mlflow = mlflow
-        ids = _run_ids(out)
-        mlflow.set_experiment(project)
-        run = mlflow.start_run(run_id=ids.get("mlflow"), run_name=out.name)
-        _keep_id(out, ids, "mlflow", run.info.run_id)
-        if settings and "mlflow" not in ids:
-            mlflow.log_params(_flat(settings))
-
-    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
-        # A server that does not answer is tried again for minutes: not while the run waits.
-        self._mlflow.log_metrics(dict(metrics), step=rl_step, synchronous=False)
-
-    def close(self, *, failed: bool) -> None:
-        self._mlflow.end_run("FAILED" if failed else "FINISHED")
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by dotted name, as MLflow shows and compares them: it knows no nested ones."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        inner = _flat(value) if isinstance(value, Mapping) else {}
-        found |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
-    return found
-
-
-def _run_ids(out: Path) -> dict[str, str]:
-    path = out / RUN_IDS
-    return dict(read_json(path)) if path.exists() else {}
-
-
-def _keep_id(out: Path, ids: Mapping[str, str], service: str, run_id: str) -> None:
-    write_json(out / RUN_IDS, {**ids, service: run_id})
-
-
-class _Screen(Protocol):
-    def say(self, text: str) -> None: ...
-
-    def step(self, report: StepReport) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def _screen(total_steps: int, resume_from: int) -> _Screen:
-    console = Console(stderr=True)
-    # FORCE_COLOR, which CI services set, makes rich see a terminal in a file.
-    if console.is_terminal and not console.is_dumb_terminal and console.file.isatty():
-        return _Bar(console, total_steps, resume_from)
-    return _Lines()
-
-
-class _Lines:
-    def say(self, text: str) -> None:
-        progress(text)
-
-    def step(self, report: StepReport) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class _Bar:
-    """A progress bar at the bottom of the terminal; lines pass above it."""
-
-    def __init__(self, console: Console, total_steps: int, resume_from: int) -> None:
-        self._progress = Progress(
-            TextColumn("RL steps"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[reward]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            refresh_per_second=2,
-            redirect_stdout=False,  # --json's object goes there
-        )
-        self._task = self._progress.add_task("", total=total_steps, completed=resume_from, reward="")
-        self._progress.start()
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    def step(self, report: StepReport) -> None:
-        self._progress.update(self._task, completed=report.rl_step + 1, reward=f"reward {report.reward_mean:.3f}")
-
-    def close(self) -> None:
-        self._progress.stop()
