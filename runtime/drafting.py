@@ -120,7 +120,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             raise ConfigError(f"strategy {strategy}: this engine has the drafters {', '.join(self.specs) or 'none'}")
         if strategy.draft_depth > self.max_depth:
             raise ConfigError(
-                f"strategy {strategy}: the engine was built for draft depths up to {self.max_depth}; "
+                f"strategy {strategy}: the engine is built for draft depths up to {self.max_depth}; "
                 "raise max_draft_depth"
             )
         if not self.runs(strategy.drafter):

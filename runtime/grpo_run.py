@@ -20,6 +20,7 @@ from tltlab.recorder import Recorder
 from tltlab.recording_folder import lock
 from tltlab.trace import Trace, read
 
+from .before_start import check_policy
 from .drafter_data import load_tokenizer
 from .drafter_run import drafter_of
 from .engine import GenerationRequest, Rollout
@@ -65,6 +66,7 @@ class GrpoRun:
         self.tokenizer = load_tokenizer(recipe.model)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = load_policy(recipe.rollout.policy)
+        check_policy(recipe, self.policy)
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
         self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)

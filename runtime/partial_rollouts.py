@@ -17,6 +17,7 @@ from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_b
 from .data import Prompt
 from .data_order import DataOrder
 from .engine import GenerationRequest, Response
+from .left_behind import left_behind
 from .ragged_file import load_ragged, save_ragged
 from .recipe import PartialConfig, Recipe
 from .samples import Trajectory
@@ -92,6 +93,7 @@ class PartialRollouts:
         self.order = order
         self.config = config
         self._pending: list[PartialGroup] = []
+        self._left_behind: list[str] = []
 
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step; trained are all groups that are whole at its end."""
@@ -117,6 +119,7 @@ class PartialRollouts:
         groups = [_with_rewards(group, n, scored) for n, group in enumerate(groups)]
         whole = [group for group in groups if group.whole]
         self._pending = [group for group in groups if not group.whole]
+        said, self._left_behind = self._left_behind, []
         return Collected(
             trajectories=[self._trajectory(group, sample) for group in whole for sample in range(len(group.samples))],
             groups=[n for n, group in enumerate(whole) for _ in group.samples],
@@ -130,7 +133,7 @@ class PartialRollouts:
             rewards=rewards_by_key(scored.values(), tools.rl_step),
             rollout_s=rounds.rollout_s,
             reward_s=time.perf_counter() - start,
-            notes=self._notes(young, num_dropped, num_cut),
+            notes=said + self._notes(young, num_dropped, num_cut),
         )
 
     def _too_old(self, group: PartialGroup, version: int) -> bool:
@@ -224,6 +227,7 @@ class PartialRollouts:
 
         ConfigError where the data is not what it was, or the cap is lower than a response that is to go on.
         """
+        self._left_behind = left_behind(state, own="pending")
         if "pending" not in state:
             self._pending = []
             return

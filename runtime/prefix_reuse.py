@@ -18,6 +18,7 @@ from .data import Prompt
 from .data_order import DataOrder
 from .drafter_data import load_tokenizer
 from .engine import GenerationRequest
+from .left_behind import left_behind
 from .ragged_file import load_ragged, save_ragged
 from .recipe import Recipe, ReuseConfig
 from .samples import Trajectory
@@ -98,6 +99,7 @@ class ReusingRollouts:
         self.config = config
         self.exact = config.residual == "exact"
         self._earlier: dict[tuple[str, int], Earlier] = {}
+        self._left_behind: list[str] = []
         if self.exact:
             self._check_exact()
             self._ends = end_tokens(recipe.model)
@@ -159,6 +161,7 @@ class ReusingRollouts:
         start = time.perf_counter()
         self._remember(dict(zip(slots, trajectories, strict=True)), prefixes, rows_now, tools)
         score_s += time.perf_counter() - start
+        said, self._left_behind = self._left_behind, []
         return Collected(
             trajectories=trajectories,
             groups=[n for n in range(len(picked)) for _ in range(rollout.group_size)],
@@ -169,7 +172,7 @@ class ReusingRollouts:
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
             score_s=score_s,
-            notes=_notes(known, prefixes),
+            notes=said + _notes(known, prefixes),
         )
 
     def _name(self, slot: tuple[int, int]) -> tuple[str, int]:
@@ -263,6 +266,7 @@ class ReusingRollouts:
 
         ConfigError where it was made without the distributions "exact" needs, or with responses beyond the cap.
         """
+        self._left_behind = left_behind(state, own="earlier")
         if "earlier" not in state:
             self._earlier = {}
             return

@@ -236,10 +236,15 @@ class LogConfig(_Section):
 
 
 class FaultConfig(_Section):
-    """How often one actor is started again after it died before the run gives up, and how long a start may take."""
+    """How often one actor is started again after it died before the run gives up, and what is waited for how long.
+
+    A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
+    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
+    """
 
     max_restarts: int = Field(3, ge=0)
     start_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(3600.0, gt=0)
 
 
 class Recipe(_Section):
@@ -278,6 +283,13 @@ class Recipe(_Section):
                 )
         if rollout.min_p and rollout.max_draft_depth:
             raise ValueError("rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it")
+        if self.drafter is not None and not rollout.max_draft_depth:
+            raise ValueError("a recipe with a [drafter] needs rollout.max_draft_depth above 0")
+        if self.drafter is not None and self.drafter.name in rollout.drafters:
+            raise ValueError(
+                f"drafter {self.drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "
+                "rollout.drafters, or give one of them another name"
+            )
         if train.overlong_buffer > rollout.max_response_tokens:
             raise ValueError("train.overlong_buffer is more than rollout.max_response_tokens")
         if rollout.partial is not None and rollout.reuse is not None:
@@ -349,6 +361,8 @@ def _fault(found: ErrorDetails) -> str:
     said = found["msg"].removeprefix("Value error, ")
     if found["type"] == "extra_forbidden":
         said = "there is no such field"
+    elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        said = f"should be a section of fields, got {type(found['input']).__name__}"
     return f"{place}: {said}" if place else said
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from .collected import Collected, Key, RolloutTools, Rounds, requests_of, rewarded, rewards_by_key
 from .data import Prompt
 from .data_order import DataOrder
+from .left_behind import left_behind
 from .partial_rollouts import PartialRollouts
 from .prefix_reuse import ReusingRollouts
 from .recipe import Recipe
@@ -32,7 +33,7 @@ class Rollouts(Protocol):
         """What later RL steps depend on, as JSON types; arrays go to files in `folder`."""
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go back to what `state_dict` gave."""
+        """Go back to what `state_dict` gave; the next RL step notes what another way to roll out left in it."""
 
 
 class SynchronousRollouts:
@@ -51,6 +52,7 @@ class SynchronousRollouts:
         self.recipe = recipe
         self.prompts = prompts
         self.order = order
+        self._left_behind: list[str] = []
 
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step; every round asks for exactly the groups that are missing."""
@@ -95,6 +97,7 @@ class SynchronousRollouts:
             rewards |= rewards_by_key(drawn, tools.rl_step)
             groups = [drawn[i : i + rollout.group_size] for i in range(0, len(drawn), rollout.group_size)]
             kept += [g for g in groups if max_rounds == 1 or self._differs(g)]
+        said, self._left_behind = self._left_behind, []
         return Collected(
             trajectories=[t for group in kept for t in group],
             groups=[n for n, group in enumerate(kept) for _ in group],
@@ -105,7 +108,7 @@ class SynchronousRollouts:
             submitted_s=rounds.submitted_s,
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
-            notes=self._notes(len(kept), len(asked), rounds.num_rounds),
+            notes=said + self._notes(len(kept), len(asked), rounds.num_rounds),
         )
 
     def _differs(self, group: Sequence[Trajectory]) -> bool:
@@ -123,7 +126,7 @@ class SynchronousRollouts:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        pass
+        self._left_behind = left_behind(state)
 
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 
-from tltlab.errors import ConfigError
+from tltlab.cli import progress
+from tltlab.errors import ConfigError, RunError
 
 from .recipe import ClusterConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST_STARTS = 3
+"""How often Ray is started before that has failed: on a busy machine its servers may answer too late."""
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:
@@ -23,7 +31,8 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     One that is started here listens on loopback alone, unless `cluster.host` is another address of this machine: then
     Ray listens on all of its interfaces, as it always does. Actors of a run take no logical CPUs, so those that Ray
     counts suffice for any number of actors. ConfigError where `cluster` has several nodes and RAY_ADDRESS is not set,
-    or where nothing answers there.
+    where nothing answers there, or where `cluster.host` is no address of this machine; RunError where Ray does not
+    start.
     """
     cluster = cluster or ClusterConfig()
     if ray.is_initialized():
@@ -39,22 +48,70 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address is not None:
         try:
-            ray.init(address=address, **quiet)
+            with _sigterm_kept():
+                ray.init(address=address, **quiet)
         except ConnectionError as error:
             raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS={address}: {_line(error)}") from error
         return False
-    with _on_loopback(cluster.host in LOOPBACK):
-        ray.init(
-            address="local",
-            _node_ip_address=cluster.host,
-            include_dashboard=False,
-            # Models that need GPUs travel through it: Ray's own choice is a third of the host's memory.
-            object_store_memory=None if cluster.gpus_per_node else 512 << 20,
-            # A busy machine is not a dead one.
-            _system_config={"health_check_failure_threshold": 60},
-            **quiet,
-        )
+    _check_host(cluster.host)
+    with _on_loopback(cluster.host in LOOPBACK), _sigterm_kept():
+        for left in reversed(range(MOST_STARTS)):
+            try:
+                ray.init(
+                    address="local",
+                    _node_ip_address=cluster.host,
+                    include_dashboard=False,
+                    # Models that need GPUs travel through it: Ray's own choice is a third of the host's memory.
+                    object_store_memory=None if cluster.gpus_per_node else 512 << 20,
+                    # A busy machine is not a dead one.
+                    _system_config={"health_check_failure_threshold": 60},
+                    **quiet,
+                )
+                break
+            except Exception as error:  # Ray's own are of no common kind
+                _end(error)
+                if not left:
+                    raise RunError(
+                        f"Ray did not start on this machine, {MOST_STARTS} times; at last: {_line(error)}; "
+                        "is it too busy, or short of memory?"
+                    ) from error
+                progress(f"Ray did not start ({_line(error)}); once more")
     return True
+
+
+def _check_host(host: str) -> None:
+    """Refuse an address that is not this machine's: Ray would wait for itself there, a quarter of an hour."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]:
+            with socket.socket(family, kind, protocol) as free:
+                free.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.host = {host!r} is no address of this machine ({error.strerror}): Ray listens there"
+        ) from error
+
+
+def _end(error: Exception) -> None:
+    """End the servers of a Ray whose start failed: those of a node that was never finished are known to its frame."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+            break
+    ray.shutdown()
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Ray's own handler ends the actors before anybody can close them: what was to happen at SIGTERM still does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -21,7 +21,9 @@ def train(
     replay_decisions: Annotated[
         Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print actors, GPUs and memory; start nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe, print actors, GPUs and memory; start nothing.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
@@ -30,6 +32,7 @@ def train(
     tltlab train --resume runs/first train.steps=8
     tltlab train qwen2.5-7b-tlt --dry-run
     """
+    from .before_start import check
     from .plan import plan_of
     from .recipe import load_recipe, resumed_recipe
 
@@ -44,6 +47,7 @@ def train(
         raise ConfigError("train needs a recipe, or --resume with a run's folder")
     else:
         loaded, folder = load_recipe(recipe, changes), out or Path("runs/run")
+    check(loaded, folder, resume=resume is not None, replay=replay_decisions)
     if dry_run:
         plan = plan_of(loaded)
         emit(plan.as_json(), as_json=as_json, text=plan.text())

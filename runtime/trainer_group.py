@@ -25,7 +25,12 @@ from .trainer import Pair, Trainer
 NOTICE_S = 10.0
 """How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""
 
-_ENV = {"TQDM_DISABLE": "1", "RAY_DEDUP_LOGS": "0"}
+_ENV = {
+    "TQDM_DISABLE": "1",
+    "RAY_DEDUP_LOGS": "0",
+    # Threads that wait for each other by spinning take the cores that engines and drafter trainers want.
+    "OMP_WAIT_POLICY": "passive",
+}
 
 
 class TrainerDied(RunError):
@@ -172,6 +177,9 @@ class TrainerGroup:
                     continue
         if isinstance(found, TrainerDied):
             return TrainerDied(f"a trainer rank died during {what}: {found}")
+        if "Timed out waiting" in str(found):
+            most_s = self.recipe.faults.collective_timeout_s
+            return RunError(f"a trainer rank waited faults.collective_timeout_s = {most_s:g} s for another ({found})")
         return found
 
 
@@ -202,7 +210,7 @@ class TrainerActor:
             rank=self.rank,
             world=recipe.train.ranks,
             rendezvous=rendezvous,
-            timeout_s=recipe.faults.start_timeout_s,
+            timeout_s=recipe.faults.collective_timeout_s,
         )
 
     def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:

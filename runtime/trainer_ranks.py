@@ -30,7 +30,8 @@ def device_of(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
 def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, timeout_s: float) -> None:
     """Join the other ranks in torch's default process group: gloo, and nccl for tensors on CUDA devices.
 
-    `rendezvous` is as in `Trainer`. RunError where somebody does not come in time.
+    `rendezvous` is as in `Trainer`. `timeout_s` is how long a rank waits for the others, here (RunError then) and later
+    in each collective; a `TrainerGroup` ends a start that takes too long before that.
     """
     if rendezvous is None and world > 1:
         raise ConfigError(f"{world} trainer ranks need a place to meet: file:///PATH or tcp://HOST:PORT")

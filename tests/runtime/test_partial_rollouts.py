@@ -97,7 +97,7 @@ def test_engines_are_full_until_the_last_group_is_whole():
     assert {n for running in engines.running for n in running} == {CONCURRENCY // WORKERS}
 
 
-def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for():
+def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path):
     engines, rollouts = made()
     before: list[str] = []
     for got in run(engines, rollouts, range(8)):
@@ -110,7 +110,7 @@ def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for():
                 names = [r.key[1] for r in share if (len(r.prompt_token_ids) > 3) is resumed and r.key[1] in before]
                 assert [before.index(name) for name in names] == sorted(before.index(name) for name in names)
         done = {t.prompt.prompt_id for t in got.trajectories}
-        asked = [group["prompt_id"] for group in rollouts.state_dict(Path())["pending"]]
+        asked = [group["prompt_id"] for group in rollouts.state_dict(tmp_path)["pending"]]
         assert not done & set(asked)
         assert asked[: len(before) - len(done & set(before))] == [name for name in before if name not in done]
         before = asked

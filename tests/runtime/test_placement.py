@@ -13,10 +13,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.placement import Placement
 from tltlab.runtime.recipe import ClusterConfig, DataConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.start_ray import start_ray
+from tltlab.runtime.start_ray import MOST_STARTS, start_ray
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -68,7 +68,10 @@ def servers() -> set[tuple[str, str]]:
     return found
 
 
-def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_blocks_it():
+def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_blocks_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    too_late(monkeypatch, times=1)
     assert start_ray()
     try:
         with Placement(recipe(workers=4, ranks=2, nodes=1, gpus=0)) as placement:
@@ -83,6 +86,35 @@ def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_bl
             Placement(recipe(workers=4, ranks=2, nodes=1)).__enter__()
     finally:
         ray.shutdown()
+
+
+def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+    """Let the server that Ray starts first have no time to answer, so many times; what is said of that."""
+    said: list[str] = []
+
+    def once_more(message: str) -> None:
+        said.append(message)
+        if len(said) == times:
+            monkeypatch.delenv("RAY_gcs_server_port_wait_time_s")
+
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
+    monkeypatch.setattr("tltlab.runtime.start_ray.progress", once_more)
+    return said
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
+    said = too_late(monkeypatch, times=MOST_STARTS)
+    with pytest.raises(RunError, match=r"Ray did not start on this machine, 3 times; at last: Timed out"):
+        start_ray()
+    assert len(said) == MOST_STARTS - 1
+    assert not ray.is_initialized()
+    assert not [child for child in psutil.Process().children() if "gcs_server" in child.name()]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no host"])
+def test_ray_listens_at_an_address_of_this_machine(host: str):
+    with pytest.raises(ConfigError, match=rf"cluster.host = '{host}' is no address of this machine"):
+        start_ray(ClusterConfig(host=host))
 
 
 def test_several_nodes_need_a_cluster(monkeypatch: pytest.MonkeyPatch):

@@ -37,6 +37,9 @@ def test_an_override_replaces_a_field_by_its_dotted_name(tmp_path: Path):
         ("train.steps", "not key=value"),
         ("model.x=1", "not a section"),
         ("=3", "no name before the ="),
+        ("train=5", "train: should be a section of fields, got int"),
+        ("rollout=[]", "rollout: should be a section of fields, got list"),
+        ("faults.collective_timeout_s=0", "faults.collective_timeout_s"),
         ("train.algorithm=[1]", "train.algorithm: Input should be"),
         ("train.kl_coef=Infinity", "train.kl_coef: Input should be a finite number"),
         ("reward_pool.on_failure=NaN", "reward_pool.on_failure: Input should be a finite number"),
@@ -53,6 +56,18 @@ def test_an_override_replaces_a_field_by_its_dotted_name(tmp_path: Path):
 def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         load_recipe(written(tmp_path / "r.toml", RECIPE), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
+        ('rollout.drafters={"learned":{"kind":"ngram"}}', "'learned' is in both rollout.drafters and"),
+    ],
+)
+def test_a_drafter_to_train_needs_drafts_and_a_name_of_its_own(tmp_path: Path, override: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        load_recipe(written(tmp_path / "r.toml", RECIPE + "[drafter]"), [override])
 
 
 @pytest.mark.parametrize("options", ['{"api_key":"x"}', '{"hf_overrides":{"a":[{"HF_TOKEN":"x"}]}}'])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,3 +122,30 @@ def test_the_recipe_says_how_to_roll_out():
         for rollout in ({}, {"partial": {"concurrency": 8}}, {"reuse": {}})
     ]
     assert made == [SynchronousRollouts, PartialRollouts, ReusingRollouts]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({"partial": {"concurrency": 4}}, {}, r"[1-9] groups .* are dropped, .* without rollout\.partial"),
+        ({"partial": {"concurrency": 4}}, {"reuse": {}}, r"[1-9] groups .* are dropped, .* without rollout\.partial"),
+        ({"reuse": {}}, {}, r"4 responses .* not used again: the run goes on without rollout\.reuse"),
+        ({"reuse": {}}, {"partial": {"concurrency": 4}}, r"4 responses .* not used again"),
+        ({}, {"partial": {"concurrency": 4}}, None),
+        ({"partial": {"concurrency": 4}}, {"partial": {"concurrency": 4}}, None),
+    ],
+)
+def test_a_run_that_goes_on_in_another_way_says_once_what_it_leaves_behind(
+    tmp_path: Path, before: dict[str, Any], after: dict[str, Any], said: str | None
+):
+    sizes = {"prompts_per_step": 2, "group_size": 2}
+    engines = ScriptedEngines(2, lambda prompt, sample: 3 + 9 * sample, 2)
+    first = rollouts_of(recipe(sizes | before), prompts(40), data_order(40))
+    first.collect(engines.tools(0, by_sample))
+    state = json.loads(json.dumps(first.state_dict(tmp_path)))
+    second = rollouts_of(recipe(sizes | after), prompts(40), data_order(40))
+    second.load_state_dict(state, tmp_path)
+    notes = [second.collect(engines.tools(rl_step, by_sample)).notes for rl_step in (1, 2)]
+    found = [[note for note in of_step if "the run goes on without" in note] for of_step in notes]
+    assert [len(of_step) for of_step in found] == [int(said is not None), 0]
+    assert said is None or re.search(said, found[0][0])

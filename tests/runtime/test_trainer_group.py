@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.trainer import Trainer
 from tltlab.runtime.trainer_group import TrainerDied, TrainerGroup
 
-SETTINGS = ("train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3")
+SETTINGS = (
+    "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"
+)  # fmt: skip
 
 
 def samples() -> list[Sample]:
@@ -52,6 +55,16 @@ def update_for_ever(group: TrainerGroup) -> None:
 
 def one_rank(recipe: Recipe) -> Trainer:
     return Trainer(recipe.model, recipe.train, temperature=1.0, max_response_tokens=48, seed=recipe.seed)
+
+
+def patience_s(group: TrainerGroup) -> list[float]:
+    """How long each rank waits for the others in a collective."""
+
+    def of_rank(actor: Any) -> float:
+        world = torch.distributed.group.WORLD
+        return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    return ray.get([actor.__ray_call__.remote(of_rank) for actor in group.handles])
 
 
 def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
@@ -127,6 +140,10 @@ def test_a_drafter_gets_whole_tensors_and_a_folder_the_whole_policy(group: Train
     assert frozen.lm_head is frozen.embedding
     group.save(str(tmp_path / "saved"))
     assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_a_rank_waits_for_the_others_as_long_as_the_recipe_says(group: TrainerGroup):
+    assert patience_s(group) == [1234.0, 1234.0]
 
 
 def test_a_dead_rank_ends_the_others_and_the_group_starts_again(group: TrainerGroup, tmp_path: Path):
