@@ -100,7 +100,7 @@ def check_data(source: str, field: str) -> None:
 
 def check_folder(out: Path) -> None:
     """Raise ConfigError where no folder can be written at `out`."""
-    above = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    above = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
     if not above.is_dir():
         raise ConfigError(f"cannot write to {out}: {above} is a file; name another folder with --out")
     if not os.access(above, os.W_OK | os.X_OK):

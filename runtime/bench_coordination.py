@@ -43,9 +43,9 @@ class PairedRun(GrpoRun):
         rl_step = self.rl_step
         if rl_step % 2:
             rollout, recipe = self.recipe.rollout, self.recipe
-            picked = prompt_batch(len(self.train_prompts), rl_step, rollout.prompts_per_step, recipe.seed)
+            picked = prompt_batch(len(self.data.train), rl_step, rollout.prompts_per_step, recipe.seed)
             groups = [
-                requests_of(self.train_prompts[n], rl_step, rollout.group_size, rollout.max_response_tokens)
+                requests_of(self.data.train[n], rl_step, rollout.group_size, rollout.max_response_tokens)
                 for _, n in picked
             ]
             shares = self.pool.share([request for group in groups for request in group])
@@ -56,7 +56,7 @@ class PairedRun(GrpoRun):
             same = report.num_tokens == sum(len(r.token_ids) for part in parts for r in part.responses)
         else:
             report = super().step()
-            self._held[rl_step], same = self._repeats[-1]["repeat_s"], self._repeats[-1]["same_tokens"]
+            self._held[rl_step], same = self.state.repeats[-1]["repeat_s"], self.state.repeats[-1]["same_tokens"]
         if not same:
             self._other.append(rl_step)
         held_s = {str(step): seconds for step, seconds in self._held.items()}

@@ -53,7 +53,7 @@ class TrainSizes:
     sides: tuple[str, ...] = (OURS, DEFAULTS, VLLM)
     model: str | Size = "tiny"
     steps: int = 5
-    blocks: int = 2
+    blocks: int = 4
     prompts_per_step: int = 24
     group_size: int = 8
     max_response_tokens: int = 768
@@ -290,7 +290,7 @@ def _result(setting: Setting, sizes: TrainSizes, blocks: Sequence[Block], beside
         made_by()
         | {"versions": versions() | trl_versions(beside), "hardware": hardware()}
         | {"setting": asdict(setting) | {"model": setting.model.name}, "start_heldout_reward": start}
-        | summarise(blocks, {side: written_lines(texts[side]) for side in sizes.sides})
+        | summarise(blocks, {side: written_lines(texts[side]) for side in sizes.sides}, heldout=sizes.heldout)
     )
 
 

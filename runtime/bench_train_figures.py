@@ -1,7 +1,8 @@
-"""What runs of several trainers come to: seconds per RL step, ratios with intervals, goals, and a table for people."""
+"""What runs of several trainers come to: seconds per RL step, who learned more, goals, and a table for people."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -11,7 +12,7 @@ from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.bootstrap import Interval
 
-from .bench_intervals import decimals, to_json
+from .bench_intervals import as_text, decimals, mean_of_few, to_json
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
@@ -72,11 +73,32 @@ def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
     return Interval(estimate=estimate, low=float(found.low), high=float(found.high), level=0.95, method="percentile")
 
 
-def summarise(blocks: Sequence[Block], lines: Mapping[str, int]) -> dict[str, Any]:
-    """Figures of every side, `lines` being those that a user writes for it, and whether the goals are met.
+def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] | None:
+    """How much more held-out reward `tltlab train` ends with than a side, over seeds that both ran; None without one.
 
-    Rewards of each step are means over a side's runs. `mean_response_tokens` is of the steps
-    that the seconds are of: longer responses take longer.
+    `difference` has Student's interval over seeds; each reward is a mean over `heldout` prompts, whose chance is known,
+    and no interval is narrower than that. `equal` says whether it holds 0, and is None from one seed.
+    """
+    ended = {(block.side, block.seed): block.heldout_reward for block in blocks}
+    ours = {seed: reward for (name, seed), reward in ended.items() if name == "tltlab" and reward is not None}
+    pairs = [(ours[seed], ended[side, seed]) for seed in ours if ended.get((side, seed)) is not None]
+    if not pairs:
+        return None
+    chance = sum(reward * (1 - reward) / heldout for pair in pairs for reward in pair)
+    found = mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
+    return {
+        "against": side,
+        "seeds": len(pairs),
+        "difference": to_json(found),
+        "equal": found.low <= 0 <= found.high if len(pairs) > 1 else None,
+    }
+
+
+def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int) -> dict[str, Any]:
+    """Figures of every side, `lines` being those that a user writes for it, who learned more, and the goals.
+
+    Rewards of each step are means over a side's runs, and `heldout_reward` is one over `heldout` prompts each.
+    `mean_response_tokens` is of the steps that the seconds are of: longer responses take longer.
     """
     sides = []
     for side, written in lines.items():
@@ -84,7 +106,7 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int]) -> dict[str, An
         seconds = steady(ran, side)
         tokens = [length for block in ran for length in block.lengths[1:]]
         wholes = [block.whole_s for block in ran if block.whole_s is not None]
-        heldout = [block.heldout_reward for block in ran if block.heldout_reward is not None]
+        ended = [block.heldout_reward for block in ran if block.heldout_reward is not None]
         sides.append(
             {
                 "side": side,
@@ -94,7 +116,7 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int]) -> dict[str, An
                 "first_seconds": float(np.mean([block.seconds[0] for block in ran])) if ran else None,
                 "mean_response_tokens": float(np.mean(tokens)) if tokens else None,
                 "rewards": np.mean([block.rewards for block in ran], axis=0).tolist() if ran else [],
-                "heldout_reward": float(np.mean(heldout)) if heldout else None,
+                "heldout_reward": to_json(mean_of_few(ended)) if ended else None,
                 "stages": {
                     name: float(np.mean([value for block in ran for value in block.stages[name][1:]]))
                     for name in (ran[0].stages if seconds else {})
@@ -118,17 +140,22 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int]) -> dict[str, An
                     "met": None if ratio is None else ratio.estimate >= wanted,
                 }
             )
-    return {"sides": sides, "goals": goals, "blocks": [asdict(block) for block in blocks]}
+    return {
+        "sides": sides,
+        "learned": [found for side in GOALS if side in lines and (found := learned(blocks, side, heldout))],
+        "goals": goals,
+        "blocks": [asdict(block) for block in blocks],
+    }
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """A result for a terminal: a row per side, then how many times faster ours is, and where its time goes."""
+    """A result for a terminal: a row per side, where our time goes, who learned more, how many times faster ours is."""
     setting = found["setting"]
     responses = f"{setting['prompts_per_step']} x {setting['group_size']}"
     lines = [
         f"{responses} responses a step, cap {setting['max_response_tokens']}, float32, {setting['steps']} RL steps, "
         f"{found['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
-        f"{'':10s}{'s per step':>24s}{'first':>8s}{'whole':>9s}{'tokens':>8s}{'lines':>7s}{'held-out':>10s}"
+        f"{'':10s}{'s per step':>24s}{'first':>8s}{'whole':>9s}{'tokens':>8s}{'lines':>7s}{'held-out':>20s}"
         "  reward by step",
     ]
     for side in found["sides"]:
@@ -136,7 +163,7 @@ def text(found: Mapping[str, Any]) -> str:
         lines.append(
             f"{side['side']:10s}{_interval(side['seconds']):>24s}{decimals(side['first_seconds']):>8s}"
             f"{decimals(side['whole_seconds']):>9s}"
-            f"{decimals(side['mean_response_tokens']):>8s}{side['lines']:7d}{decimals(side['heldout_reward']):>10s}"
+            f"{decimals(side['mean_response_tokens']):>8s}{side['lines']:7d}{_interval(side['heldout_reward']):>20s}"
             f"  {rewards}"
         )
     lines.append(f"held-out reward before training {found['start_heldout_reward']:.2f}")
@@ -151,6 +178,12 @@ def text(found: Mapping[str, Any]) -> str:
             whole = sum(side["stages"].values())
             shares = ", ".join(f"{name[:-2]} {value / whole:.0%}" for name, value in side["stages"].items())
             lines.append(f"{side['side']}: {shares}")
+    for row in found["learned"]:
+        equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[row["equal"]]
+        lines.append(
+            f"held-out reward, tltlab less {row['against']}: {as_text(row['difference'])} over {row['seeds']} seed(s): "
+            f"{equal}"
+        )
     for goal in found["goals"]:
         said = "unknown" if goal["met"] is None else "met" if goal["met"] else "MISSED"
         lines.append(f"{said:8s}against {goal['against']}: {_interval(goal['ratio'])} times, goal {goal['wanted']:g}")

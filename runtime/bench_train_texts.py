@@ -6,7 +6,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-MINIBATCHES = 2
 TRL_BATCH = 8
 """Responses of one forward pass: TRL's default `per_device_train_batch_size`, and the number of its generations."""
 
@@ -36,6 +35,8 @@ class Setting:
 
 def recipe_text(setting: Setting) -> str:
     """The recipe for `tltlab train`; what it leaves out has the same value in TRL's script, or none there."""
+    # An engine built to speculate takes a fifth longer also where its policy never does.
+    no_drafts = "max_draft_depth = 0\n" if setting.policy == "none" else ""
     return f"""model = {_quoted(setting.model)}
 reward = {_quoted(setting.reward)}
 seed = {setting.seed}
@@ -47,12 +48,12 @@ prompts_per_step = {setting.prompts_per_step}
 group_size = {setting.group_size}
 max_response_tokens = {setting.max_response_tokens}
 policy = {_quoted(setting.policy)}
-[train]
+{no_drafts}[train]
 steps = {setting.steps}
 lr = 5e-4
 betas = [0.9, 0.99]
 clip_high = 0.28
-minibatches = {MINIBATCHES}
+minibatches = 1
 dtype = "float32"
 threads = {setting.cores}
 [eval]
@@ -64,15 +65,20 @@ def script_text(setting: Setting, out: Path, *, vllm: bool) -> str:
     """The script for TRL 1.16, as its documentation begins one; the policy is saved to `out`.
 
     Settings stand in it where TRL's default would learn otherwise than the recipe does (learning rate and its decay,
-    beta2, upper clip, group and cap, bfloat16), cut responses into the same optimizer steps, or say no more than that
+    beta2, upper clip, group and cap, bfloat16, and how vLLM's log-probs are corrected for), or say no more than that
     rewards are logged at each RL step and no service gets them. The loss (DAPO's, over tokens), advantages over the
-    group's standard deviation, KL 0, temperature 1, gradient norm 1 and gradient checkpointing are TRL's own. In its
-    vLLM mode TRL tells vLLM no dtype, which then samples from a float32 model in bfloat16.
+    group's standard deviation, one optimizer step of all responses, KL 0, temperature 1, gradient norm 1 and gradient
+    checkpointing are TRL's own. The same samples then move the weights alike but for 1e-4, which TRL adds to standard
+    deviations. In its vLLM mode TRL tells vLLM no dtype, which then samples from a float32 model in bfloat16.
+
+    Both take one optimizer step because with several TRL divides each one's loss by a share of all tokens of the RL
+    step, and `tltlab train` by the tokens of its own mini-batch.
     """
     module, _, function = setting.reward.partition(":")
-    batches = setting.responses // TRL_BATCH
     mode = """        use_vllm=True,
         vllm_mode="colocate",
+        vllm_importance_sampling_mode="token_truncate",
+        vllm_importance_sampling_clip_max=2.0,
 """
     return f"""from datasets import load_dataset
 from trl import GRPOConfig, GRPOTrainer
@@ -89,17 +95,16 @@ trainer = GRPOTrainer(
     train_dataset=load_dataset("json", data_files={_quoted(setting.model / "train.jsonl")}, split="train"),
     args=GRPOConfig(
         output_dir={_quoted(out)},
-        max_steps={setting.steps * MINIBATCHES},
+        max_steps={setting.steps},
         learning_rate=5e-4,
         lr_scheduler_type="constant",
         adam_beta2=0.99,
         epsilon_high=0.28,
         bf16=False,
         num_generations={setting.group_size},
-        steps_per_generation={batches},
-        gradient_accumulation_steps={batches // MINIBATCHES},
+        gradient_accumulation_steps={setting.responses // TRL_BATCH},
         max_completion_length={setting.max_response_tokens},
-{mode if vllm else ""}        logging_steps={MINIBATCHES},
+{mode if vllm else ""}        logging_steps=1,
         report_to="none",
         save_strategy="no",
         seed={setting.seed},

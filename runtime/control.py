@@ -459,8 +459,10 @@ class Control:
 
     def idle(self) -> None:
         """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
+        entered = time.perf_counter()
         self._close(self._last)
         self._nothing_chosen()
+        self.seconds_inside += time.perf_counter() - entered
 
     def _nothing_chosen(self) -> None:
         self._chosen: Strategy = NO_SPECULATION

@@ -58,6 +58,11 @@ class DataBuffer:
         with self._lock:
             return sum(sequence.num_rows for sequence in self._held.values())
 
+    def sequences(self) -> list[TrainingSequence]:
+        """What is held, in the order in which it came: added to an empty buffer, that holds the same."""
+        with self._lock:
+            return list(self._held.values())
+
     def begin(self, rl_step: int) -> None:
         """RL step `rl_step` begins: what the earlier ones left is carried, what is too old goes."""
         with self._lock:
@@ -152,6 +157,17 @@ def stretch(sequence: TrainingSequence, start: int, rows: int) -> TrainingSequen
         aux=None if sequence.aux is None else sequence.aux[start:stop],
         first_position=sequence.first_position + start,
         prompt_tokens=max(0, sequence.prompt_tokens - start),
+    )
+
+
+def prompt_of(sequence: TrainingSequence) -> TrainingSequence:
+    """A sequence's prompt, its states on their own: the response's are the buffer's to bound."""
+    rows = min(sequence.prompt_tokens, sequence.num_rows)
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[: rows + 1].clone(),
+        hidden=sequence.hidden[:rows].clone(),
+        aux=None if sequence.aux is None else sequence.aux[:rows].clone(),
     )
 
 

@@ -72,6 +72,7 @@ class DrafterRun(NoDrafter):
         self._weights: dict[str, Tensor] | None = None
         self._predicted: list[float] = []
         self._training: Any = None
+        self._data: Path | None = None
         self._published = 0
 
     @property
@@ -107,13 +108,17 @@ class DrafterRun(NoDrafter):
         get: Callable[[Any], Any],
         ask: Callable[..., list[Any]],
     ) -> None:
+        self._workers, self._trainer, self._get, self._ask_workers = workers, trainer, get, ask
+        self._start_trainers()
+        self._serve(ask)
+
+    def _start_trainers(self) -> None:
         config = self.config
         self._stop()
-        self._workers, self._trainer, self._get, self._ask_workers = workers, trainer, get, ask
         client_keys: tuple[ClientKeys | None, ...] = (None,) * self.num_workers
         if config.endpoint is not None:
             self._server_keys, client_keys = make_keys(self.num_workers)
-        where = ask("place")
+        where = self._ask_workers("place")
         check_machines(config, [node for node, _ in where], ray.get_runtime_context().get_node_id())
         self._server = self._new_server(config.endpoint or f"ipc://{self._place}/coordinator")
         assert self._place is not None
@@ -134,19 +139,18 @@ class DrafterRun(NoDrafter):
         ]
         self._trainers = TrainerProcesses(places, where, config, self.events, self._gone)
         self._trainers.state, self._trainers.published = self._training, self._published
-        self._trainers.begin(trainer.frozen(), get)
-        self._serve(workers)
+        self._trainers.begin(self._trainer.frozen(), self._data)
 
     def rejoin(self, worker: int) -> None:
         if self._trainers is not None:
-            self._serve([self._workers[worker]])
+            handle = self._workers[worker]
+            self._serve(lambda method, *args: self._get(getattr(handle, method).remote(*args)))
 
-    def _serve(self, workers: Sequence[Any]) -> None:
-        """Have engines that begin draft with what is in service, under the canary's eye."""
-        self._get([worker.guard_drafter.remote(self.config.canary) for worker in workers])
+    def _serve(self, ask: Callable[..., Any]) -> None:
+        """Have engines that begin, which `ask` calls, draft with what is in service, under the canary's eye."""
+        ask("guard_drafter", self.config.canary)
         if self._weights is not None:
-            shared = ray.put(self._weights)
-            self._get([w.update_draft_weights.remote(shared, self._predicted, self.updates) for w in workers])
+            ask("update_draft_weights", ray.put(self._weights), self._predicted, self.updates)
 
     def rollout_starts(self, rl_step: int) -> None:
         trusted = all(report.trusted for report in self._reports())
@@ -189,16 +193,20 @@ class DrafterRun(NoDrafter):
         self._trainers.target = self._trainer.frozen()
         self._ask("set_target", self._trainers.target)
 
-    def went_back(self, rl_step: int) -> None:
-        self._published = min(self._published, rl_step)
-        self.schedule.went_back(rl_step)
-        self._annotating, self._rows, self._lately = {}, {}, (None, 0)
-        self._trains_in, self._died = None, set()
+    def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
         # Coordinator and trainers know RL steps that only grow, so new ones begin.
         self._stop()
+        served = self.updates
+        self._take(state, folder)
+        self._annotating, self._rows, self._lately = {}, {}, (None, 0)
+        self._trains_in, self._died = None, set()
         # Engines repeat the last RL step that they were in.
         self._ask_workers("went_back", rl_step)
-        self.start(self._workers, self._trainer, self._get, self._ask_workers)
+        # The weights that they have would be news to them, and they would forget how those did.
+        if self.updates != served:
+            weights = load_head(self._head).serving_weights() if self._weights is None else self._weights
+            self._ask_workers("update_draft_weights", ray.put(weights), self._predicted, self.updates)
+        self._start_trainers()
 
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         accept_length, drafts = self._lately
@@ -224,6 +232,14 @@ class DrafterRun(NoDrafter):
         partial.rename(folder)
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
+        """As `NoDrafter.state_dict`: the drafter in service, and all that trainers train on and from.
+
+        That is its weights, AdamW's moments and counters, since when it serves, the training schedule, the canaries'
+        verdicts; and of every trainer that is alive its buffer, held-out sequences and random state, in a file of its
+        own. Not kept are older drafters, whose acceptance the trace shows beside that of the one in service.
+        """
+        if self._trainers is not None:
+            self._trainers.save_data(folder)
         if self._weights is not None:
             folder.mkdir(exist_ok=True)
             write_drafter(folder, self._weights, self._get(self._training))
@@ -245,18 +261,20 @@ class DrafterRun(NoDrafter):
                 f"{folder} is of a run with {state.get('name') or 'no'} drafter, and this recipe trains "
                 f"{self.config.name!r}"
             )
+        self._take(state, folder)
+
+    def _take(self, state: Mapping[str, Any], folder: Path | None) -> None:
+        """Be what `state_dict` told; trainers that start from now on learn from what it kept."""
         self.updates, self._swaps, self._published = state["updates"], state["swaps"], state["published"]
         self._predicted = list(state["predicted"])
         self.schedule.load_state_dict(state["schedule"])
         self._seen = {int(worker): (seen[0], seen[1], seen[2]) for worker, seen in state["seen"].items()}
         self._verdicts = verdicts_of(state["verdicts"])
-        self._weights, self._training = None, None
+        self._weights, self._training, self._data = None, None, folder and folder.resolve()
         if state["in_service"]:
+            assert folder is not None
             self._weights, training = read_drafter(folder)
             self._training = ray.put(training)
-        # What trainers wrote there after the checkpoint is of a future that this run has left.
-        for left in self.out.glob("worker-*"):
-            shutil.rmtree(left, ignore_errors=True)
 
     def _stop(self) -> None:
         if self._trainers is not None:

@@ -18,6 +18,8 @@ import zmq
 from .training_sequence import TrainingSequence
 
 REPEAT_S = 0.2
+QUIET_MS = 100
+"""For so long nothing must come before nothing more counts as under way; shorter than `REPEAT_S`."""
 MAX_WAITING = 256
 """Messages that may lie between the two; beyond it they are dropped."""
 
@@ -133,6 +135,8 @@ class FeedReceiver:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, MAX_WAITING)
         self._socket.bind(endpoint)
+        self._silence = threading.Condition()
+        self._silences = 0
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._receive, daemon=True, name="tltlab-feed")
         self._thread.start()
@@ -141,6 +145,12 @@ class FeedReceiver:
         """Raise what ended the thread, if anything did."""
         if self._failure is not None:
             raise self._failure
+
+    def settle(self, timeout_s: float) -> bool:
+        """Wait until all that was sent before this call has been dealt with; whether that came in time."""
+        with self._silence:
+            before = self._silences
+            return self._silence.wait_for(lambda: self._silences > before, timeout_s)
 
     def close(self) -> None:
         self._closed.set()
@@ -155,7 +165,10 @@ class FeedReceiver:
 
     def _serve(self) -> None:
         while not self._closed.is_set():
-            if not self._socket.poll(100):
+            if not self._socket.poll(QUIET_MS):
+                with self._silence:
+                    self._silences += 1
+                    self._silence.notify_all()
                 continue
             frames = self._socket.recv_multipart()
             try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -82,6 +82,7 @@ class GrpoRun:
         self.state = RunState()
         self._notes = notes
         self._resume = resume
+        self._locked = False
 
     @property
     def rl_step(self) -> int:
@@ -110,7 +111,7 @@ class GrpoRun:
         return self
 
     def _start(self) -> None:
-        self._stack.enter_context(self._locked())
+        self._stack.enter_context(self.locked())
         folder = self.recovery.newest() if self._resume else None
         self.recovery.prepare(folder)
         if self.data.num_dropped:
@@ -131,13 +132,23 @@ class GrpoRun:
             self._recorder = Recorder(self.out / "trace", manifest)
         self._write_notes()
 
-    def _locked(self) -> IO[bytes]:
-        """The run's folder, for this process alone while it runs."""
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run's folder for this process alone; a run that is entered does so by itself, if it is not held."""
+        if self._locked:
+            yield
+            return
         try:
             self.out.mkdir(parents=True, exist_ok=True)
-            return lock(self.out, "this run")
+            held = lock(self.out, "this run")
         except OSError as error:
             raise ConfigError(f"cannot write to {self.out}: {error.strerror}") from error
+        with held:
+            self._locked = True
+            try:
+                yield
+            finally:
+                self._locked = False
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if error is not None:
@@ -155,6 +166,12 @@ class GrpoRun:
         self._choose_by(policy, name)
         self._write_notes()
 
+    def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:
+        """Put in force what `policies` had from this RL step on; it may have been set after the checkpoint was made."""
+        for entry in policies:
+            if entry["rl_step"] == self.rl_step and entry not in self.state.policies:
+                self.set_policy(Policy.model_validate(entry["policy"]), entry["name"])
+
     def _choose_by(self, policy: Policy, name: str | None = None) -> None:
         self.state.in_force(policy, name)
         self.pool.set_policy(policy, self.rl_step)
@@ -165,11 +182,13 @@ class GrpoRun:
 
     def _through(self, do: Callable[[], Done]) -> Done:
         """What `do` returns; where a trainer dies in it, the run goes back, comes to this RL step again and does it."""
-        target = self.rl_step
+        target, policies = self.rl_step, self.state.policies
         while True:
             try:
                 while self.rl_step < target:
+                    self._choose_as(policies)
                     self._step()
+                self._choose_as(policies)
                 return do()
             except TrainerDied as error:
                 first = self.state.reward_first
@@ -198,8 +217,7 @@ class GrpoRun:
 
         start = time.perf_counter()
         # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
-        self.drafting.publish(rl_step + 1)
-        self.actors.push_weights(self.state.policy_version + 1)
+        self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
         self.drafting.target_moved()
         sync_s = time.perf_counter() - start
 

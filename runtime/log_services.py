@@ -33,7 +33,7 @@ class Wandb:
         self._row = -1
         self._run = wandb.init(
             project=project,
-            name=out.name,
+            name=out.absolute().name,
             dir=str(out),
             id=known.get("id"),
             resume="allow",
@@ -73,7 +73,7 @@ class Mlflow:
             history = self._client.get_metric_history(self._run_id, EVERY_STEP)
         else:
             experiment = mlflow.set_experiment(project)
-            self._run_id = self._client.create_run(experiment.experiment_id, run_name=out.name).info.run_id
+            self._run_id = self._client.create_run(experiment.experiment_id, run_name=out.absolute().name).info.run_id
             _keep(out, "mlflow", {"id": self._run_id})
             mlflow.log_params(_flat(settings), run_id=self._run_id)
             history = []

@@ -58,8 +58,12 @@ class NoDrafter:
     def target_moved(self) -> None:
         """The engines have the policy's new weights."""
 
-    def went_back(self, rl_step: int) -> None:
-        """The run does `rl_step` and what came after it again, with the drafter that is in service now."""
+    def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None:
+        """The run does `rl_step` and what came after it again, with the drafter that it had then.
+
+        `state` is what `state_dict` gave then, and `folder` where it put tensors. A run that is back at its start has
+        no folder, and `state` is what it gave before `start`. Engines have taken back what they had learned before.
+        """
 
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
@@ -73,7 +77,10 @@ class NoDrafter:
         """Write the newest good drafter beside the run's checkpoints."""
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
-        """Between two RL steps, all that a later run needs to go on, as JSON types; tensors go into `folder`."""
+        """Between two RL steps, all that a later run needs to go on, as JSON types; tensors go into `folder`.
+
+        Before `start` there are none.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:

@@ -317,10 +317,10 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(recipe)
     try:
-        fields = tomllib.loads(path.read_text())
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # nor UTF-8, which TOML is
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
     return _recipe(fields, overrides, f"recipe {path}")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.policy import Policy
@@ -40,6 +42,7 @@ class Recovery:
         self.data, self.drafting, self.events = data, drafting, events
         self._replay = replay
         self._restarts = 0
+        self._origin_drafter = drafting.state_dict(checkpoints.folder)
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; those that are not whole are noted."""
@@ -52,7 +55,8 @@ class Recovery:
     def prepare(self, folder: Path | None) -> None:
         """Before any actor starts: the drafter that it begins with."""
         if folder is not None:
-            _, parts = read_state(folder, self.recipe)
+            state, parts = read_state(folder, self.recipe)
+            self.events.rl_step = state.rl_step
             self.drafting.load_state_dict(parts["drafter"], folder / "drafter")
 
     def begin(self, actors: RunActors, state: RunState, folder: Path | None) -> RunState:
@@ -65,7 +69,8 @@ class Recovery:
                 actors.pool.replay(self._replay)
             return state
         try:
-            return self._go_back(folder)
+            state, _ = self._go_back(folder)
+            return state
         except TrainerDied as error:
             return self.restart(error)
 
@@ -105,35 +110,42 @@ class Recovery:
             self.events.note(f"{error}; trainers start again from {'the start' if folder is None else folder.name}")
             try:
                 self.actors.restart_trainers()
-                state = self._go_back(folder)
-                self.drafting.went_back(state.rl_step)
+                state, drafter = self._go_back(folder)
+                self.drafting.went_back(state.rl_step, drafter, None if folder is None else folder / "drafter")
             except TrainerDied as again:
                 error = again
             else:
                 return state
 
-    def _go_back(self, folder: Path | None) -> RunState:
+    def _go_back(self, folder: Path | None) -> tuple[RunState, Mapping[str, Any]]:
+        """Bring everything back but the drafter, whose state then is the second of the two."""
         pool = self.actors.pool
         now = self.policy.model_dump(mode="json")
         if folder is None:
-            state, then = self._origin.copy(), now
+            state, drafter, then = self._origin.copy(), self._origin_drafter, now
             self.data.begin()
         else:
             state, parts = read_state(folder, self.recipe)
-            then = parts["recipe_policy"]
+            drafter, then = parts["drafter"], parts["recipe_policy"]
             self.data.load_state_dict(parts, folder / "rollouts")
+            self.actors.trainers_turn()
             self.actors.trainers.load_checkpoint(str((folder / "trainer").resolve()))
+        self.events.rl_step = state.rl_step
+        # Before what is known of drafters comes back: weights that move have their canary look anew.
+        self.actors.push_weights(state.policy_version)
         if then == now:
             latest = state.policies[-1]
             pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
             pool.load_state_dicts(self._origin_workers if folder is None else read_workers(folder, len(pool.handles)))
         else:
+            # They may have learned more since this run began.
+            pool.set_policy(self.policy, 0)
+            pool.load_state_dicts(self._origin_workers)
             pool.set_policy(self.policy, state.rl_step)
             state.in_force(self.policy)
             self.events.note("another policy than before: what engines had learned under that one is left behind")
         if self._replay is not None:
             pool.replay(self._replay)
-        self.actors.push_weights(state.policy_version)
         self.drafting.target_moved()
         self.events.record(f"goes on with RL step {state.rl_step}")
-        return state
+        return state, drafter

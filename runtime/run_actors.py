@@ -75,14 +75,19 @@ class RunActors:
                 trainers = beside.submit(self._with_trainers)
                 self.pool.start()
                 trainers.result()
-        self._with_trainers(lambda: drafting.start(self.pool.handles, self.trainers, get, self.pool.ask))
+        self._with_trainers(self._start_drafting)
+
+    def _start_drafting(self) -> None:
+        # Engines that sleep neither answer nor take draft weights.
+        self.engines_turn()
+        self._drafting.start(self.pool.handles, self.trainers, get, self.pool.ask)
 
     def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
         """Start the trainers where none are and do `then`; both again where one dies, `faults.max_restarts` times."""
         for left in reversed(range(self.recipe.faults.max_restarts + 1)):
             try:
                 if not self.trainers.handles:
-                    self.trainers.start()
+                    self.restart_trainers()
                 then()
                 return
             except TrainerDied as error:
@@ -104,11 +109,12 @@ class RunActors:
             self.trainers.onload()
             self._engines_awake = False
 
-    def push_weights(self, version: int) -> None:
-        """Bring the policy's weights to the engines as `version`."""
+    def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
+        """Bring the policy's weights to the engines as `version`. What `before` does comes first, on the engines' turn."""
         self.trainers_turn()
         weights = self.trainers.weights()
         self.engines_turn()
+        before()
         self.pool.update_weights(weights, version)
 
     def restart_trainers(self) -> None:

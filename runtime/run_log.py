@@ -71,7 +71,10 @@ class RunLog:
             raise
         self._screen = screen(total_steps, resume_from)
         # Engines take minutes to start, and nothing else is said until they have.
-        self.say(f"RL steps {resume_from} to {total_steps - 1} into {out}: starting workers and trainer")
+        steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"
+        if resume_from >= total_steps:
+            steps = f"all {total_steps} RL steps are in {out}"
+        self.say(f"{steps}: starting workers and trainer")
 
     def __enter__(self) -> Self:
         return self

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from torch import Tensor
 from tltlab.coordinator_agent import TrainIn
 from tltlab.errors import RunError
 
+from .buffer_file import TrainerData, data_path, read_data, write_data
 from .chains import kept_along
 from .coordinator_client import CoordinatorClient
-from .data_buffer import DataBuffer
+from .data_buffer import DataBuffer, prompt_of
 from .drafter_checkpoint import DrafterCheckpoint
 from .drafter_group import DrafterGroup, GroupLost
 from .drafter_recipe import DrafterConfig
@@ -49,6 +51,9 @@ MOST_HELD_OUT = 32
 
 BESIDE = 8
 """Held-out sequences, and prompts kept for siblings, take at most such a part of `BufferConfig.max_bytes` each."""
+
+SETTLE_S = 2.0
+"""How long what an engine has handed over may take to arrive; what comes later is not in the checkpoint."""
 
 Row = dict[str, Any]
 
@@ -138,13 +143,26 @@ class SpotTrainer:
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
 
-    def start(self, target: FrozenTarget, state: dict[str, Any] | None = None, rl_step: int = 0) -> int:
+    def start(
+        self,
+        target: FrozenTarget,
+        state: dict[str, Any] | None = None,
+        rl_step: int = 0,
+        *,
+        anew: bool = False,
+        data: Path | None = None,
+    ) -> int:
         """Load the head and take up the links to engine and coordinator; returns the number of this process.
 
         From `rl_step` on the engines draft with `state`, None for the head as it is. Training goes on from it, or from
-        the newest checkpoint in the folder, if that is further.
+        the newest checkpoint in the folder, if that is further; those are removed first where a run starts `anew`.
+        `data` is a folder in which `save_data` may have left what there is to learn from.
         """
         place, config = self.place, self.config
+        if anew:
+            shutil.rmtree(place.folder, ignore_errors=True)
+        if data is not None and (path := data_path(data, place.worker)).exists():
+            self._take(read_data(path))
         head = load_head(place.head)
         self.training = DrafterTraining(
             head, target, config.loss, config.optim, self.device, temperature=place.temperature
@@ -216,6 +234,24 @@ class SpotTrainer:
         with self._lock:
             return self.training.predict(heldout)
 
+    def data_bytes(self) -> int:
+        """What `save_data` would write, in bytes."""
+        with self._data:
+            return self.buffer.nbytes + _nbytes(self._heldout)
+
+    def save_data(self, folder: Path) -> None:
+        """Between two rollouts, write what there is to learn from into a checkpoint's folder; nothing if it is none.
+
+        That is the buffer, the held-out sequences and the state of the generator that draws from them.
+        """
+        self._feed.settle(SETTLE_S)
+        with self._data:
+            data = TrainerData(
+                held=self.buffer.sequences(), heldout=list(self._heldout), random_state=self.rng.bit_generator.state
+            )
+        if data.held or data.heldout:
+            write_data(data_path(folder, self.place.worker), data)
+
     def seen(self) -> int:
         """Responses of this RL step that the engine handed over."""
         return self._seen
@@ -273,21 +309,32 @@ class SpotTrainer:
             if self._seen % HELD_OUT:
                 self.buffer.add(whole)
             else:
-                self._heldout.append(whole)
-                while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
-                    self._heldout.popleft()
+                self._hold_out(whole)
             # A uniform sample of the RL step's responses, for `annotate`.
             if len(self._sample) < self.config.annotate:
                 self._sample.append(whole)
             elif (slot := int(self.rng.integers(self._seen))) < self.config.annotate:
                 self._sample[slot] = whole
 
+    def _hold_out(self, sequence: TrainingSequence) -> None:
+        self._heldout.append(sequence)
+        while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
+            self._heldout.popleft()
+
+    def _take(self, data: TrainerData) -> None:
+        """Have, before anything comes, what another process had."""
+        for sequence in data.held:
+            self.buffer.add(sequence)
+        for sequence in data.heldout:
+            self._hold_out(sequence)
+        self.rng.bit_generator.state = dict(data.random_state)
+
     def _with_prompt(self, sequence: TrainingSequence) -> TrainingSequence:
         """The sequence with the states of the cached start of its prompt, which a sibling was the one to compute."""
         prompt = sequence.key[:2]
         if sequence.first_position == 0:
             if prompt not in self._prompts:
-                self._prompts[prompt] = _prompt_of(sequence)
+                self._prompts[prompt] = prompt_of(sequence)
                 self._prompt_bytes += self._prompts[prompt].nbytes
                 while len(self._prompts) > 1 and self._prompt_bytes > self._most_beside:
                     self._prompt_bytes -= self._prompts.popitem(last=False)[1].nbytes
@@ -444,14 +491,3 @@ def _furthest_first(shown: str) -> tuple[int, int]:
 
 def _nbytes(sequences: Iterable[TrainingSequence]) -> int:
     return sum(sequence.nbytes for sequence in sequences)
-
-
-def _prompt_of(sequence: TrainingSequence) -> TrainingSequence:
-    """A sequence's prompt, its states on their own: the response's are the buffer's to bound."""
-    rows = min(sequence.prompt_tokens, sequence.num_rows)
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[: rows + 1].clone(),
-        hidden=sequence.hidden[:rows].clone(),
-        aux=None if sequence.aux is None else sequence.aux[:rows].clone(),
-    )

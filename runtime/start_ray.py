@@ -31,14 +31,15 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     One that is started here listens on loopback alone, unless `cluster.host` is another address of this machine: then
     Ray listens on all of its interfaces, as it always does. Actors of a run take no logical CPUs, so those that Ray
     counts suffice for any number of actors. ConfigError where `cluster` has several nodes and RAY_ADDRESS is not set,
-    where nothing answers there, or where `cluster.host` is no address of this machine; RunError where Ray does not
+    where there is none to join, or where `cluster.host` is no address of this machine; RunError where Ray does not
     start.
     """
     cluster = cluster or ClusterConfig()
     if ray.is_initialized():
         return False
-    address = os.environ.get("RAY_ADDRESS")
-    if address is None and cluster.num_nodes > 1:
+    # Ray takes "local" there for a cluster that it is to start.
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local" and cluster.num_nodes > 1:
         raise ConfigError(
             f"cluster.num_nodes = {cluster.num_nodes} needs a Ray cluster: start it with `ray start` on every node and "
             "set RAY_ADDRESS to its head"
@@ -46,12 +47,12 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     # Ray starts workers at niceness 15: on a busy machine whatever else runs would be served first, and be measured.
     os.environ.setdefault("RAY_worker_niceness", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    if address is not None:
+    if address != "local":
         try:
             with _sigterm_kept():
                 ray.init(address=address, **quiet)
-        except ConnectionError as error:
-            raise ConfigError(f"no Ray cluster answers at RAY_ADDRESS={address}: {_line(error)}") from error
+        except (ConnectionError, RuntimeError, ValueError) as error:  # not there, of another version, no address
+            raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {_line(error)}") from error
         return False
     _check_host(cluster.host)
     with _on_loopback(cluster.host in LOOPBACK), _sigterm_kept():

@@ -34,7 +34,12 @@ def train(
         raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
     run = GrpoRun(recipe, out, resume=resume, replay=replay)
     description = run_json(recipe)
-    with RunLog(recipe.log, out, recipe.train.steps, resume_from=run.begins_at, settings=description) as log, run:
+    with (
+        # Before anything is written there: loggers hide what a run in progress tells.
+        run.locked(),
+        RunLog(recipe.log, out, recipe.train.steps, resume_from=run.begins_at, settings=description) as log,
+        run,
+    ):
         write_json(out / "run.json", description)
         run.policy.write(out / "policy.json")
         last = _steps(run, log)
@@ -66,7 +71,7 @@ def _steps(run: GrpoRun, log: RunLog) -> float | None:
     """Train to the end; the held-out reward then, None without evaluation."""
     config, last_step = run.recipe.eval, run.recipe.train.steps
     evaluates = bool(run.data.heldout) and config.num_prompts > 0
-    if evaluates and run.state.reward_first is None:
+    if evaluates and not run.rl_step and run.state.reward_first is None:
         run.state.reward_first = _evaluated(run, log, "before training")
     if run.rl_step:
         log.say(f"goes on with RL step {run.rl_step}")

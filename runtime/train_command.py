@@ -56,6 +56,6 @@ def train(
 
     summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
     text = f"{summary['grpo_steps']} steps into {folder}"
-    if summary["reward_first"] is not None:
+    if None not in (summary["reward_first"], summary["reward_last"]):
         text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
     emit(summary, as_json=as_json, text=text)

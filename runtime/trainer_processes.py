@@ -9,13 +9,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from tltlab.errors import RunError
+
+from .buffer_file import PARTIAL
 from .drafter_recipe import DrafterConfig
+from .ray_calls import get
 from .run_events import RunEvents
 from .spot_trainer import SpotPlace, SpotTrainer
 
@@ -26,6 +31,9 @@ WATCH_S = 0.25
 
 ANSWER_S = 30.0
 """How long a trainer may take to answer, between rollouts, before it counts as hanging and is killed."""
+
+SLOW_DISK = 20e6
+"""Bytes a second that trainers write together at worst."""
 
 CLOSE_S = 5.0
 """How long trainers may take to end by themselves: a checkpoint may be under way."""
@@ -38,20 +46,29 @@ _Trainer: Any = ray.remote(SpotTrainer)
 
 @dataclass(slots=True, kw_only=True)
 class _Process:
-    """A trainer that starts (`ready` comes true with its process id) or runs (`run` comes true when it has ended)."""
+    """A trainer that starts (`ready` comes true with its process id) or runs (`run` comes true when it has ended).
+
+    `given` is what it was told to start with, and whoever replaces it before it runs.
+    """
 
     actor: Any
     ready: Any
+    given: Mapping[str, Any]
     run: Any = None
     pid: int = 0
     killed: str = ""
+
+
+class _Died(RunError):
+    """A trainer's process is gone before it has started."""
 
 
 class TrainerProcesses:
     """One `SpotTrainer` per place, on the machine and with the devices of its worker: `where`, as (node, environment).
 
     Whoever dies is noticed within `WATCH_S`: `gone(worker)` is told, then it is started again, `MOST_RESTARTS` times.
-    It begins with `target`, and with `state`, in service since `published`, as it is then.
+    It begins with `target`, and with `state`, in service since `published`, as it is then. What it had to learn from
+    has died with it.
     """
 
     def __init__(
@@ -73,14 +90,18 @@ class TrainerProcesses:
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="tltlab-trainer-watch")
 
-    def begin(self, target: Any, get: Callable[[Any], Any]) -> None:
-        """Start them all; `get` raises where one cannot start."""
+    def begin(self, target: Any, data: Path | None = None) -> None:
+        """Start them all, with what a checkpoint's folder has of their data. Raises what one says that cannot start.
+
+        What trainers before them have saved in their places is of another future, and goes.
+        """
         self.target = target
-        self._processes = {worker: self._new(worker) for worker in range(len(self._places))}
-        for process, pid in zip(
-            self._processes.values(), get([p.ready for p in self._processes.values()]), strict=True
-        ):
-            process.pid, process.run = pid, process.actor.run.remote()
+        given = {"anew": True, "data": data}
+        self._processes = {worker: self._new(worker, given) for worker in range(len(self._places))}
+        for process in self._processes.values():
+            # Who died meanwhile is found by the watcher.
+            with contextlib.suppress(_Died):
+                process.pid, process.run = get(process.ready, died=_Died), process.actor.run.remote()
         self._watcher.start()
 
     def pids(self) -> dict[int, int]:
@@ -97,13 +118,17 @@ class TrainerProcesses:
                 if process.run is not None and (workers is None or worker in workers)
             }
 
-    def collect(self, calls: Mapping[int, Any]) -> dict[int, Any]:
-        """What they answer. Those that died, failed or hang are left out; failures are noted, who hangs is killed."""
+    def collect(self, calls: Mapping[int, Any], *, work_s: float = 0.0) -> dict[int, Any]:
+        """What they answer. Those that died, failed or hang are left out; failures are noted, who hangs is killed.
+
+        They hang when they have not answered in `ANSWER_S` and the time that their work may take, `work_s`.
+        """
         answers = {}
-        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
+        timeout_s = ANSWER_S + work_s
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
         for worker, call in calls.items():
             if call not in done:
-                self.kill(worker, f"it did not answer in {ANSWER_S:g} s")
+                self.kill(worker, f"it did not answer in {timeout_s:.3g} s")
                 continue
             try:
                 answers[worker] = ray.get(call)
@@ -112,6 +137,14 @@ class TrainerProcesses:
             except RayError:
                 continue
         return answers
+
+    def save_data(self, folder: Path) -> None:
+        """Have each write what it learns from into a checkpoint's folder; who dies or cannot leaves nothing there."""
+        work_s = sum(self.collect(self.ask("data_bytes")).values()) / SLOW_DISK
+        self.collect(self.ask("save_data", folder.resolve()), work_s=work_s)
+        # By now whoever has not come to its end is dead.
+        for left in folder.glob(f"*{PARTIAL}"):
+            left.unlink()
 
     def kill(self, worker: int, why: str) -> None:
         """End a trainer by force; returns when it is dead. It is started again."""
@@ -144,7 +177,7 @@ class TrainerProcesses:
                 else:
                     self._end(worker, process)
 
-    def _new(self, worker: int) -> _Process:
+    def _new(self, worker: int, given: Mapping[str, Any]) -> _Process:
         node, env = self._where[worker]
         actor = _Trainer.options(
             num_cpus=0,
@@ -153,7 +186,8 @@ class TrainerProcesses:
             runtime_env={"env_vars": {**env, "OMP_NUM_THREADS": str(self.config.threads)}},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._places[worker], self.config)
-        return _Process(actor=actor, ready=actor.start.remote(self.target, self.state, self.published))
+        ready = actor.start.remote(self.target, self.state, self.published, **given)
+        return _Process(actor=actor, ready=ready, given=given)
 
     def _end(self, worker: int, process: _Process) -> None:
         ray.kill(process.actor)
@@ -211,7 +245,7 @@ class TrainerProcesses:
         )
         with self._lock:
             if again and not self._closed.is_set():
-                self._processes[worker] = self._new(worker)
+                self._processes[worker] = self._new(worker, {} if process.run is not None else process.given)
 
 
 def _kill(pid: int) -> None:

@@ -254,7 +254,7 @@ def train(
         int | None, typer.Option(min=2, help="RL steps of each run. [default: 5]", show_default=False)
     ] = None,
     blocks: Annotated[
-        int | None, typer.Option(min=1, help="Runs of every side, in turn. [default: 2]", show_default=False)
+        int | None, typer.Option(min=1, help="Runs of every side, in turn. [default: 4]", show_default=False)
     ] = None,
     policy: Annotated[
         str, typer.Option(help="Speculation in our rollouts: a shipped policy's name or a file.")

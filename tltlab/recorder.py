@@ -122,7 +122,8 @@ class Recorder:
     def close(self) -> Path:
         """Flush, write the trace and remove the recording.
 
-        Raises TraceError where tables do not fit together; the recording is kept then.
+        Raises TraceError where tables do not fit together, InputError where the disk refuses; the recording is kept
+        then.
         """
         self.flush()
         started = self._clock()
@@ -152,12 +153,14 @@ def _to_arrow(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     try:
         table = pa.Table.from_struct_array(pa.array(rows, pa.struct(fields)))
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        # A column is at fault, which is named, or rows are no dicts.
+        columns = []
         for field in fields:
             try:
-                pa.array([row.get(field.name) for row in rows], field.type)
+                columns.append(pa.array([row.get(field.name) for row in rows], field.type))
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
-        raise
+        table = pa.table(columns, schema=pa.schema(fields))
     if table["turn"].null_count if "turn" in table.column_names else 0:
         at = table.column_names.index("turn")
         table = table.set_column(at, fields[at], table["turn"].fill_null(0))

@@ -58,9 +58,10 @@ class Chunk:
                     return None
                 only = pa.ipc.IpcReadOptions(included_fields=[at])
                 rows = pa.ipc.open_file(source, options=only).read_all().column(0).combine_chunks()
-        except (OSError, pa.ArrowException) as error:
+            rows.validate(full=True)  # Arrow trusts a file, and a damaged one has no checksums
+            table = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
-        table = pa.Table.from_struct_array(rows.flatten()).cast(TABLES[name])
         if self.below is not None:
             table = table.filter(pc.less(table["rl_step"], self.below))
         if not len(table):
@@ -143,9 +144,10 @@ def cut(folder: Path, rl_steps: int) -> int:
             shutil.rmtree(left, ignore_errors=True)
         else:
             left.unlink()
-    after = max((chunk.number + 1 for chunk in chunks_of(folder)), default=0)
-    entry = {"chunks": after, "rl_steps": rl_steps}
     cuts = _cuts(folder)
+    # Chunks may be gone that an earlier cut counted: what is recorded now is not for it to take.
+    after: int = max([0, *(chunk.number + 1 for chunk in chunks_of(folder)), *(cut["chunks"] for cut in cuts)])
+    entry = {"chunks": after, "rl_steps": rl_steps}
     if entry not in cuts:
         new = folder / f".{CUTS_FILE}.new"
         write_durably(new, json.dumps([*cuts, entry]).encode())

@@ -27,17 +27,21 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     Every flushed row is kept but those without which the trace is valid: outcomes without their workload row, tokens
     and acceptance without their outcome, rows recorded twice, chunks that cannot be read. The manifest's notes say
     "repaired: ..." with what was lost. A valid trace without a recording beside it is returned unchanged; `path` may
-    be a RUN folder or the recording itself. With `out` nothing at `path` changes. A finished trace at `path` is
+    be a RUN folder or the recording itself. With another `out` nothing at `path` changes. A finished trace at `path` is
     replaced by the recording of the same run, resumed, that has every response of it. Raises TraceError for a damaged
     trace, ConfigError where the recording is in progress or a finished trace would lose responses, and InputError
     where the disk refuses; the recording is still there then.
     """
     path = Path(path)
+    if not path.name:  # "."
+        path = path.absolute()
     if path.name.endswith(SUFFIX):
         path = path.with_name(path.name.removesuffix(SUFFIX))
     elif not recording_of(path).exists():
         path = path / "trace" if recording_of(path / "trace").exists() else locate(path)
     folder = recording_of(path)
+    if out is not None and Path(out).absolute() == path.absolute():
+        out = None
     if not folder.exists():
         trace = read(path)
         return read(trace.write(out)) if out is not None else trace

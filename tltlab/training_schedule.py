@@ -136,7 +136,8 @@ class TrainingSchedule:
                 rl_step=rl_step,
                 accept_length=accept_length if known else None,
                 drafts=drafts if known else 0,
-                drift_kl=drift_kl,
+                # A policy that has jumped may be infinitely far, which JSON does not know.
+                drift_kl=drift_kl if drift_kl is not None and math.isfinite(drift_kl) else None,
                 age=rl_step - (before[-1] if before else min(first, rl_step)),
                 training=len(before),
             )
@@ -147,11 +148,6 @@ class TrainingSchedule:
         """The rollout of `rl_step` ended with `updates` more updates; none is no training."""
         if updates > 0 and rl_step not in self.trainings:
             self.trainings = sorted([*self.trainings, rl_step])
-
-    def went_back(self, rl_step: int) -> None:
-        """The run is at `rl_step` again with the drafter that it has: trainings were before, later rollouts void."""
-        self.record = [row for row in self.record if row.rl_step < rl_step]
-        self.trainings = sorted({min(step, rl_step - 1) for step in self.trainings})
 
     def summary(self) -> DriftSummary:
         """How the drafter ages, from all rollouts that follow one another without training in between.

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from types import MappingProxyType
 
 import pytest
 
@@ -65,6 +66,13 @@ def test_unknown_values_may_be_left_out_and_turn_is_zero(tmp_path):
     trace = read(tmp_path / "t")
     assert trace.outcomes["reward"].isna().all()
     assert (trace.outcomes["turn"] == 0).all()
+
+
+def test_rows_may_be_any_mappings(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", [MappingProxyType(row) for row in workload(0)])
+        recorder.append("outcomes", outcomes(0))
+    assert read(tmp_path / "t").workload["prompt_id"].tolist() == ["p0", "p1", "p2", "p3"]
 
 
 def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
@@ -143,10 +151,13 @@ def test_repair_says_what_was_lost(tmp_path):
     assert not (tmp_path / "t.recording").exists()
 
 
-def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path):
+@pytest.mark.parametrize(
+    "damaged", [lambda data: data[:50], lambda data: data.replace(b"stop", b"st\xffp")], ids=["cut off", "changed"]
+)
+def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path, damaged):
     interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(1)))
     chunk = tmp_path / "t.recording" / "000002.arrow"
-    chunk.write_bytes(chunk.read_bytes()[:50])
+    chunk.write_bytes(damaged(chunk.read_bytes()))
     trace = repair(tmp_path / "t")
     assert len(trace.outcomes) == 4
     assert "chunk 000002 could not be read" in trace.manifest.notes
@@ -188,6 +199,12 @@ def test_repair_takes_the_run_the_trace_or_the_recording(tmp_path, name):
     (tmp_path / "run").mkdir()
     interrupted(tmp_path / "run" / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
     assert repair(tmp_path / name).path == tmp_path / "run" / "trace"
+
+
+def test_repair_takes_the_folder_it_is_called_in(tmp_path, monkeypatch):
+    interrupted(tmp_path / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    monkeypatch.chdir(tmp_path)
+    assert repair(".").rl_steps == [0]
 
 
 def test_a_snapshot_is_the_trace_so_far(tmp_path):

@@ -156,6 +156,15 @@ def test_a_damaged_chunk_counts_as_not_there(tmp_path):
     assert trace.manifest.notes == "chunk 000002 could not be read and was dropped"
 
 
+def test_what_is_recorded_in_the_place_of_a_damaged_chunk_stays(tmp_path):
+    left(tmp_path / "t", 4, how="killed")
+    Recorder.reopen(tmp_path / "t", MANIFEST, 2)._lock.close()
+    (tmp_path / "t.recording" / "000003.arrow").write_bytes(b"")
+    with Recorder.reopen(tmp_path / "t", MANIFEST, 2) as recorder:
+        record(recorder, [2])
+    assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", 3))
+
+
 def test_the_trace_of_another_run_is_refused(tmp_path):
     for how in ("killed", "closed"):
         left(tmp_path / how, 2, how=how)

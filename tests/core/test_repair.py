@@ -44,8 +44,9 @@ def test_repair_puts_a_resumed_run_in_the_place_of_its_finished_part(tmp_path):
 def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
     finished(tmp_path / "t", 3)
     gone_on(tmp_path / "t", *steps)
-    with pytest.raises(ConfigError, match=rf"lacks 4 of its responses in RL step {1 + len(steps)}; .* --out"):
-        repair(tmp_path / "t")
+    for out in (None, tmp_path / "t"):
+        with pytest.raises(ConfigError, match=rf"lacks 4 of its responses in RL step {1 + len(steps)}; .* --out"):
+            repair(tmp_path / "t", out)
     assert repair(tmp_path / "t", tmp_path / "other").rl_steps == [0, *steps]
     assert read(tmp_path / "t").rl_steps == [0, 1, 2]
     assert (tmp_path / "t.recording").exists()

@@ -240,12 +240,11 @@ def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool
     assert repr(second.summary()) == repr(whole.summary())
 
 
-def test_a_run_that_goes_back_keeps_its_drafter_and_forgets_later_rollouts():
-    schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2))
-    for rl_step in range(5):
-        schedule.rollout_done(rl_step, 2.0, drafts=100)
-        schedule.trained(rl_step, updates=1)
-    schedule.went_back(2)
-    assert [row.rl_step for row in schedule.record] == [0, 1]
-    assert schedule.trainings == [0, 1], "what serves was trained before the RL step that comes next"
-    assert [schedule.decide(rl_step, TRAINED).train for rl_step in (2, 3)] == [False, True]
+def test_a_movement_that_is_no_number_is_not_known_and_the_state_stays_json():
+    schedule = TrainingSchedule(ScheduleConfig())
+    schedule.rollout_done(0, 2.0, math.inf, drafts=100)
+    schedule.rollout_done(1, 2.0, math.nan, drafts=100)
+    assert [row["drift_kl"] for row in json.loads(json.dumps(schedule.state_dict(), allow_nan=False))["record"]] == [
+        None,
+        None,
+    ]

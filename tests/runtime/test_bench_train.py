@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tomllib
 from dataclasses import replace
@@ -29,7 +30,7 @@ from tltlab.runtime.bench_train import (
     train_sizes,
     trl_folder,
 )
-from tltlab.runtime.bench_train_figures import Block, ratio_of_medians, steady, summarise, text
+from tltlab.runtime.bench_train_figures import Block, learned, ratio_of_medians, steady, summarise, text
 from tltlab.runtime.bench_train_texts import Setting, recipe_text, script_text, written_lines
 from tltlab.runtime.recipe import load_recipe
 from tltlab.schema import TABLES
@@ -39,7 +40,8 @@ SETTING = Setting(
     model=Path("/models/of our own"), reward="tltlab.runtime.tasks:subset_sum_reward", steps=5, prompts_per_step=24,
     group_size=8, max_response_tokens=768, cores=2,
 )  # fmt: skip
-LINES = {OURS: 21, DEFAULTS: 29, VLLM: 31}
+SAME_SAMPLES = Path(__file__).with_name("trl_same_samples.py")
+LINES = {OURS: 21, DEFAULTS: 28, VLLM: 32}
 
 
 def quiet(_: str) -> None: ...
@@ -53,7 +55,9 @@ def block(side: str, seconds: list[float], **more) -> Block:
 
 def of_result(blocks: list[Block], lines: dict[str, int]) -> dict:
     setting = {"prompts_per_step": 24, "group_size": 8, "max_response_tokens": 768, "steps": 5}
-    return {"setting": setting, "hardware": "2 CPU cores", "start_heldout_reward": 0.2} | summarise(blocks, lines)
+    return {"setting": setting, "hardware": "2 CPU cores", "start_heldout_reward": 0.2} | summarise(
+        blocks, lines, heldout=512
+    )
 
 
 def arguments(script: str) -> dict[str, object]:
@@ -77,9 +81,8 @@ def test_the_recipe_is_valid_and_says_the_same_as_trls_script(tmp_path: Path):
     assert trl["epsilon_high"] == train.clip_high
     assert trl["num_generations"] == rollout.group_size
     assert trl["max_completion_length"] == rollout.max_response_tokens
-    # TRL's forward passes are of 8 responses: all of an RL step are generated at once, in two optimizer steps.
-    assert trl["steps_per_generation"] * 8 == rollout.prompts_per_step * rollout.group_size
-    assert trl["gradient_accumulation_steps"] * train.minibatches == trl["steps_per_generation"]
+    # TRL's forward passes are of 8 responses, and it generates those of one optimizer step at once.
+    assert trl["gradient_accumulation_steps"] * 8 == rollout.prompts_per_step * rollout.group_size
     assert trl["seed"] == recipe.seed == 7
     assert rollout.policy == "beg-mab"
     # What TRL's script leaves to TRL's defaults.
@@ -89,10 +92,17 @@ def test_the_recipe_is_valid_and_says_the_same_as_trls_script(tmp_path: Path):
     )  # fmt: skip
 
 
-def test_trls_vllm_mode_is_two_lines_more():
+def test_trls_vllm_mode_corrects_for_who_drew_a_token_as_our_recipe_does(tmp_path: Path):
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe_text(SETTING))
+    train = load_recipe(path).train
     plain, vllm = (script_text(SETTING, Path("policy"), vllm=vllm) for vllm in (False, True))
-    assert arguments(vllm) == arguments(plain) | {"use_vllm": True, "vllm_mode": "colocate"}
-    assert written_lines(vllm) == written_lines(plain) + 2
+    assert train.correction == "truncated"
+    assert arguments(vllm) == arguments(plain) | {
+        "use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": "token_truncate",
+        "vllm_importance_sampling_clip_max": train.correction_cap,
+    }  # fmt: skip
+    assert written_lines(vllm) == written_lines(plain) + 4
     assert {OURS: written_lines(recipe_text(SETTING)), DEFAULTS: written_lines(plain)} == {
         OURS: len(recipe_text(SETTING).splitlines()),
         DEFAULTS: len([line for line in plain.splitlines() if line.strip()]),
@@ -106,7 +116,7 @@ def test_blank_lines_and_comments_are_not_counted():
 def test_the_first_step_of_a_run_warms_up_and_is_left_out():
     blocks = [block(OURS, [9.0, 3.0, 4.0]), block(DEFAULTS, [90.0, 60.0, 70.0]), block(OURS, [8.0, 3.0, 2.0])]
     assert steady(blocks, OURS) == [3.0, 4.0, 3.0, 2.0]
-    found = summarise(blocks, {OURS: 21, DEFAULTS: 29})
+    found = summarise(blocks, {OURS: 21, DEFAULTS: 28}, heldout=512)
     ours, theirs = found["sides"]
     assert (ours["runs"], ours["first_seconds"], ours["seconds"]["estimate"]) == (2, 8.5, 3.0)
     assert ours["stages"] == {"rollout_s": 1.5, "rest_s": 1.5}
@@ -138,11 +148,42 @@ def test_a_goal_is_missed_by_its_ratio_and_unknown_where_trl_does_not_run():
 
 def test_a_mode_that_ran_in_another_way_says_so():
     ran = block(VLLM, [50.0, 9.0, 9.0], as_is="AttributeError: no weight_loader", heldout_reward=0.5)
-    found = of_result([block(OURS, [9.0, 3.0, 4.0]), ran], {OURS: 21, VLLM: 31})
+    found = of_result([block(OURS, [9.0, 3.0, 4.0]), ran], {OURS: 21, VLLM: 32})
     assert found["goals"][0]["met"]
     said = text(found)
     assert "trl-vllm as it is: AttributeError: no weight_loader" in said
     assert "torch's linear" in said
+
+
+def test_who_learned_more_is_told_from_seeds_that_both_ran():
+    rewards = {OURS: [0.30, 0.40, 0.35, 0.90], DEFAULTS: [0.34, 0.38, 0.36], VLLM: [0.60, 0.70, 0.65]}
+    blocks = [
+        replace(block(side, [3.0, 3.0]), seed=seed, heldout_reward=reward)
+        for side, of_side in rewards.items()
+        for seed, reward in enumerate(of_side)
+    ]
+    found = of_result(blocks, LINES)
+    plain, vllm = found["learned"]
+    assert (plain["against"], plain["seeds"], plain["equal"]) == (DEFAULTS, 3, True)
+    assert plain["difference"]["estimate"] == pytest.approx(-0.01)
+    assert (vllm["difference"]["estimate"], vllm["equal"]) == (pytest.approx(-0.30), False)
+    assert vllm["difference"]["low"] < -0.30 < vllm["difference"]["high"] < 0
+    assert found["sides"][1]["heldout_reward"]["estimate"] == pytest.approx(0.36)
+    said = text(found)
+    assert "held-out reward, tltlab less trl: -0.010 [" in said
+    assert "over 3 seed(s): equal within noise" in said
+    assert "over 3 seed(s): different" in said
+    json.dumps(found, allow_nan=False)
+
+
+def test_equal_rewards_of_few_prompts_do_not_make_a_narrow_interval():
+    blocks = [replace(block(side, [3.0]), seed=seed, heldout_reward=0.5) for side in LINES for seed in range(2)]
+    wide, narrow = (learned(blocks, DEFAULTS, heldout) for heldout in (32, 3200))
+    assert wide["difference"]["high"] == pytest.approx(10 * narrow["difference"]["high"])
+    assert narrow["difference"]["high"] > 0.05
+    assert learned(blocks[:1], DEFAULTS, 32) is None
+    one = learned([b for b in blocks if b.seed == 0], DEFAULTS, 32)
+    assert (one["seeds"], one["equal"], one["difference"]["high"]) == (1, None, None)
 
 
 def test_a_step_of_ours_lasts_until_the_next_one_starts(tmp_path: Path):
@@ -241,9 +282,26 @@ def test_both_train_the_same_model(tmp_path: Path):
     assert [(side["side"], side["runs"], len(side["rewards"])) for side in found["sides"]] == [
         (OURS, 1, 2), (DEFAULTS, 1, 2),
     ]  # fmt: skip
-    assert all(side["seconds"]["estimate"] > 0 and 0 <= side["heldout_reward"] <= 1 for side in found["sides"])
+    assert all(
+        side["seconds"]["estimate"] > 0 and 0 <= side["heldout_reward"]["estimate"] <= 1 for side in found["sides"]
+    )
     assert all(0 < side["mean_response_tokens"] <= FAST.max_response_tokens for side in found["sides"])
     assert found["versions"]["trl"] == "1.16.0"
     assert tomllib.loads((tmp_path / "tltlab-0" / "recipe.toml").read_text())["train"]["steps"] == 2
     assert json.loads((tmp_path / "train.json").read_text()) == json.loads(json.dumps(found))
     assert "goal 20" in text(found)
+
+
+@pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
+def test_the_same_samples_move_the_weights_as_trl_moves_them(random_model: Path, tmp_path: Path):
+    recipe, found = tmp_path / "recipe.toml", tmp_path / "found.json"
+    setting = replace(SETTING, model=random_model, prompts_per_step=4, max_response_tokens=48, steps=2)
+    recipe.write_text(recipe_text(setting))
+    script = script_text(setting, tmp_path / "policy", vllm=False)
+    command = [sys.executable, SAME_SAMPLES, recipe, found]
+    beside = {"PYTHONPATH": os.environ["TLTLAB_TRL"], "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=os.environ | beside, input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    apart = json.loads(found.read_text())
+    assert apart["moved"] > 0.05
+    assert apart["apart"] < 0.005 * apart["moved"]

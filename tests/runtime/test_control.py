@@ -168,6 +168,20 @@ def test_an_engine_that_falls_idle_ends_its_last_iteration_there():
     assert rows[0]["duration"] < 0.04
 
 
+def test_what_a_policy_takes_to_learn_at_the_end_counts_as_the_policys_time_alone():
+    class Slow(Script):
+        def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+            time.sleep(0.02)
+
+    engine, _ = played(chain(2))
+    engine.control.set_selector(Slow(chain(2), chain(2)))
+    engine.iterate()
+    engine.iterate()
+    engine.control.finish("r")
+    engine.control.idle()
+    assert engine.control.seconds_inside >= engine.control.seconds_deciding >= 0.02
+
+
 def test_drafters_learn_what_was_kept_and_policies_see_it():
     parrot = Parrot()
     engine, script = played(*[chain(4)] * 3, parrot=parrot)

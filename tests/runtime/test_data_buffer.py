@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.buffer_file import TrainerData, read_data, write_data
 from tltlab.runtime.data_buffer import SHORTEST_STRETCH, DataBuffer, stretch
 from tltlab.runtime.drafter_recipe import BufferConfig
 from tltlab.runtime.packing import pack
@@ -171,6 +176,53 @@ def test_what_teaches_nothing_is_refused():
     assert buffer.refused == 3
     (kept,) = buffer.sample(100, rng())
     assert int(pack([kept]).mask.sum()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_buffer_out_of_a_file_draws_what_the_other_would_have_drawn(dtype: torch.dtype, tmp_path: Path):
+    held = [made(n, 6 + n, rl_step=n // 4, aux=n == 2) for n in range(8)]
+    buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
+    generator = rng(3)
+    buffer.sample(40, generator)
+    path = tmp_path / "of" / "data.safetensors"
+    write_data(
+        path,
+        TrainerData(held=buffer.sequences(), heldout=[made(9, 5)], random_state=generator.bit_generator.state),
+    )
+    found = read_data(path)
+    other, theirs = filled(*found.held, rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
+    theirs.bit_generator.state = dict(found.random_state)
+    assert same(found.heldout[0], made(9, 5))
+    assert found.held[0].hidden.dtype == dtype
+    assert (other.nbytes, len(other)) == (buffer.nbytes, 8)
+    for each in (buffer, other):
+        each.begin(2)
+        each.add(made(10, 12, rl_step=2))
+    for _ in range(5):
+        drawn, again = buffer.sample(30, generator), other.sample(30, theirs)
+        assert numbers(drawn) == numbers(again)
+        assert all(map(same, drawn, again))
+
+
+def test_a_file_that_is_damaged_or_has_no_room_is_one_sentence(tmp_path: Path):
+    path = tmp_path / "data-0.safetensors"
+    data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
+    write_data(path, data)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"data-0.safetensors does not hold what the drafter's trainer learns from"):
+        read_data(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = path.read_bytes()
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        with pytest.raises(RunError, match="cannot write what it trains on"):
+            write_data(path, data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_view_of_something_larger_is_copied():

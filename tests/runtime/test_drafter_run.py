@@ -28,6 +28,7 @@ from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.recorder import repair
 from tltlab.runtime import trainer_processes
+from tltlab.runtime.buffer_file import read_data
 from tltlab.runtime.drafter_recipe import DrafterConfig
 from tltlab.runtime.drafter_run import DrafterRun, check_machines, drafter_of
 from tltlab.runtime.drafting import DrafterReport
@@ -130,12 +131,14 @@ class Story:
                     "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
                     "tokens_per_update": 128,
                     "checkpoint_every": 5,
+                    "nice": 0,
                 },
             }
         )
         assert recipe.drafter is not None
         self.events = RunEvents(folder / "events.jsonl")
         self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
+        self.origin = self.run.state_dict(folder / "drafter")
         self.run.prepare()
         self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
         self.run.start(self.workers, Target(), ray.get, asked(self.workers))
@@ -169,6 +172,13 @@ class Story:
         assert self.run._trainers is not None
         actor = self.run._trainers._processes[worker].actor
         return bool(ray.get(actor.__ray_call__.remote(lambda trainer: trainer._rl_step)) == self.rl_step)
+
+    def trainers(self, ask: Callable[[SpotTrainer], Any]) -> list[Any]:
+        """What `ask` finds in each trainer's process."""
+        until(lambda: len(self.pids) == 3)
+        assert self.run._trainers is not None
+        processes = sorted(self.run._trainers._processes.items())
+        return ray.get([process.actor.__ray_call__.remote(ask) for _, process in processes])
 
     def updates(self, worker: int) -> int:
         return int(self.run._ask("num_updates", workers=[worker]).get(worker, -1))
@@ -243,6 +253,8 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
     later = tmp_path / "drafter" / "worker-0"
     later.mkdir(parents=True)
     (later / "checkpoint-9").write_text("of a future that was left")
+    had = story.trainers(held)
+    assert any(had)
     resumed.load_state_dict(state, saved)
     resumed.prepare()
     resumed.rejoin(0)  # before there is anything to join
@@ -255,6 +267,8 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         for own in resumed._ask("state").values():
             there = ray.get(run._training)
             assert all(torch.equal(value, there[name]) for name, value in own.items())
+        processes = sorted(resumed._trainers._processes.items())  # type: ignore[union-attr]
+        assert ray.get([process.actor.__ray_call__.remote(held) for _, process in processes]) == had
         # A worker that is started again is another object in the same place.
         workers[1] = StandIn(workers[1].feed)
         resumed.rejoin(1)
@@ -276,22 +290,85 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
             worker.feed.close()
 
 
-def test_when_the_run_goes_back_the_drafter_stays_and_learns_on(story: Story):
+def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
+    return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
+
+
+def test_when_the_run_goes_back_the_drafter_and_what_it_learns_from_are_as_they_were(story: Story, tmp_path: Path):
+    run, worker = story.run, story.workers[0]
+    saved, then = tmp_path / "checkpoint", story.rl_step + 1
+    state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
+    training, had = story.trainers(SpotTrainer.state), story.trainers(held)
+    assert had[1]
     story.rollout(1)
-    before = story.run.updates
-    until(lambda: story.updates(1) > before)
+    until(lambda: story.updates(1) > state["updates"])
     story.end()
-    story.run.went_back(0)
-    story.rl_step, kept = -1, story.run.updates
-    assert kept > before
+    assert run.updates > state["updates"]
+    assert story.trainers(held) != had
+    run.went_back(then, state, saved)
+    story.rl_step = then - 1
+    assert all(torch.equal(value, weights[name]) for name, value in worker.given[-1][0].items())
+    assert run.state_dict(saved) == state
+    assert story.trainers(held) == had
+    for before, now in zip(training, story.trainers(SpotTrainer.state), strict=True):
+        assert all(torch.equal(value, before[name]) for name, value in now.items())
     story.rollout(1)
-    until(lambda: story.updates(1) > kept)
+    until(lambda: story.updates(1) > state["updates"])
     assert story.end() < YIELD_S
-    assert story.run.updates > kept
+    assert {row["rl_step"] for row in story.rows["spot_training"]} == {then}
+
+
+def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(story: Story, tmp_path: Path):
+    had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
+    assert had[2]
+    actor = story.run._trainers._processes[2].actor  # type: ignore[union-attr]
+    ray.get(actor.__ray_call__.remote(dies_writing, saved))
+    story.run.state_dict(saved)
+    found = {path.name for path in saved.iterdir()}
+    assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
+    assert not [name for name in found if name.startswith("data-2")]
+    data = read_data(saved / "data-1.safetensors")
+    assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
+    until(lambda: story.pids.get(2) != pid)
+
+
+def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
+    """With half a file on the disk."""
+
+    def die(timeout_s: float) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "data-2.safetensors.partial").write_text("half")
+        os._exit(1)
+
+    trainer._feed.settle = die  # type: ignore[method-assign,assignment]
+
+
+def test_a_run_that_is_back_at_its_start_has_the_drafter_that_it_began_with(
+    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, worker = story.run, story.workers[0]
+    assert run.updates
+    given, saved = len(worker.given), tmp_path / "checkpoint"
+    with monkeypatch.context() as nobody:
+        nobody.setattr(run, "_start_trainers", lambda: None)
+        run.went_back(story.rl_step + 1, run.state_dict(saved), saved)
+    assert len(worker.given) == given, "engines are given what they have, and forget how it did"
+    run.went_back(0, story.origin, None)
+    story.rl_step = -1
+    first = load_head(story.folder / "drafter" / "initial").serving_weights()
+    weights, predicted = worker.given[-1]
+    assert predicted == []
+    assert all(torch.equal(value, first[name]) for name, value in weights.items())
+    assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
+    assert story.trainers(held) == [[], [], []]
+    story.rollout(1)
+    until(lambda: story.updates(1) > 0)
+    assert story.end() < YIELD_S
+    assert run.updates > 0
     assert [row["drafter_age"] for row in story.rows["steps"]] == [0]
     assert {row["drafter_age"] for row in story.rows["acceptance"]} == {0}
     assert {row["rl_step"] for row in story.rows["spot_training"]} == {0}
-    assert [row.rl_step for row in story.run.schedule.record] == [0]
+    assert [row.rl_step for row in run.schedule.record] == [0]
 
 
 def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
@@ -343,7 +420,7 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
     ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
     assert ended == {1: "stopped", 2: "killed"}
     (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
-    assert lost["t_start"] + lost["duration"] > waited
+    assert lost["t_start"] + lost["duration"] > YIELD_S
     assert (lost["members"], lost["updates"]) == (2, 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
     assert any("did not yield within 3 s" in said for said in story.said + story.events.take())
@@ -445,7 +522,7 @@ def test_closing_leaves_nothing(story: Story):
     start = story.updates(1)
     until(lambda: story.updates(1) > start)
     story.close()
-    until(lambda: not any(map(alive, pids)), 10)
+    until(lambda: not any(map(alive, pids)))
     assert not place.exists()
     assert not list(story.folder.glob("**/*.partial"))
     assert (story.folder / "drafter" / "final").exists()
@@ -465,6 +542,7 @@ tokens_per_update = 256
 schedule = {kind = "always"}
 optim = {lr = 3e-3}
 canary = {min_drafts = 30}
+nice = 0
 """
     )
     return path
@@ -485,27 +563,28 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
     learning: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.syspath_prepend(str(recipe_file.parent))
-    with GrpoRun(load_recipe(learning, ["rollout.max_response_tokens=100"]), tmp_path / "run") as run:
-        drafting = run.drafting
-        assert isinstance(drafting, DrafterRun)
+    run = GrpoRun(load_recipe(learning, ["rollout.max_response_tokens=100"]), tmp_path / "run")
+    drafting = run.drafting
+    assert isinstance(drafting, DrafterRun)
+    origin = drafting.state_dict(tmp_path)
+    with run:
         run.evaluate(4)
         assert fed(run) == 0
         run.step()
         assert json.loads((tmp_path / "run" / "repeats.json").read_text())["repeats"]
         assert fed(run) == 16, "repeated rollouts and evaluations are fed"
         until(lambda: drafting.updates or not run.step(), 120)
-        trained = drafting._ask("weights")[0]
-        for worker in run.pool.handles:
-            vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
-            own = {name.removeprefix("model."): value for name, value in vectors.items()}
-            assert own.keys() & trained.keys()
-            assert all(torch.equal(own[name], trained[name]) for name in own.keys() & trained.keys())
+        assert_engines_draft_with(drafting._ask("weights")[0], run)
         for process in drafting._trainers._processes.values():  # type: ignore[union-attr]
             ray.get(process.actor.__ray_call__.remote(boast))
         swaps = drafting._swaps
         until(lambda: drafting._swaps > swaps or not run.step(), 120)
         until(lambda: any("has collapsed" in n for r in run.reports for n in r.notes) or not run.step(), 120)
         run.save()
+        monkeypatch.setattr(drafting, "_start_trainers", lambda: None)
+        drafting.went_back(0, origin, None)
+        assert_engines_draft_with(load_head(drafting._head).serving_weights(), run)
+        assert [(report.updates, report.serves) for report in drafting._reports()] == [(0, False)] * 2
     trace = tltlab.read(tmp_path / "run" / "trace")
     assert trace.steps is not None
     assert trace.steps["drafter_version"].iloc[-1] >= 2
@@ -513,6 +592,14 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     collapsed = next(event for event in events if event.get("verdict", {}).get("kind") == "collapsed")
     assert collapsed["verdict"]["predicted"] == [pytest.approx(0.9)] * 3
+
+
+def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun) -> None:
+    for worker in run.pool.handles:
+        vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
+        own = {name.removeprefix("model."): value for name, value in vectors.items()}
+        assert own.keys() & weights.keys()
+        assert all(torch.equal(own[name], weights[name]) for name in own.keys() & weights.keys())
 
 
 def boast(trainer: SpotTrainer) -> None:
@@ -526,9 +613,9 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         places, out = Path(temporary) / "t", Path(temporary) / "run"
         places.mkdir()
         env = os.environ | {"PYTHONPATH": str(recipe_file.parent), "TMPDIR": str(places)}
-        command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "--out", str(out)]
+        command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "eval.num_prompts=0"]
         process = subprocess.Popen(
-            command,
+            [*command, "rollout.repeat_every=0", "--out", str(out)],
             env=env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -538,7 +625,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         )
         assert process.stderr is not None
         try:
-            assert any(line.startswith("step 1:") for line in process.stderr), "the run stopped by itself"
+            assert any(line.startswith("step 0:") for line in process.stderr), "the run stopped by itself"
             own = descendants(process.pid)
             assert any("SpotTrainer" in Path(f"/proc/{pid}/cmdline").read_text() for pid in own)
             process.send_signal(signal.SIGINT)
@@ -549,7 +636,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         until(lambda: not [pid for pid in own if alive(pid)], 20)
         assert not list(places.glob("tltlab*"))
         assert not list(out.glob("**/*.partial"))
-        assert len(repair(out / "trace").rl_steps) >= 2
+        assert len(repair(out / "trace").rl_steps) >= 1
         events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
         assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")
 
@@ -562,7 +649,7 @@ def descendants(pid: int) -> list[int]:
     ("override", "complaint"),
     [
         ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
-        ("drafter.checkpoint=/no/such/head", "no readable config.json"),
+        ("drafter.checkpoint=/no/such/head", "there is no such folder"),
         ("drafter.checkpoint=WIDER", "is for a target with hidden_size 32"),
         ('drafter.loss={"kind": "eagle3"}', "is an eagle head, and drafter.loss trains one of method eagle3"),
         ("drafter.fallback=oracle", "its fallback 'oracle' is no model-free drafter here"),

@@ -1,12 +1,14 @@
 """A run whose processes are killed at random moments, against one that nobody disturbs.
 
-`TLTLAB_FAULTS=30 pytest tests/runtime/test_faults.py` kills thirty times; three is the default.
+`TLTLAB_FAULTS=30 pytest tests/runtime/test_faults.py` kills thirty times; by default each kind of process dies once.
+The run trains a drafter and never drafts with it, so that its responses are those of a run that trains none.
 """
 
 from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -22,11 +24,17 @@ import tltlab
 from tltlab.policy import FixedSpec, Policy
 from tltlab.strategy import Strategy
 
-pytestmark = pytest.mark.engine
-NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", "3"))
-SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", "1"))
-VICTIMS = {"worker": "ray::RolloutWorker", "trainer": "ray::TrainerActor", "driver": ""}
-NUM_STEPS, PROMPTS, GROUP = 6 + 4 * NUM_KILLS, 4, 4
+SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", "2"))
+VICTIMS = {
+    "worker": "ray::RolloutWorker",
+    "trainer": "ray::TrainerActor",
+    "drafter's trainer": "ray::SpotTrainer",
+    "driver": "",
+}
+NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", len(VICTIMS)))
+NUM_STEPS, PROMPTS, GROUP = 4 + 3 * NUM_KILLS, 4, 2
+MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 2, 0.5
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
 PATIENCE_S = 300.0
 LEFT_S = 30.0
 # Agents of Ray's that hold nothing; they end by themselves, a minute after the driver.
@@ -55,6 +63,17 @@ class Driver:
         while self.process.poll() is None and not (told.exists() and told.stat().st_mtime_ns > self._since):
             assert time.monotonic() < end, self.log.read_text()[-2000:]
             time.sleep(0.02)
+
+    def gets_on(self, steps: int) -> None:
+        """Wait for so many RL steps more, or for the end."""
+        before, end = self.steps, time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and self.steps < before + steps:
+            assert time.monotonic() < end, self.log.read_text()[-2000:]
+            time.sleep(0.02)
+
+    @property
+    def steps(self) -> int:
+        return len(re.findall(r"^step \d+:", self.log.read_text(), re.MULTILINE))
 
     def offspring(self) -> list[psutil.Process]:
         try:
@@ -111,6 +130,8 @@ def arguments(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     return [
         str(recipe_file),
         f"train.steps={NUM_STEPS}",
+        # So few and so long that one worker often waits for the other, and trains.
+        "rollout.max_response_tokens=100",
         f"rollout.policy={policy}",
         "rollout.repeat_every=0",
         f"rollout.prompts_per_step={PROMPTS}",
@@ -122,26 +143,41 @@ def arguments(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> li
     ]
 
 
+LEARNING = [
+    "drafter.name=learned",
+    'drafter.schedule={"kind": "always"}',
+    "drafter.tokens_per_update=128",
+    "drafter.checkpoint_every=5",
+    "drafter.nice=0",
+]
+
+
 def test_nothing_is_lost_or_doubled_whoever_is_killed_when(arguments: list[str], recipe_file: Path, tmp_path: Path):
     rng = random.Random(SEED)
     calm, killed = tmp_path / "calm", tmp_path / "killed"
     path = recipe_file.parent
-    undisturbed = Driver(calm, tmp_path / "calm.log", *arguments, "--out", str(calm), path=path)
-    driver = Driver(killed, tmp_path / "killed.log", *arguments, "--out", str(killed), path=path)
+    driver = Driver(killed, tmp_path / "killed.log", *arguments, *LEARNING, "--out", str(killed), path=path)
+    runs = [driver]
     try:
+        # A start keeps all cores busy; one that replaces what was killed leaves some to the calm run.
+        driver.under_way()
+        undisturbed = Driver(calm, tmp_path / "calm.log", *arguments, "--out", str(calm), path=path)
+        runs.append(undisturbed)
         for victim in islice(cycle(rng.sample(sorted(VICTIMS), len(VICTIMS))), NUM_KILLS):
             driver.under_way()
-            time.sleep(rng.uniform(0.0, 1.5))
+            driver.gets_on(rng.randint(0, MOST_STEPS_BETWEEN))
+            time.sleep(rng.uniform(0.0, MOST_BETWEEN_S))
             while not driver.kill(victim, rng):
                 # Just now another one is started in its place.
                 time.sleep(0.05)
             if victim == "driver":
                 driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), path=path)
+                runs.append(driver)
         driver.finish()
         undisturbed.finish()
     finally:
-        driver.end()
-        undisturbed.end()
+        for run in runs:
+            run.end()
 
     trace = tltlab.read(killed)
     assert trace.rl_steps == list(range(NUM_STEPS))
@@ -153,6 +189,17 @@ def test_nothing_is_lost_or_doubled_whoever_is_killed_when(arguments: list[str],
     assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
     assert list(trace.steps["policy_version"]) == list(range(NUM_STEPS))
     assert not trace.iterations.duplicated(["rl_step", "worker", "iteration"]).any()
+
+    # What the drafter was is told of the RL steps that count, once each: it went back with the run.
+    assert trace.steps["drafter_updates"].is_monotonic_increasing
+    assert trace.steps["drafter_updates"].iloc[-1] > 0
+    swapped = trace.steps["drafter_version"].diff().fillna(0)
+    assert set(swapped) <= {0, 1}
+    ages = list(trace.steps["drafter_age"])
+    assert ages == [0, *(0 if swap else age + 1 for age, swap in zip(ages, swapped.iloc[1:], strict=False))]
+    acceptance = trace.table("acceptance")
+    assert acceptance is not None
+    assert not acceptance.duplicated([*key, "drafter_age"]).any()
 
     expected = tltlab.read(calm)
     columns = [*key, "prompt_token_ids", "token_ids", "logprobs"]

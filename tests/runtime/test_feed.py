@@ -114,17 +114,20 @@ def test_a_trainer_that_hangs_holds_nobody_up(endpoint: str, sender: FeedSender)
     feed = FeedReceiver(endpoint, lambda *status: statuses.append(status[:2]), hang)
     until(lambda: statuses)
     large = TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.zeros(2001), hidden=torch.zeros(2000, 64))
-    slowest = 0.0
+    took = []
     for _ in range(1500):
         begin = time.monotonic()
         sender.sequence(large)
-        slowest = max(slowest, time.monotonic() - begin)
+        took.append(time.monotonic() - begin)
     assert hangs.wait(20)
-    assert slowest < 0.5
+    # On a busy machine a process may stand still for a moment, whatever it does.
+    assert sorted(took)[-5] < 0.2
     assert sender.dropped > 500
+    assert not feed.settle(0.3), "what was handed over is still to be dealt with"
     sender.status(4, busy=False)
     goes_on.set()
     until(lambda: statuses[-1] == (4, False))
+    assert feed.settle(20)
     feed.close()
 
 

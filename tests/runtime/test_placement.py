@@ -117,8 +117,9 @@ def test_ray_listens_at_an_address_of_this_machine(host: str):
         start_ray(ClusterConfig(host=host))
 
 
-def test_several_nodes_need_a_cluster(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+@pytest.mark.parametrize("address", ["", "local"])
+def test_several_nodes_need_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match="RAY_ADDRESS"):
         start_ray(ClusterConfig(num_nodes=2))
 

@@ -85,5 +85,8 @@ def test_all_faults_of_a_recipe_are_told_at_once(tmp_path: Path):
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="not TOML"):
         load_recipe(written(tmp_path / "r.toml", "model = "))
+    (tmp_path / "latin.toml").write_bytes(b'model = "\xe9"')
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_recipe(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="cannot read recipe"):
         load_recipe(tmp_path / "none.toml")

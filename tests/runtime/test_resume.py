@@ -89,23 +89,24 @@ def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return whole_run(recipe_file, folder / "run", f"rollout.policy={folder / 'policy.json'}")
 
 
-def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_bitwise(fixed: Path, tmp_path: Path):
-    assert_equal_bitwise(resumed(as_it_was_at(fixed, 2, tmp_path / "run")), fixed)
-
-
-def test_with_decisions_replayed_so_does_one_whose_policy_learns(recipe_file: Path, tmp_path: Path):
-    unbroken = whole_run(recipe_file, tmp_path / "unbroken", "rollout.policy=explore", "rollout.num_workers=1")
-    again = resumed(as_it_was_at(unbroken, 2, tmp_path / "run"), replay=unbroken / "trace")
-    assert_equal_bitwise(again, unbroken)
-
-
-def test_a_checkpoint_that_is_not_whole_is_never_picked(fixed: Path, tmp_path: Path):
+def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_else_is_there(
+    fixed: Path, tmp_path: Path
+):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
     shutil.copytree(fixed / "checkpoints" / "step-000004", run / "checkpoints" / "step-000004")
     state = run / "checkpoints" / "step-000004" / "state.json"
     state.write_text(state.read_text()[:-20])
     (run / "checkpoints" / ".step-000003.partial").mkdir()
     assert_equal_bitwise(resumed(run), fixed)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert any("step-000004 is passed over" in event["event"] for event in events)
+    assert [event["rl_step"] for event in events if event["event"] == "goes on with RL step 2"] == [2]
+
+
+def test_with_decisions_replayed_so_does_one_whose_policy_learns(recipe_file: Path, tmp_path: Path):
+    unbroken = whole_run(recipe_file, tmp_path / "unbroken", "rollout.policy=explore", "rollout.num_workers=1")
+    again = resumed(as_it_was_at(unbroken, 2, tmp_path / "run"), replay=unbroken / "trace")
+    assert_equal_bitwise(again, unbroken)
 
 
 def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_path: Path):
@@ -119,7 +120,7 @@ def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_pat
 
 def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Path):
     run = as_it_was_at(fixed, 2, tmp_path / "run")
-    before = {path: path.read_bytes() for path in run.rglob("*.json")}
+    before = files(run)
     other = f"from tltlab.recording_folder import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
     with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
@@ -127,7 +128,11 @@ def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Pa
         with pytest.raises(ConfigError, match="this run is in progress in another process"):
             resumed(run)
         holder.kill()
-    assert {path: path.read_bytes() for path in run.rglob("*.json")} == before
+    assert files(run) == before, "a logger's file would hide steps of the other process"
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_engines_and_trainers_on_the_same_devices_with_two_ranks_and_partial_rollouts(

@@ -176,6 +176,12 @@ def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, forced
     )
 
 
+def test_a_run_that_has_no_step_left_says_so(tmp_path: Path, capfd):
+    with RunLog(LogConfig(tensorboard=False), tmp_path, 3, resume_from=3):
+        pass
+    assert capfd.readouterr().err == f"all 3 RL steps are in {tmp_path}: starting workers and trainer\n"
+
+
 def test_a_step_says_its_time_by_stage_and_what_the_measures_have():
     assert step_text(report(3), MEASURES, "0:01:20").splitlines() == [
         "step 3: reward 0.500, 100 tokens in 2.70 s, policy none, 0:01:20 left",

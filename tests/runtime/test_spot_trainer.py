@@ -242,6 +242,33 @@ def test_a_new_process_goes_on_from_the_checkpoint_unless_the_drafter_in_service
         again._feed.close()
 
 
+def test_a_process_of_a_later_run_learns_from_what_this_one_would_have_learned_from(bench: Bench, tmp_path: Path):
+    trainer = bench.add(1)
+    trainer.save_data(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    bench.begin(0)
+    bench.teach(1, sequences())
+    bench.idle(1, 0)
+    until(lambda: trainer.num_updates() >= 7)
+    bench.server.rollout_ended(0)
+    trainer.save_data(tmp_path / "data")
+    assert trainer.data_bytes() == sum(s.nbytes for s in [*trainer.buffer.sequences(), *trainer._heldout])
+    trainer.close()
+    until(lambda: not bench._threads[-1].is_alive())
+    again = SpotTrainer(trainer.place, CONFIG)
+    again.start(text.frozen(), None, 1, anew=True, data=tmp_path / "data")
+    assert again.num_updates() == 0, "it goes on from a future that was left"
+    assert len(again._heldout) == len(trainer._heldout) > 0
+    for each in (trainer, again):
+        each.buffer.begin(1)
+    for _ in range(3):
+        drawn, expected = again.buffer.sample(128, again.rng), trainer.buffer.sample(128, trainer.rng)
+        assert [s.key for s in drawn] == [s.key for s in expected]
+        assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
+    again._client.close()
+    again._feed.close()
+
+
 def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
     """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
     old = bench.add(2)
