@@ -1,12 +1,11 @@
 """The recorder: a kill at any moment loses only what was not flushed, and repair makes a valid trace of the rest."""
 
+import contextlib
 import itertools
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from types import MappingProxyType
 
@@ -227,36 +226,42 @@ def test_the_time_spent_recording_is_measured(tmp_path):
     assert recorder.seconds == 3.0
 
 
-PROGRAM = textwrap.dedent(
-    """
-    import sys
-    sys.path.insert(0, sys.argv[2])
-    from test_recorder import MANIFEST, outcomes, workload
-    from tltlab.recorder import Recorder
-    recorder = Recorder(sys.argv[1], MANIFEST)
-    print("ready", flush=True)
-    for step in range(int(sys.argv[3])):
+FORKING = multiprocessing.get_context("fork")
+
+
+def record(path, steps, told):
+    """Record and close; `told` hears that the recording is there (-1), and of each RL step that is flushed."""
+    recorder = Recorder(path, MANIFEST)
+    told.send(-1)
+    for step in range(steps):
         recorder.append("workload", workload(step))
         recorder.append("outcomes", outcomes(step))
         recorder.flush()
-        print(step, flush=True)
+        told.send(step)
     recorder.close()
-    print("closed", flush=True)
-    """
-)
+
+
+def begun(path, steps):
+    """Another process that records, and what it tells from the first RL step on."""
+    ours, theirs = FORKING.Pipe(duplex=False)
+    child = FORKING.Process(target=record, args=(path, steps, theirs))
+    child.start()
+    theirs.close()
+    assert ours.recv() == -1
+    return child, ours
 
 
 def killed_at(path, delay_s, steps):
     """Record in another process, SIGKILL it `delay_s` after it began; returns the last RL step it said was flushed."""
-    here = os.path.dirname(__file__)
-    child = subprocess.Popen([sys.executable, "-c", PROGRAM, path, here, str(steps)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "ready\n"
+    child, told = begun(path, steps)
     time.sleep(delay_s)
-    child.send_signal(signal.SIGKILL)
-    said = child.stdout.read().split()
-    child.stdout.close()
-    child.wait()
-    return int([word for word in said if word.isdigit()][-1]) if said else -1
+    child.kill()
+    child.join()
+    last = -1
+    with contextlib.suppress(EOFError):
+        while True:
+            last = told.recv()
+    return last
 
 
 def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
@@ -276,19 +281,14 @@ def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
 
 
 def test_repair_waits_for_no_one_while_the_recording_is_in_progress(tmp_path):
-    program = PROGRAM.replace("recorder.close()", "sys.stdin.read()")
-    here = os.path.dirname(__file__)
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, tmp_path / "t", here, "1"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert child.stdout.readline() == "ready\n"
-    assert child.stdout.readline() == "0\n"
+    child, told = begun(tmp_path / "t", 10_000)
+    assert told.recv() == 0
+    os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="in progress"):
         repair(tmp_path / "t")
     child.kill()
-    child.communicate()
-    assert len(repair(tmp_path / "t").outcomes) == 4
+    child.join()
+    assert repair(tmp_path / "t").rl_steps[0] == 0
 
 
 def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypatch):
