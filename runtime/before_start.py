@@ -16,7 +16,7 @@ from .bundles import bundles_of
 from .drafting import DrafterPool
 from .recipe import Recipe
 from .reward_pool import RewardPool
-from .run_checkpoints import fault_of, step_of
+from .run_checkpoints import checkpoints_in, fault_of
 from .vllm_adapter.options import check_drafter, check_sampled_drafts
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
@@ -45,10 +45,12 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         # Imported here: it brings torch, which takes long, and most runs do not need it.
         from .run_state import read_state
 
-        folders = sorted((out / "checkpoints").glob("step-[0-9]*"), key=step_of)
-        whole = next((folder for folder in reversed(folders) if fault_of(folder) is None), None)
+        found = reversed(checkpoints_in(out / "checkpoints"))
+        whole = next((folder for folder in found if fault_of(folder) is None), None)
         if whole is not None:
             read_state(whole, recipe)
+    if replay is not None:
+        check_replay(recipe)
     if replay is not None and "decisions" not in read(replay).names:
         raise ConfigError(f"{replay} has no decisions.parquet: without decisions there is nothing to replay")
 
@@ -73,6 +75,15 @@ def check_policy(recipe: Recipe, policy: Policy) -> None:
             pool.check(strategy)
         except ConfigError as error:
             raise ConfigError(f"rollout.policy = {recipe.rollout.policy}: {error}") from error
+
+
+def check_replay(recipe: Recipe) -> None:
+    """Raise ConfigError where a run of `recipe` cannot follow recorded decisions exactly."""
+    if recipe.drafter is not None or recipe.train.sampling_rounds > 1:
+        raise ConfigError(
+            "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
+            "which learns in idle time, and set train.sampling_rounds = 1"
+        )
 
 
 def check_model(name: str, field: str) -> None:

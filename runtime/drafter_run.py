@@ -461,13 +461,6 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     config = recipe.drafter
     if config is None:
         return NoDrafter()
-    if not recipe.rollout.max_draft_depth:
-        raise ConfigError("a recipe with a [drafter] needs rollout.max_draft_depth above 0")
-    if config.name in recipe.rollout.drafters:
-        raise ConfigError(
-            f"drafter {config.name!r} is in both rollout.drafters and [drafter]: leave it out of rollout.drafters, or "
-            "give one of them another name"
-        )
     if config.checkpoint is not None:
         _check_head(config.checkpoint, config.loss.method, recipe.model)
     run = DrafterRun(config, recipe, out / "drafter", events)

@@ -148,9 +148,10 @@ class FeedReceiver:
 
     def settle(self, timeout_s: float) -> bool:
         """Wait until all that was sent before this call has been dealt with; whether that came in time."""
+        # The first silence may have begun before the call.
         with self._silence:
             before = self._silences
-            return self._silence.wait_for(lambda: self._silences > before, timeout_s)
+            return self._silence.wait_for(lambda: self._silences > before + 1, timeout_s)
 
     def close(self) -> None:
         self._closed.set()

@@ -20,7 +20,7 @@ from tltlab.recorder import Recorder
 from tltlab.recording_folder import lock
 from tltlab.trace import Trace, read
 
-from .before_start import check_policy
+from .before_start import check_policy, check_replay
 from .drafter_data import load_tokenizer
 from .drafter_run import drafter_of
 from .engine import GenerationRequest, Rollout
@@ -55,11 +55,8 @@ class GrpoRun:
     def __init__(
         self, recipe: Recipe, out: Path, *, notes: str | None = None, resume: bool = False, replay: Path | None = None
     ) -> None:
-        if replay is not None and (recipe.drafter is not None or recipe.train.sampling_rounds > 1):
-            raise ConfigError(
-                "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
-                "which learns in idle time, and set train.sampling_rounds = 1"
-            )
+        if replay is not None:
+            check_replay(recipe)
         self.recipe = recipe
         self.out = Path(out)
         self.reward_pool = RewardPool(recipe)
@@ -80,6 +77,8 @@ class GrpoRun:
             replay=read(replay) if replay is not None else None,
         )
         self.state = RunState()
+        self.watch: Callable[[StepReport], None] = lambda report: None
+        """Is told of every RL step that is done, also of those that are done again."""
         self._notes = notes
         self._resume = resume
         self._locked = False
@@ -242,7 +241,8 @@ class GrpoRun:
         self.state.reports.append(report)
         every = self.recipe.checkpoint.every
         if every and self.rl_step % every == 0:
-            self.recovery.save(self.state)
+            self._save_checkpoint()
+        self.watch(report)
         return report
 
     def _tools(self, rl_step: int) -> RolloutTools:
@@ -313,7 +313,7 @@ class GrpoRun:
         write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
 
     def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
-        """Write the RL step's rows to the trace, durably; the report with what they say of it. `t_step`: its start."""
+        """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
         start = time.perf_counter()
         requests = [request for share in collected.requests for request in share]
         rows = step_rows(
@@ -329,14 +329,20 @@ class GrpoRun:
         )
         for table, new in rows.items():
             self._recorder.append(table, new)
-        self._recorder.flush()
+        # While the next rollout runs: a kill before that is over loses one RL step more.
+        self._recorder.flush(wait=False)
         end = time.perf_counter()
         report = replace(report, record_s=end - start, step_s=end - t_step)
         return replace(report, measures=step_metrics(report, rows))
 
     def checkpoint(self) -> Path:
         """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
-        return self._through(lambda: self.recovery.save(self.state))
+        return self._through(self._save_checkpoint)
+
+    def _save_checkpoint(self) -> Path:
+        # A run that goes on from it needs the trace up to here.
+        self._recorder.flush()
+        return self.recovery.save(self.state)
 
     def evaluate(self, num_prompts: int | None = None) -> float:
         """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""

@@ -1,5 +1,5 @@
-"""W&B and MLflow as loggers of a run. A resumed run goes on in the same run there, and does not log an RL step again
-that an earlier process logged: neither can take back what it has."""
+"""W&B and MLflow as loggers of a run. A resumed run goes on in the same run there, and an RL step that is done again is
+not logged again: neither can take back what it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUN_IDS = "log_runs.json"
 """Which run of each service this run's folder is, and the newest RL step that W&B got."""
 
 EVERY_STEP = "time/step_s"
-"""A measure that every RL step has: MLflow got the steps that it has this of."""
+"""A measure of every RL step, and of nothing that is measured between two: who got it got the step."""
 
 
 class Wandb:
@@ -45,13 +45,15 @@ class Wandb:
         _keep(out, "wandb", {"id": self._run.id, "rl_step": self._earlier})
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
-        if rl_step <= self._earlier:
+        if EVERY_STEP in metrics and rl_step <= self._earlier:
             return
         # W&B's own steps only rise and hold one row each: an RL step has its figures and what is measured before and
         # after it. Without `commit` a row waits for the next, and is lost with a process that is killed.
         self._row = max(3 * rl_step, self._row + 1)
         self._run.log({**metrics, "rl_step": rl_step}, step=self._row, commit=True)
-        _keep(self._out, "wandb", {"id": self._run.id, "rl_step": rl_step})
+        if EVERY_STEP in metrics:
+            self._earlier = rl_step
+            _keep(self._out, "wandb", {"id": self._run.id, "rl_step": rl_step})
 
     def close(self, *, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -83,8 +85,10 @@ class Mlflow:
         self._sent: deque[Future[None]] = deque()
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
-        if rl_step <= self._earlier:
-            return
+        if EVERY_STEP in metrics:
+            if rl_step <= self._earlier:
+                return
+            self._earlier = rl_step
         while self._sent and self._sent[0].done():
             self._arrived(self._sent.popleft())
         self._sent.append(self._thread.submit(self._log, dict(metrics), step=rl_step, run_id=self._run_id))

@@ -53,7 +53,10 @@ class NoDrafter:
         """Begin to work out how drafters of several ages do on the rollout that has ended."""
 
     def publish(self, rl_step: int) -> None:
-        """The policy has moved, and `rl_step` comes next: from then on engines draft with the newest good weights."""
+        """The policy has moved, and `rl_step` comes next: from then on engines draft with the newest good weights.
+
+        Engines are awake, and have the policy's weights of before.
+        """
 
     def target_moved(self) -> None:
         """The engines have the policy's new weights."""

@@ -106,11 +106,12 @@ class RunActors:
         """From now on trainers have the devices."""
         if self._colocated and self._engines_awake:
             self.pool.sleep()
-            self.trainers.onload()
+            # Before trainers are asked, who may die of it: engines are not to be sent to sleep twice.
             self._engines_awake = False
+            self.trainers.onload()
 
     def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
-        """Bring the policy's weights to the engines as `version`. What `before` does comes first, on the engines' turn."""
+        """Bring the policy's weights to the engines as `version`, once `before`, which may ask engines, is done."""
         self.trainers_turn()
         weights = self.trainers.weights()
         self.engines_turn()

@@ -80,19 +80,13 @@ class RunCheckpoints:
         self._put_back()
         self.complaints = []
         good = []
-        for path in self._found():
+        for path in checkpoints_in(self.folder):
             fault = fault_of(path)
             if fault is None:
                 good.append(path)
             else:
                 self.complaints.append(f"checkpoint {path} is passed over: {fault}")
         return good
-
-    def _found(self) -> list[Path]:
-        if not self.folder.is_dir():
-            return []
-        found = [path for path in self.folder.iterdir() if _STEP.fullmatch(path.name)]
-        return sorted(found, key=step_of)
 
     def _seal(self, folder: Path, rl_step: int) -> None:
         """Make all files durable, then the list of them."""
@@ -109,8 +103,9 @@ class RunCheckpoints:
             fsync_folder(path)
 
     def _prune(self, rl_step: int) -> None:
-        whole = [path for path in self._found() if step_of(path) <= rl_step and fault_of(path) is None]
-        for path in set(self._found()) - set(whole[-self.keep :]):
+        found = checkpoints_in(self.folder)
+        whole = [path for path in found if step_of(path) <= rl_step and fault_of(path) is None]
+        for path in set(found) - set(whole[-self.keep :]):
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
@@ -135,6 +130,12 @@ class RunCheckpoints:
         self._put_back()
         for left in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.gone")):
             shutil.rmtree(left, ignore_errors=True)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that need not be there, whole or not, oldest first; other things are left out."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:

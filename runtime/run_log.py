@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tltlab.errors import ConfigError
 
-from .log_services import Mlflow, Wandb
+from .log_services import EVERY_STEP, Mlflow, Wandb
 from .recipe import LogConfig
 from .run_screen import Screen, screen
 from .step_rows import StepReport
@@ -32,7 +32,8 @@ class RunLog:
     """What `train` says, and its metrics of each RL step.
 
     `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. Of
-    a step that an earlier process logged too, TensorBoard shows the later values, W&B and MLflow the earlier ones.
+    a step that is done again, by a later process or after a trainer died, TensorBoard shows the later values, W&B and
+    MLflow the earlier ones.
     `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each step's figures
     (`run_screen.step_text`), above a progress bar where it is a terminal. Raises ConfigError where a logger of
     `config` is not installed or does not start.
@@ -151,17 +152,25 @@ class _TensorBoard:
         self._file: BinaryIO = open(folder / name, "xb")  # noqa: SIM115
         self._records = RecordWriter(self._file)
         self._write(Event(file_version="brain.Event:2"))
-        # It hides what the files of earlier processes have from this step on.
-        self._write(Event(step=resume_from, session_log=SessionLog(status=SessionLog.START)))
+        self._last = resume_from - 1
+        self._hide(resume_from)
         self._file.flush()
 
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        if EVERY_STEP in metrics:
+            if rl_step <= self._last:
+                self._hide(rl_step)
+            self._last = rl_step
         values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         self._write(Event(step=rl_step, summary=Summary(value=values)))
         self._file.flush()
 
     def close(self, *, failed: bool) -> None:
         self._file.close()
+
+    def _hide(self, rl_step: int) -> None:
+        """Have TensorBoard show nothing of what was written before, by earlier processes too, from this step on."""
+        self._write(Event(step=rl_step, session_log=SessionLog(status=SessionLog.START)))
 
     def _write(self, event: Event) -> None:
         event.wall_time = time.time()

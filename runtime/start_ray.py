@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.node import Node
 
-from tltlab.cli import progress
+from tltlab.cli import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
 
 from .recipe import ClusterConfig
@@ -49,13 +47,14 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address != "local":
         try:
-            with _sigterm_kept():
+            with sigterm_does():
                 ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError, ValueError) as error:  # not there, of another version, no address
             raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {_line(error)}") from error
         return False
     _check_host(cluster.host)
-    with _on_loopback(cluster.host in LOOPBACK), _sigterm_kept():
+    # Ray's own handler of SIGTERM ends the actors before anybody can close them.
+    with _on_loopback(cluster.host in LOOPBACK), sigterm_does():
         for left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(
@@ -100,19 +99,6 @@ def _end(error: Exception) -> None:
             node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
             break
     ray.shutdown()
-
-
-@contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Ray's own handler ends the actors before anybody can close them: what was to happen at SIGTERM still does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

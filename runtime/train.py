@@ -75,9 +75,9 @@ def _steps(run: GrpoRun, log: RunLog) -> float | None:
         run.state.reward_first = _evaluated(run, log, "before training")
     if run.rl_step:
         log.say(f"goes on with RL step {run.rl_step}")
+    run.watch = lambda report: log.step(report, report.measures)
     while run.rl_step < last_step:
         report = run.step()
-        log.step(report, report.measures)
         if evaluates and config.every and run.rl_step % config.every == 0 and run.rl_step < last_step:
             _evaluated(run, log, f"after RL step {report.rl_step}")
     return _evaluated(run, log, "after training") if evaluates else None

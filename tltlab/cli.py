@@ -9,10 +9,13 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -65,9 +68,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if debug:
         args.remove("--debug")
     token = _running.set(tuple(args))
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        sys.exit(_run(args))
+        with sigterm_does(signal.default_int_handler):
+            sys.exit(_run(args))
     except TltlabError as error:
         if debug:
             raise
@@ -82,8 +85,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
     finally:
-        signal.signal(signal.SIGTERM, before)
         _running.reset(token)
+
+
+@contextmanager
+def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
+    """Within, SIGTERM calls `handler`, None for what it calls anyhow; afterwards it does what it did before.
+
+    Only the main thread may say what a signal does: in others nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        # None stands for a handler that is not Python's: it cannot be set again.
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _run(args: list[str]) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,14 +29,17 @@ from .validate import Part, check_values, conform
 __all__ = ["Recorder", "repair"]
 
 
+_Rows = dict[str, list[Mapping[str, Any]]]
+
+
 class Recorder:
     """Records a live run; `close` turns the recording into a valid trace at `path`.
 
     Append the workload row of a request no later than its outcome. A row is a dict with the columns of the table
     (`schema.TABLES`); null or missing is unknown, a `turn` 0. Rows are checked one by one at `flush`, how tables fit
-    together at `close`; a fault is a TraceError, and what was flushed before stays. `seconds` is the time spent in
-    here, read from `clock`. As a context manager it closes at the end, and after an exception flushes and leaves the
-    recording for `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
+    together at `close`; a fault is a TraceError, and what was flushed before stays. `seconds` is the time that callers
+    spent in here, read from `clock`. As a context manager it closes at the end, and after an exception flushes and
+    leaves the recording for `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
 
     >>> with Recorder("run/trace", Manifest(kind="recorded", num_workers=2)) as recorder:  # doctest: +SKIP
     ...     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "rollout_s": 12.5, "policy_version": 0}])
@@ -79,12 +83,16 @@ class Recorder:
         self.path = path
         self.seconds = 0.0
         self._clock = clock
-        self._rows: dict[str, list[Mapping[str, Any]]] = {}
+        self._rows: _Rows = {}
         self._next_chunk = 0
         self._folder = recording_of(path)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
+        self._writing: Future[bool] | None = None
+        self._failed: _Rows = {}
 
     def rewind(self, rl_steps: int) -> None:
         """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
+        self._settle()
         for table, rows in self._rows.items():
             self._rows[table] = [row for row in rows if row["rl_step"] < rl_steps]
         try:
@@ -102,21 +110,51 @@ class Recorder:
         self._rows.setdefault(table, []).extend(rows)
         self.seconds += self._clock() - started
 
-    def flush(self) -> None:
-        """Make everything appended so far durable, as one chunk: after a kill it is there as a whole or not at all."""
+    def flush(self, *, wait: bool = True) -> None:
+        """Make everything appended so far durable, as one chunk: after a kill it is there as a whole or not at all.
+
+        Without `wait` a thread does it meanwhile, and a fault is raised by whatever is called next.
+        """
         started = self._clock()
-        tables = {name: _to_arrow(name, self._rows[name]) for name in TABLES if self._rows.get(name)}
-        if tables:
-            try:
-                write_chunk(self._folder, self._next_chunk, tables)
-            except OSError as error:
+        try:
+            self._settle()
+            rows, self._rows = self._rows, {}
+            self._writing = self._writer.submit(self._write, rows, self._next_chunk)
+            if wait:
+                self._settle()
+        finally:
+            self.seconds += self._clock() - started
+
+    def _write(self, rows: _Rows, number: int) -> bool:
+        """Write rows as chunk `number`; whether there were any."""
+        try:
+            tables = {name: _to_arrow(name, rows[name]) for name in TABLES if rows.get(name)}
+            if tables:
+                write_chunk(self._folder, number, tables)
+            return bool(tables)
+        except BaseException as error:
+            self._failed = rows
+            if isinstance(error, OSError):
                 raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
-            self._next_chunk += 1
-            self._rows.clear()
-        self.seconds += self._clock() - started
+            raise
+
+    def _settle(self) -> None:
+        """Wait for what is being written. Where that fails its rows come before those appended since, as ever."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            self._next_chunk += writing.result()
+        except BaseException:
+            rows, self._failed = self._failed, {}
+            for table, since in self._rows.items():
+                rows.setdefault(table, []).extend(since)
+            self._rows = rows
+            raise
 
     def snapshot(self) -> Trace:
         """Everything flushed so far, as a trace in memory. Raises TraceError where tables do not fit together."""
+        self._settle()
         return flushed(self._folder)
 
     def close(self) -> Path:
@@ -128,6 +166,7 @@ class Recorder:
         self.flush()
         started = self._clock()
         finish(self._folder, self.path, salvage=False)
+        self._writer.shutdown()
         self._lock.close()
         self.seconds += self._clock() - started
         return self.path
@@ -143,6 +182,7 @@ class Recorder:
             return
         with contextlib.suppress(TraceError, RunError):  # the first error is the one to show
             self.flush()
+        self._writer.shutdown()
         self._lock.close()
 
 

@@ -1,17 +1,20 @@
 """The recorder: a kill at any moment loses only what was not flushed, and repair makes a valid trace of the rest."""
 
 import contextlib
+import errno
 import itertools
 import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from types import MappingProxyType
 
 import pytest
 
-from tltlab.errors import ConfigError, TraceError
+from tltlab import recorder as recorder_module
+from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.recorder import Recorder, repair
 from tltlab.schema import Manifest
 from tltlab.trace import read
@@ -214,6 +217,51 @@ def test_a_snapshot_is_the_trace_so_far(tmp_path):
         recorder.flush()
         assert recorder.snapshot().rl_steps == list(range(step + 1))
     recorder.close()
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
+    written, disk = threading.Event(), threading.Event()
+    write_chunk = recorder_module.write_chunk
+
+    def slow(*args):
+        disk.wait(10)
+        write_chunk(*args)
+        written.set()
+
+    monkeypatch.setattr(recorder_module, "write_chunk", slow)
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+        recorder.flush(wait=False)
+        recorder.append("workload", workload(1))
+        recorder.append("outcomes", outcomes(1))
+        assert not written.is_set()
+        disk.set()
+        assert recorder.snapshot().rl_steps == [0]
+        recorder.rewind(1)
+        assert recorder.snapshot().rl_steps == [0]
+        recorder.append("workload", workload(1))
+        recorder.append("outcomes", outcomes(1))
+        recorder.flush(wait=False)
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+def test_what_a_flush_could_not_write_is_said_next_and_written_once_the_disk_takes_it(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder_module, "write_chunk", full)
+            recorder.flush(wait=False)
+            recorder.append("workload", workload(1))
+            recorder.append("outcomes", outcomes(1))
+            with pytest.raises(RunError, match="No space left"):
+                recorder.flush(wait=False)
+        recorder.flush()
     assert read(tmp_path / "t").rl_steps == [0, 1]
 
 

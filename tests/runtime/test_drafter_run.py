@@ -648,12 +648,10 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
         ("drafter.checkpoint=/no/such/head", "there is no such folder"),
         ("drafter.checkpoint=WIDER", "is for a target with hidden_size 32"),
         ('drafter.loss={"kind": "eagle3"}', "is an eagle head, and drafter.loss trains one of method eagle3"),
         ("drafter.fallback=oracle", "its fallback 'oracle' is no model-free drafter here"),
-        ('rollout.drafters.learned={"kind": "ngram"}', "is in both rollout.drafters and"),
         ('rollout.drafters.other={"kind": "learned", "method": "eagle", "model": "x"}', "holds one learned drafter"),
         ('drafter.schedule={"kind": "sometimes"}', "drafter.schedule.kind"),
     ],

@@ -85,10 +85,8 @@ def test_weights_come_back_before_what_is_known_of_drafters_and_trainers_load_on
     log: list[str] = []
     second, state = begun(tmp_path, PLAIN, log, saved)
     assert (state.rl_step, second.events.rl_step) == (2, 2)
-    assert log == ["engines_turn", "state_dicts", "trainers_turn", "load_checkpoint", "push_weights 2"] + [
-        "set_policy 0",
-        "load_state_dicts",
-    ]
+    assert log[:4] == ["engines_turn", "state_dicts", "trainers_turn", "load_checkpoint"]
+    assert log[4:] == ["push_weights 2", "set_policy 0", "load_state_dicts"]
 
 
 def test_under_another_policy_engines_forget_what_they_have_learned_since_the_run_began(tmp_path: Path, saved: Path):

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.run_checkpoints import MOST_HASHED_BYTES, RunCheckpoints, step_of
+from tltlab.runtime.run_checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, step_of
 
 
 def writer(number: int, size: int = 100):
@@ -115,6 +115,8 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path: Path):
     checkpoints = RunCheckpoints(tmp_path, keep=1)
     checkpoints.save(3, writer(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "step-000003", "step-000009.old", "step-1"]
+    assert checkpoints_in(tmp_path) == [tmp_path / "step-000003"]
+    assert checkpoints_in(tmp_path / "none") == []
     with pytest.raises(ConfigError, match="step-NNNNNN"):
         step_of(tmp_path / "final")
     with pytest.raises(ConfigError, match="at least 1"):

@@ -154,6 +154,15 @@ def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats(tmp_path: Path):
     assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
 
 
+def test_so_does_a_run_that_went_back_when_a_trainer_died(tmp_path: Path):
+    with RunLog(LogConfig(), tmp_path, 4) as log:
+        for rl_step, reward in ((0, 0.0), (1, 1.0), (2, 2.0), (1, 10.0)):
+            log.step(report(rl_step), figures(reward))
+            log.measured(rl_step, {"reward/heldout": reward})
+    assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
+    assert scalars(tmp_path, "reward/heldout") == {0: 0.0, 1: 10.0}
+
+
 def test_without_loggers_nothing_is_written(tmp_path: Path):
     with RunLog(LogConfig(tensorboard=False), tmp_path, 1) as log:
         log.step(report(), {"reward/mean": 0.5})
@@ -234,27 +243,32 @@ def test_on_a_terminal_lines_pass_above_a_progress_bar_and_stdout_stays_clean(tm
     assert "left 0:00:03" in end  # nothing is cut off at 80 columns
 
 
+def figures(reward: float) -> dict[str, float]:
+    return {"time/step_s": 2.0, "reward/mean": reward}
+
+
 def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
     out = tmp_path / "run"
     config = LogConfig(tensorboard=False, wandb="tails")
     with RunLog(config, out, 3, settings={"lr": 0.1}) as log:
         log.measured(0, {"reward/heldout": 0.4})
-        log.step(report(0), {"reward/mean": 0.5})
+        log.step(report(0), figures(0.5))
         log.measured(0, {"reward/heldout": 0.6})
-        log.step(report(1), {"reward/mean": 0.6})
+        log.step(report(1), figures(0.6))
+        log.step(report(1), figures(0.65))  # a trainer had died
     with contextlib.suppress(KeyboardInterrupt), RunLog(config, out, 3, resume_from=1) as log:
-        log.step(report(1), {"reward/mean": 0.7})
-        log.step(report(2), {"reward/mean": 0.8})
+        log.step(report(1), figures(0.7))
+        log.step(report(2), figures(0.8))
         raise KeyboardInterrupt
     assert services() == [
         ["init", "tails", "run", None, {"lr": 0.1}],
         ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
-        ["log", {"reward/mean": 0.5, "rl_step": 0}, 1],
+        ["log", figures(0.5) | {"rl_step": 0}, 1],
         ["log", {"reward/heldout": 0.6, "rl_step": 0}, 2],
-        ["log", {"reward/mean": 0.6, "rl_step": 1}, 3],
+        ["log", figures(0.6) | {"rl_step": 1}, 3],
         ["finish", 0],
         ["init", "tails", "run", "w-1", {}],
-        ["log", {"reward/mean": 0.8, "rl_step": 2}, 6],
+        ["log", figures(0.8) | {"rl_step": 2}, 6],
         ["finish", 1],
     ]
 
@@ -263,20 +277,21 @@ def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(t
     out = tmp_path / "run"
     config = LogConfig(tensorboard=False, mlflow="tails")
     with RunLog(config, out, 3, settings={"recipe": {"train": {"lr": 0.1}, "drafters": {}}, "argv": ["x"]}) as log:
-        log.step(report(0), {"reward/mean": 0.5})
-        log.step(report(1), {"reward/mean": 0.6})
+        log.step(report(0), figures(0.5))
+        log.step(report(1), figures(0.6))
+        log.step(report(1), figures(0.65))  # a trainer had died
     with contextlib.suppress(KeyboardInterrupt), RunLog(config, out, 3, resume_from=1, settings={"lr": 0.1}) as log:
-        log.step(report(1), {"reward/mean": 0.7})
-        log.step(report(2), {"reward/mean": 0.8})
+        log.step(report(1), figures(0.7))
+        log.step(report(2), figures(0.8))
         raise KeyboardInterrupt
     assert services() == [
         ["create_run", "tails", "run"],
         ["log_params", {"recipe.train.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
-        ["log_metrics", {"reward/mean": 0.5}, 0],
-        ["log_metrics", {"reward/mean": 0.6}, 1],
+        ["log_metrics", figures(0.5), 0],
+        ["log_metrics", figures(0.6), 1],
         ["set_terminated", "m-1", "FINISHED"],
         ["update_run", "m-1", "RUNNING"],
-        ["log_metrics", {"reward/mean": 0.8}, 2],
+        ["log_metrics", figures(0.8), 2],
         ["set_terminated", "m-1", "FAILED"],
     ]
 
