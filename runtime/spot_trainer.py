@@ -135,7 +135,7 @@ class SpotTrainer:
         self._rl_step = -1
         self._began = time.perf_counter()
         self._sample: list[TrainingSequence] = []
-        self._seen = 0
+        self._seen: set[tuple[int, str, int, int]] = set()
         self._heldout: deque[TrainingSequence] = deque(maxlen=MOST_HELD_OUT)
         self._prompts: OrderedDict[tuple[int, str], TrainingSequence] = OrderedDict()
         self._prompt_bytes = 0
@@ -254,7 +254,7 @@ class SpotTrainer:
 
     def seen(self) -> int:
         """Responses of this RL step that the engine handed over."""
-        return self._seen
+        return len(self._seen)
 
     def take_rows(self) -> list[Row]:
         """The rows of `spot_training` since the last call."""
@@ -296,7 +296,7 @@ class SpotTrainer:
         if rl_step > self._rl_step:
             with self._data:
                 self._rl_step, self._began = rl_step, time.perf_counter() - rollout_s
-                self._sample, self._seen = [], 0
+                self._sample, self._seen = [], set()
                 self._prompts.clear()
                 self._prompt_bytes = 0
                 self.buffer.begin(rl_step)
@@ -305,15 +305,19 @@ class SpotTrainer:
     def _on_sequence(self, sequence: TrainingSequence) -> None:
         with self._data:
             whole = self._with_prompt(sequence)
-            self._seen += 1
-            if self._seen % HELD_OUT:
+            if whole.key in self._seen:
+                # Its worker died in the rollout and has done it again: the later one is the response.
+                self._sample = [whole if known.key == whole.key else known for known in self._sample]
+                return
+            self._seen.add(whole.key)
+            if len(self._seen) % HELD_OUT:
                 self.buffer.add(whole)
             else:
                 self._hold_out(whole)
             # A uniform sample of the RL step's responses, for `annotate`.
             if len(self._sample) < self.config.annotate:
                 self._sample.append(whole)
-            elif (slot := int(self.rng.integers(self._seen))) < self.config.annotate:
+            elif (slot := int(self.rng.integers(len(self._seen)))) < self.config.annotate:
                 self._sample[slot] = whole
 
     def _hold_out(self, sequence: TrainingSequence) -> None:

@@ -82,10 +82,10 @@ class Bench:
         self.senders[worker].status(rl_step, busy=busy)
 
     def teach(self, worker: int, sequences: list[TrainingSequence]) -> None:
-        trainer, seen = self.trainers[worker], self.trainers[worker]._seen
+        trainer, seen = self.trainers[worker], self.trainers[worker].seen()
         for sequence in sequences:
             self.senders[worker].sequence(sequence)
-        until(lambda: trainer._seen == seen + len(sequences))
+        until(lambda: trainer.seen() == seen + len(sequences))
 
     def begin(self, rl_step: int) -> None:
         """A rollout starts, and all trainers have heard of it."""
@@ -317,6 +317,18 @@ def test_every_eighth_response_is_kept_apart_and_a_sample_is_annotated(bench: Be
     assert len({(row["prompt_id"], row["sample"]) for row in rows}) == CONFIG.annotate
     assert {row["drafter_age"] for row in rows} == {-4, -5, -6}, "ages + 1 drafters are kept"
     assert all(len(row["accept_if_drafted"]) == 25 - 4 for row in rows)
+
+
+def test_a_response_that_is_rolled_out_once_more_is_one_response_and_the_later_counts(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    first = sequences(number=2)
+    bench.teach(1, first)
+    trainer._on_sequence(replace(text.sequence(7, rows=20), key=first[0].key))
+    assert (trainer.seen(), len(trainer.buffer)) == (2, 2)
+    lengths = {(row["prompt_id"], row["sample"]): len(row["accept_if_drafted"]) for row in trainer.annotate()}
+    assert len(trainer._sample) == len(lengths) == 2
+    assert lengths[first[0].key[1:3]] < lengths[first[1].key[1:3]]
 
 
 def test_a_response_whose_prompt_was_cached_gets_its_states_from_a_sibling(bench: Bench):
