@@ -620,15 +620,13 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
-            # A shell's background jobs, and what they start, ignore it.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         assert process.stderr is not None
         try:
             assert any(line.startswith("step 0:") for line in process.stderr), "the run stopped by itself"
             own = descendants(process.pid)
             assert any("SpotTrainer" in Path(f"/proc/{pid}/cmdline").read_text() for pid in own)
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             assert process.wait(60) == 130
         finally:
             process.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from safetensors.torch import load_file
 
 import tltlab
 from tltlab.policy import FixedSpec, Policy
+from tltlab.recorder import repair
 from tltlab.strategy import Strategy
 
 SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", "2"))
@@ -123,6 +125,18 @@ def gone(family: list[psutil.Process]) -> None:
     assert not left, f"still there after {LEFT_S:g} s: {left}"
 
 
+def check_what_is_left(run: Path, copy: Path) -> None:
+    """The recording of a killed run becomes a valid trace of whole RL steps."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "drafter"))
+    if any((copy / "trace.recording").glob("*.arrow")):
+        trace = repair(copy / "trace")
+        assert trace.rl_steps == list(range(len(trace.rl_steps)))
+        assert len(trace.outcomes) == len(trace.rl_steps) * PROMPTS * GROUP
+        assert "repaired" in (trace.manifest.notes or "")
+        assert tltlab.read(copy).rl_steps == trace.rl_steps
+
+
 @pytest.fixture(scope="module")
 def arguments(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     policy = tmp_path_factory.mktemp("policy") / "policy.json"
@@ -171,6 +185,7 @@ def test_nothing_is_lost_or_doubled_whoever_is_killed_when(arguments: list[str],
                 # Just now another one is started in its place.
                 time.sleep(0.05)
             if victim == "driver":
+                check_what_is_left(killed, tmp_path / "left")
                 driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), path=path)
                 runs.append(driver)
         driver.finish()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,7 +11,6 @@ import pytest
 import tltlab
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
-from tltlab.recorder import repair
 from tltlab.runtime.recipe import load_recipe
 from tltlab.runtime.step_rows import StepReport
 from tltlab.runtime.train import GrpoRun, train
@@ -105,43 +101,6 @@ def test_the_run_says_which_policy_was_in_force_when(run):
 def test_recording_costs_little(run):
     spent = sum(report.recorder_s for report in run[1])
     assert spent < 0.05 * sum(report.rollout_s for report in run[1])
-
-
-def test_a_killed_run_leaves_a_recording_that_repair_makes_valid(recipe_file: Path, tmp_path: Path):
-    env = os.environ | {"PYTHONPATH": str(recipe_file.parent)}
-    command = [
-        sys.executable,
-        "-m",
-        "tltlab",
-        "train",
-        str(recipe_file),
-        "train.steps=1000",
-        "--out",
-        str(tmp_path / "r"),
-    ]
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    try:
-        seen = ""
-        for line in process.stderr:
-            seen += line
-            if line.startswith("step 2:"):
-                break
-        else:
-            pytest.fail(f"the run stopped by itself: {seen}")
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    trace = repair(tmp_path / "r" / "trace")
-    assert len(trace.rl_steps) >= 3
-    assert "repaired" in (trace.manifest.notes or "")
-    assert tltlab.read(tmp_path / "r").rl_steps == trace.rl_steps
-    stop_ray()
-
-
-def stop_ray() -> None:
-    """What a killed driver leaves of the Ray it started."""
-    subprocess.run([Path(sys.executable).parent / "ray", "stop", "--force"], capture_output=True, check=False)
 
 
 @pytest.mark.parametrize(

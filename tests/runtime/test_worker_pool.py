@@ -116,51 +116,45 @@ def test_a_quota_ends_a_rollout_once_so_many_prompts_are_answered(pool: WorkerPo
     assert all(r.finish_reason != "abort" for r in other.responses)
 
 
-def test_workers_that_are_killed_at_random_moments_change_nothing_but_time(pool: WorkerPool):
+def test_a_worker_that_is_killed_at_a_random_moment_changes_nothing_but_time(pool: WorkerPool):
     rng = random.Random(7)
     expected, before = undisturbed(pool, NGRAM, 1)
     seconds = max(part.duration_s for part in expected)
-    for _ in range(2):
-        pool.load_state_dicts(before)
-        pids, number = list(pool.pids), rng.randrange(2)
-        killer = threading.Timer(rng.random() * seconds, kill, (pool, number))
-        killer.start()
-        disturbed = pool.generate(pool.share(requests(1)), 1)
-        killer.join()
-        # Who was killed after its last token is back after the next call.
-        pool.evaluate(requests(0, 1))
-        assert told(disturbed) == told(expected)
-        assert pool.pids[number] != pids[number]
-        assert pool.pids[1 - number] == pids[1 - number]
+    pool.load_state_dicts(before)
+    pids, number = list(pool.pids), rng.randrange(2)
+    killer = threading.Timer(rng.random() * seconds, kill, (pool, number))
+    killer.start()
+    disturbed = pool.generate(pool.share(requests(1)), 1)
+    killer.join()
+    # Who was killed after its last token is back after the next call.
+    pool.evaluate(requests(0, 1))
+    assert told(disturbed) == told(expected)
+    assert pool.pids[number] != pids[number]
+    assert pool.pids[1 - number] == pids[1 - number]
     parts = pool.generate(pool.share(requests(2)), 2)
     assert [key for key, _, _ in told(parts)] == [request.key for request in requests(2)]
 
 
-def test_the_time_that_a_death_took_is_in_the_clock_of_the_rollout(pool: WorkerPool):
-    pool.events.rl_step = 3
-    kill(pool, 1)
-    start = time.perf_counter()
-    fine, late = pool.generate(pool.share(requests(3)), 3)
-    elapsed = time.perf_counter() - start
-    assert fine.duration_s < late.duration_s <= elapsed
-    assert late.iterations[0]["t_start"] > 0.5 * elapsed > fine.duration_s
-    assert all(late.iterations[0]["t_start"] < r.t_finish <= elapsed for r in late.responses)
-    assert events(pool)[-1].startswith("rollout worker 1 died in RL step 3 (")
-    assert events(pool)[-1].endswith("; started again, 12 requests re-issued")
-    assert RESTARTED[-1] == 1
-
-
-def test_a_new_worker_drafts_with_what_the_old_one_remembered(pool: WorkerPool):
+def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_in_the_clock(pool: WorkerPool):
     first, _ = undisturbed(pool, SUFFIX, 4)
     pool.remember_others(pool.share(requests(4)), first)
     expected, before = undisturbed(pool, SUFFIX, 5)
     pool.load_state_dicts(before)
-    kill(pool, 0)
-    disturbed = pool.generate(pool.share(requests(5)), 5)
+    pool.events.rl_step = 5
+    kill(pool, 1)
+    start = time.perf_counter()
+    disturbed = fine, late = pool.generate(pool.share(requests(5)), 5)
+    elapsed = time.perf_counter() - start
     drafted = [[sum(row["num_drafted"] for row in part.iterations) for part in p] for p in (expected, disturbed)]
     assert min(drafted[0]) > 0
     assert drafted[0] == drafted[1]
     assert told(disturbed) == told(expected)
+    assert fine.duration_s < late.duration_s <= elapsed
+    assert late.iterations[0]["t_start"] > 0.5 * elapsed > fine.duration_s
+    assert all(late.iterations[0]["t_start"] < r.t_finish <= elapsed for r in late.responses)
+    assert events(pool)[-1].startswith("rollout worker 1 died in RL step 5 (")
+    assert events(pool)[-1].endswith("; started again, 12 requests re-issued")
+    assert RESTARTED[-1] == 1
 
 
 def test_weights_outlive_the_trainer_that_made_them_and_reach_a_new_worker(pool: WorkerPool, random_model: Path):
