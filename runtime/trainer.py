@@ -321,4 +321,6 @@ class Trainer:
             for name, value in state.items():
                 state[name] = value.to(device)
         if self.device.type == "cuda":
+            # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()

@@ -139,6 +139,16 @@ def test_an_offloaded_trainer_gives_the_device_back_and_goes_on(model: Path):
         assert not torch.equal(flat(made), weights)
 
 
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FlashAttention's backward adds in no fixed order unless it is told to."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
 def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
     ends = []
     with trainer(model) as made:
