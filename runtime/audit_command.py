@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.cli import Json, emit, progress
+from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
 
 

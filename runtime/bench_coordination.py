@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.cli import read_json, write_json
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json, write_json
 from tltlab.trace import Trace
 
 from .bench_intervals import as_text, mean_over_orders, to_json

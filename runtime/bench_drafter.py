@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tltlab.cli import write_json
 from tltlab.errors import ConfigError
+from tltlab.files import write_json
 from tltlab.trace import read
 
 from . import (

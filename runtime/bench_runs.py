@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tltlab.cli import read_json
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json
 from tltlab.policy import FixedSpec, Policy
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace, read

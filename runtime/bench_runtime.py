@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from tltlab.cli import read_json
 from tltlab.drafter import Key
 from tltlab.drafters import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.metrics import tail_start
 from tltlab.policy import BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -20,8 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tltlab.cli import made_by, read_json, write_json
+from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json, write_json
 from tltlab.trace import read
 
 from .bench_texts import prompts_of

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback, trainer
 
-from tltlab.cli import write_json
+from tltlab.files import write_json
 
 from .vllm_adapter import keep_linear_weights
 

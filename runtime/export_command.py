@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.cli import Json, emit, read_json, write_json
+from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
 
 if TYPE_CHECKING:
     from tltlab.graph_pool import GraphPool

@@ -19,8 +19,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
 
-from tltlab.cli import read_json
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json
 
 from .chains import kept_along
 from .drafter_acceptance import walk

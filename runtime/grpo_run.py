@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from tltlab.cli import write_json
 from tltlab.errors import ConfigError
+from tltlab.files import write_json
 from tltlab.policy import Policy, load_policy
 from tltlab.recorder import Recorder
 from tltlab.recording_folder import lock

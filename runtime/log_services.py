@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tltlab.cli import read_json, write_json
+from tltlab.files import read_json, write_json
 
 RUN_IDS = "log_runs.json"
 """Which run of each service this run's folder is, and the newest RL step that W&B got."""

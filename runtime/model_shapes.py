@@ -6,8 +6,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tltlab.cli import read_json
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.hardware import ModelShape
 from tltlab.hardware import model as model_by_name
 

@@ -20,9 +20,9 @@ import numpy as np
 import ray
 from pydantic import ValidationError
 
-from tltlab.cli import read_json, write_json
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
 from tltlab.policy import ExploreSpec, Policy
 from tltlab.recorder import Recorder
 from tltlab.strategy import NO_SPECULATION

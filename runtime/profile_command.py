@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.cli import Json, emit, progress, write_json
+from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import write_json
 
 if TYPE_CHECKING:
     import pandas as pd

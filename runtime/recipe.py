@@ -13,9 +13,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from tltlab.cli import read_json
 from tltlab.drafters import DrafterSpec
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 
 from .algorithms import ALGORITHMS
 from .builtin_recipes import find_recipe

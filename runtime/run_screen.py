@@ -11,7 +11,7 @@ from statistics import fmean
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tltlab.cli import progress
+from tltlab.console import progress
 
 from .run_metrics import LENGTH_PERCENTILES, STAGES
 from .step_rows import StepReport

@@ -9,8 +9,8 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any
 
-from tltlab.cli import read_json, write_json
 from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
 from tltlab.policy import Policy
 
 from .recipe import Recipe

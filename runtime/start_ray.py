@@ -13,7 +13,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.node import Node
 
-from tltlab.cli import progress, sigterm_does
+from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
 
 from .recipe import ClusterConfig

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tltlab.cli import write_json
 from tltlab.errors import ConfigError
+from tltlab.files import write_json
 
 from .environment import run_json, versions
 from .grpo_run import GrpoRun

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.cli import Json, emit
+from tltlab.console import Json, emit
 from tltlab.errors import ConfigError
 
 

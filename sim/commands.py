@@ -9,7 +9,7 @@ import typer
 
 from tltlab.acceptance import Acceptance, FreshAcceptance
 from tltlab.calibrate import parse_rl_steps
-from tltlab.cli import Json, emit
+from tltlab.console import Json, emit
 from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError

@@ -11,8 +11,9 @@ import typer
 
 from tltlab.acceptance import load_acceptance
 from tltlab.calibrate import parse_rl_steps
-from tltlab.cli import Json, emit, made_by, write_json
+from tltlab.console import Json, emit, made_by
 from tltlab.errors import ConfigError
+from tltlab.files import write_json
 from tltlab.policy import load_policy
 from tltlab.systems import SYSTEMS, find_systems
 from tltlab.trace import Trace, read

@@ -8,8 +8,8 @@ from typing import TypeVar
 import numpy as np
 from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
 
-from tltlab.cli import read_json
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.policy import SHIPPED, Policy
 from tltlab.trace import Trace
 

@@ -21,12 +21,12 @@ from tltlab.acceptance import (
     load_acceptance,
 )
 from tltlab.budget import DraftBudget, UniformBudget
-from tltlab.cli import read_json
 from tltlab.complaints import faults
 from tltlab.coordinator import CoordinatorConfig
 from tltlab.cost import CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.policy import Policy
 from tltlab.selector import Selector
 from tltlab.spot_training import SpotTraining

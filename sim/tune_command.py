@@ -13,9 +13,10 @@ import typer
 from pydantic import ValidationError
 
 from tltlab.calibrate import parse_rl_steps
-from tltlab.cli import Json, emit, progress, read_json
 from tltlab.complaints import faults
+from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import read_json
 from tltlab.graph_pool import GraphPool, sglang_sizes
 from tltlab.trace import Trace, read
 

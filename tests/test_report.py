@@ -17,8 +17,9 @@ import pandas as pd
 import pytest
 
 from tltlab.charts import bars, data_uri, lines, save_figure, scatter_identity, shares
-from tltlab.cli import main, write_json
+from tltlab.cli import main
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import write_json
 from tltlab.report import report
 from tltlab.report_drafter import drafter_part
 from tltlab.report_origin import command_line

@@ -28,9 +28,9 @@ from .acceptance_model import (
 from .acceptance_requests import CurveAcceptance, RequestCurve, SiblingAcceptance
 from .acceptance_trace import TraceAcceptance
 from .acceptance_tree import TreeAcceptance, TreeRange
-from .cli import read_json
 from .complaints import faults
 from .errors import ConfigError
+from .files import read_json
 from .freshness import FreshAcceptance, Freshness
 from .state import DrafterState
 

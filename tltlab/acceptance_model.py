@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
-from .cli import write_json
 from .errors import ConfigError
+from .files import write_json
 from .strategy import Strategy
 
 Key = tuple[int, str, int, int]

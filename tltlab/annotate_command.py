@@ -20,8 +20,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from .annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
 from .annotate_check import AcceptedLengths, AgreementCheck
-from .cli import Json, emit
 from .complaints import faults
+from .console import Json, emit
 from .drafters import DrafterSpec, HybridSpec, LearnedSpec
 from .errors import ConfigError, InputError
 from .schema import MANIFEST_FILE

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli import Json, emit, progress, write_json
+from .console import Json, emit, progress
 from .errors import ConfigError
+from .files import write_json
 
 MODEL_FREE = "model-free"
 DRAFTER_PARTS = (

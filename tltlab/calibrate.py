@@ -13,12 +13,13 @@ import typer
 from .acceptance import BatchAcceptance, FreshAcceptance, Freshness
 from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
 from .acceptance_fits import AcceptanceFit, fit_kind
-from .cli import Json, emit, write_json
+from .console import Json, emit
 from .cost import CostModel, LinearCosts
 from .cost_fits import CostFit, fit_points, fit_trace
 from .cost_table import TableCosts
 from .cost_ways import KINDS, Hardware, iterations_of
 from .errors import ConfigError
+from .files import write_json
 from .fit import FloatArray
 from .fit_acceptance import fit_acceptance
 from .fit_linear import fit_rows, predict, rows_of

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import shlex
 import signal
 import sys
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
-from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any, NoReturn
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points, version
+from typing import Any, NoReturn
 
 import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from .errors import ConfigError, InputError, TltlabError
+from .console import progress, running, sigterm_does
+from .errors import ConfigError, TltlabError
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
-_running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 _EXTRA_OF_MODULE = {
     "simpy": "sim", "optuna": "sim", "torch": "runtime", "ray": "runtime", "vllm": "runtime",
     "transformers": "runtime", "safetensors": "runtime", "tokenizers": "runtime",
 }  # fmt: skip
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 
 
 def load(command: str) -> Any:
@@ -67,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug = "--debug" in args
     if debug:
         args.remove("--debug")
-    token = _running.set(tuple(args))
+    token = running.set(tuple(args))
     try:
         with sigterm_does(signal.default_int_handler):
             sys.exit(_run(args))
@@ -85,27 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", _INTERRUPTED)
     finally:
-        _running.reset(token)
-
-
-@contextmanager
-def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
-    """Within, SIGTERM calls `handler`, None for what it calls anyhow; afterwards it does what it did before.
-
-    Only the main thread may say what a signal does: in others nothing changes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    if handler is not None:
-        signal.signal(signal.SIGTERM, handler)
-    try:
-        yield
-    finally:
-        # None stands for a handler that is not Python's: it cannot be set again.
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
+        running.reset(token)
 
 
 def _run(args: list[str]) -> int:
@@ -142,52 +110,3 @@ def _overview() -> str:
 def _fail(message: str, code: int) -> NoReturn:
     print("tltlab: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(code)
-
-
-def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
-    """Print a command's result: JSON for machines, `text` for people."""
-    print(json.dumps(result, allow_nan=False) if as_json else text)
-
-
-def made_by(*packages: str) -> dict[str, Any]:
-    """Where a result comes from: `command`, as a shell takes it, None outside of a command; `versions` by package."""
-    found = {"python": platform.python_version()}
-    for name in ("tltlab", *packages):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    args = _running.get()
-    return {"command": shlex.join(["tltlab", *args]) if args else None, "versions": found}
-
-
-def progress(message: str) -> None:
-    """Say on standard error what is going on."""
-    print(message, file=sys.stderr, flush=True)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON to `path` in one move, parents made: who is killed or meets a full disk leaves the old file or none.
-
-    Raises InputError where the disk refuses, ValueError for what JSON does not know.
-    """
-    path = Path(path)
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder) / path.name
-            new.write_text(text)
-            os.replace(new, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-
-
-def read_json(path: Path) -> Any:
-    """Read JSON; a missing or broken file is a ConfigError that names it."""
-    try:
-        return json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error

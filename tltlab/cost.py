@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from .cli import write_json
 from .errors import ConfigError
+from .files import write_json
 from .noise import IterationNoise
 from .strategy import Strategy
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli import Json, emit
+from .console import Json, emit
 from .errors import ConfigError
 from .strategy import NO_SPECULATION, Strategy
 

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .cli import read_json
 from .complaints import dotted, faults
 from .cost import CostModel, LinearCosts
 from .cost_table import TableCosts
 from .errors import ConfigError
+from .files import read_json
 from .roofline import RooflineCosts
 
 _File = Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from .cli import Json, emit, progress
+from .console import Json, emit, progress
 from .errors import ConfigError
 
 

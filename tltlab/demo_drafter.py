@@ -13,8 +13,8 @@ from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_t
 from tltlab.runtime.environment import run_json
 from tltlab.sim.verify import verify
 
-from .cli import write_json
 from .errors import RunError
+from .files import write_json
 from .plot import timeline
 
 

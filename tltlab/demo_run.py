@@ -19,9 +19,10 @@ from tltlab.sim.tune import tune
 from tltlab.sim.verify import nearest, verify
 
 from .calibrate import Calibration, calibrate
-from .cli import progress, write_json
+from .console import progress
 from .demo_drafter import run_drafter
 from .errors import RunError
+from .files import write_json
 from .metrics import mean_accept_length, summary
 from .perfetto import write_perfetto
 from .plot import timeline

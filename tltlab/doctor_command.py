@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli import Json, emit, progress
+from .console import Json, emit, progress
 from .environment_check import check_environment
 from .environment_machine import Machine
 from .errors import ConfigError

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from .cli import Json, emit, progress
+from .console import Json, emit, progress
 from .errors import ConfigError
 from .fit_lengths import MAX_RESPONSES, fit_lengths, statistics
 from .generate import StepTables, generate_steps, manifest_of

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .cli import Json, emit, progress
+from .console import Json, emit, progress
 from .describe import count
 from .errors import ConfigError
 from .importers import FORMATS, import_dump

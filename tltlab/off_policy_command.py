@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from .calibrate import parse_rl_steps
-from .cli import Json, emit, progress
+from .console import Json, emit, progress
 from .errors import ConfigError
 from .off_policy import Estimate, Evaluation, evaluate
 from .policy import SHIPPED, load_policy

@@ -13,11 +13,11 @@ from pydantic import model_validator as validator
 
 from .activation import Count, ElasticActivation
 from .budget import AcceptanceBudget, DraftBudget, UniformBudget
-from .cli import read_json, write_json
 from .complaints import faults
 from .das import LengthAwareBudget
 from .drafters import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
 from .errors import ConfigError
+from .files import read_json, write_json
 from .selector import Selector
 from .selector_specs import (
     BegMabSpec,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from . import metrics
-from .cli import read_json
 from .errors import ConfigError
+from .files import read_json
 from .report_comparison import comparison_page
 from .report_drafter import drafter_part
 from .report_origin import events_part, findings_part, origin_part, read_beside

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .cli import Json, emit
+from .console import Json, emit
 from .errors import ConfigError
 from .report import default_out
 from .report import report as make

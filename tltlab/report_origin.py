@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cli import read_json
 from .errors import TltlabError
+from .files import read_json
 from .report_page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
 from .signatures import diagnose
 from .trace import Trace

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .charts import scatter_identity
-from .cli import progress
+from .console import progress
 from .errors import TltlabError
 from .report_page import Absent, Part, Picture, Section, Text, number, records
 from .trace import Trace

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from .cli import read_json
 from .errors import ConfigError
+from .files import read_json
 from .hardware import gpu as find_gpu
 from .hardware import model as find_model
 from .stages import GpuCount, Positive, Record, RewardCosts, Seconds, StageCosts, Trained, checked

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .cli import write_json
 from .complaints import faults
 from .errors import ConfigError
+from .files import write_json
 from .hardware import BYTES_PER_VALUE, Gpu, ModelShape
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from .charts import FORMATS
-from .cli import Json, emit
+from .console import Json, emit
 from .errors import ConfigError
 from .lanes import median_step
 from .perfetto import write_perfetto

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from .annotate_command import annotate_trace
-from .cli import Json, emit
+from .console import Json, emit
 from .describe import count
 from .describe import describe as describe_trace
 from .generate_command import generate

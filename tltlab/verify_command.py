@@ -11,7 +11,7 @@ from tltlab.sim.verify import text
 from tltlab.sim.verify import verify as run_verify
 
 from .calibrate import parse_rl_steps
-from .cli import Json, emit, progress
+from .console import Json, emit, progress
 from .errors import ConfigError
 from .trace import read
 

@@ -34,8 +34,9 @@ from tltlab.sim.verify import overhead_s
 
 from .agreement import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from .calibrate import Calibration, calibrate, iteration_times
-from .cli import made_by, write_json
+from .console import made_by
 from .errors import ConfigError
+from .files import write_json
 from .policy import Activation, FixedSpec, Policy, load_policy
 from .strategy import Strategy
 from .trace import Trace, read

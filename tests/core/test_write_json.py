@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cli import read_json, write_json
 from tltlab.errors import InputError
+from tltlab.files import read_json, write_json
 
 
 @contextmanager

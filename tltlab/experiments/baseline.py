@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import COLORS, draw_bars
-from tltlab.cli import read_json
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 
 from . import EXPERIMENTS
 from .baseline_predicted import LONG_TAIL, PAPER_RANGE, Published, predicted_rows

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.cli import Json, emit, made_by, progress
+from tltlab.console import Json, emit, made_by, progress
 from tltlab.errors import ConfigError
 
 from . import EXPERIMENTS, find
