@@ -10,6 +10,7 @@ from pathlib import Path
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
+from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
 from tltlab.trace import read
 
 from .bundles import bundles_of
@@ -17,7 +18,6 @@ from .drafting import DrafterPool
 from .recipe import Recipe
 from .reward_pool import RewardPool
 from .run_checkpoints import checkpoints_in, fault_of
-from .vllm_adapter.options import check_drafter, check_sampled_drafts
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 

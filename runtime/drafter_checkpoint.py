@@ -1,7 +1,7 @@
 """Checkpoints of what a trainer trains, written while it goes on training.
 
 TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
-written beside training, so that a step is held up for the copy alone. `bench_checkpoint.py` measures ours.
+written beside training, so that a step is held up for the copy alone. `tltlab.bench.drafter.checkpoint` measures ours.
 """
 
 from __future__ import annotations

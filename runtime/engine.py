@@ -17,6 +17,8 @@ from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.replayed_decisions import REPLAYED
+from tltlab.runtime.vllm_adapter.capture import Captured, NoCapture, Sink
+from tltlab.runtime.vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
 from tltlab.selector import Selector
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -24,8 +26,6 @@ from .control import Control
 from .drafting import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafting import Response as Remembered
 from .vllm_adapter import llm as adapter
-from .vllm_adapter.capture import Captured, NoCapture, Sink
-from .vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
+from tltlab.runtime.vllm_adapter.stock import StockEngine, StockRun
 
 from .chains import kept_along
 from .drafter_acceptance import walk
@@ -32,7 +33,6 @@ from .new_folder import new_folder
 from .target_states import FrozenTarget, hidden_states_of, read_config
 from .train_drafter import MARKER as TRAINED
 from .training_sequence import TrainingSequence
-from .vllm_adapter.stock import StockEngine, StockRun
 
 MARKER = "export.json"
 ROUNDING = 0.05

@@ -2,7 +2,7 @@
 
 Attention goes over each sequence alone (`packed_attention.py`) and positions are each sequence's own, so packed
 sequences know nothing of each other. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of
-padding; `bench_packing.py` measures ours.
+padding; `tltlab.bench.drafter.packing` measures ours.
 """
 
 from __future__ import annotations

@@ -15,13 +15,13 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab import cli
+from tltlab.bench.graph_pool import MEASURED_GB
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
 from tltlab.experiments.graph_memory_measured import chain_policies, measured_rows
 from tltlab.experiments.result import ExperimentResult
 from tltlab.experiments.settings import as_json, read_settings
-from tltlab.graph_pool_tlt import MEASURED_GB
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.runtime.bench_runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
+from tltlab.bench.drafter.runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
 from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.environment import run_json
 from tltlab.sim.verify import verify

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..control import Live
-from ..training_sequence import TrainingSequence
+from tltlab.runtime.control import Live
+from tltlab.runtime.training_sequence import TrainingSequence
+
 from .row_store import Ints, Rows, RowStore
 
 Sink = Callable[[TrainingSequence], None]

@@ -14,8 +14,8 @@ import torch._dynamo
 
 from tltlab.drafter import Key
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.control import Control
 
-from ..control import Control
 from . import TESTED_VLLM, keep_quiet
 from .capture import Capture, Sink
 from .options import scheduler_cls

@@ -12,10 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy, load_policy
-
-from ..control import Control
-from ..drafting import DrafterPool
-from ..graph_plan import plan_graphs
+from tltlab.runtime.control import Control
+from tltlab.runtime.drafting import DrafterPool
+from tltlab.runtime.graph_plan import plan_graphs
 
 _HERE = __package__
 

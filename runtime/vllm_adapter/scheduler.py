@@ -25,10 +25,10 @@ from vllm.v1.request import Request
 
 from tltlab.drafter import Key
 from tltlab.errors import ConfigError
+from tltlab.runtime.control import Control, Live, Scheduled
+from tltlab.runtime.environment import hardware
+from tltlab.runtime.live_recording import LiveRecording
 
-from ..control import Control, Live, Scheduled
-from ..environment import hardware
-from ..live_recording import LiveRecording
 from .capture import NoCapture
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound

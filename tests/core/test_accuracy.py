@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from tltlab.accuracy import COLUMNS, WIDTH, graph_pool_rows, rows, text
-from tltlab.graph_pool_tlt import READINGS
+from tltlab.bench.accuracy import COLUMNS, WIDTH, graph_pool_rows, rows, text
+from tltlab.bench.graph_pool import READINGS
 
 
 def test_every_reading_of_the_graph_pool_is_shown_with_why():

@@ -11,10 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tltlab.bench.engine_overhead import (
+    accuracy_rows,
+    fit_engine,
+    read_speedups,
+    shipped_table,
+    speedups,
+    with_speculation,
+)
 from tltlab.calibrate import calibrate
 from tltlab.cost_files import load_costs
 from tltlab.cost_table import Roofline, TableCosts
-from tltlab.engine_overhead import accuracy_rows, fit_engine, read_speedups, shipped_table, speedups, with_speculation
 from tltlab.errors import ConfigError
 from tltlab.fit_table import from_kernels, from_measurements, from_trace, predict_iterations, rollout_sums
 from tltlab.hardware import gpu, model

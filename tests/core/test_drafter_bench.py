@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.drafter_bench import Group, bench_drafters, made_up, recorded, replay, text
+from tltlab.bench.drafters import Group, bench_drafters, made_up, recorded, replay, text
 from tltlab.drafters import NgramSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.ngram import NgramDrafter
@@ -21,7 +21,7 @@ def test_a_replay_counts_what_an_engine_would_accept():
 
 def test_history_helps_where_a_drafter_keeps_it():
     pytest.importorskip("arctic_inference")
-    from tltlab.drafter_bench import visit
+    from tltlab.bench.drafters import visit
     from tltlab.drafters import SuffixSpec
 
     groups = recorded(TRACES / "tiny", 4)

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tltlab.bench.graph_pool import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.errors import ConfigError
 from tltlab.graph_pool import (
     CapturePlan,
@@ -15,7 +16,6 @@ from tltlab.graph_pool import (
     plan_single,
     sglang_sizes,
 )
-from tltlab.graph_pool_tlt import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.policy import (
     Activation,
     BegMabSpec,

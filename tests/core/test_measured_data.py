@@ -5,11 +5,11 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tltlab.engine_overhead import read_speedups, read_tpot
+from tltlab.bench.engine_overhead import read_speedups, read_tpot
+from tltlab.bench.roofline import fitted
 from tltlab.errors import ConfigError
 from tltlab.kernel_tables import Kernels
 from tltlab.measured_data import fits_kv_cache, measured_table
-from tltlab.roofline_accuracy import fitted
 
 
 def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):

@@ -4,9 +4,9 @@ import json
 
 from typer.testing import CliRunner
 
-from tltlab.bench import app
+from tltlab.bench.app import app
+from tltlab.bench.policies import BATCHES
 from tltlab.policy import SHIPPED
-from tltlab.policy_bench import BATCHES
 
 
 def test_every_shipped_policy_is_timed_at_every_batch_size():

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from tltlab.bench.roofline import COLUMNS, fitted, presets, rows
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.roofline_accuracy import COLUMNS, fitted, presets, rows
 from tltlab.transfer import shares
 
 

@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 from tltlab import metrics, storage, stream
 from tltlab import trace as trace_module
+from tltlab.bench.streams import bench_stream, write
 from tltlab.describe import describe, describe_stream, validate_stream
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.schema import Manifest
 from tltlab.stream import StreamWriter, iter_rl_steps
-from tltlab.stream_bench import bench_stream, write
 from tltlab.trace import Trace, read
 
 MANIFEST = Manifest(kind="synthetic", num_workers=2)

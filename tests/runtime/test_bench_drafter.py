@@ -11,14 +11,17 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from tltlab import bench
-from tltlab.drafter_bench import bench_drafters
+from tltlab.bench import app as bench
+from tltlab.bench.drafter import adaptive as bench_adaptive
+from tltlab.bench.drafter import coordination as bench_coordination
+from tltlab.bench.drafter import recipes as bench_recipes
+from tltlab.bench.drafter import reward as bench_reward
+from tltlab.bench.drafter.intervals import as_text, mean_of_few, mean_over_orders, to_json
+from tltlab.bench.drafter.run import PARTS, bench_learned
+from tltlab.bench.drafter.runs import FAST, Sizes, recipe_of, sizes_of
+from tltlab.bench.drafter.texts import policy_kl, prompts_of, written
+from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime import bench_adaptive, bench_coordination, bench_recipes, bench_reward
-from tltlab.runtime.bench_drafter import PARTS, bench_learned
-from tltlab.runtime.bench_intervals import as_text, mean_of_few, mean_over_orders, to_json
-from tltlab.runtime.bench_runs import FAST, Sizes, recipe_of, sizes_of
-from tltlab.runtime.bench_texts import policy_kl, prompts_of, written
 from tltlab.runtime.drafter_data import Text, load_target
 from tltlab.runtime.drafter_figures import (
     Kept,

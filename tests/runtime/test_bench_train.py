@@ -15,9 +15,9 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from tltlab import bench
-from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.bench_train import (
+from tltlab.bench import app as bench
+from tltlab.bench.train.figures import Block, learned, ratio_of_medians, steady, summarise, text
+from tltlab.bench.train.run import (
     DEFAULTS,
     FAST,
     OURS,
@@ -30,8 +30,8 @@ from tltlab.runtime.bench_train import (
     train_sizes,
     trl_folder,
 )
-from tltlab.runtime.bench_train_figures import Block, learned, ratio_of_medians, steady, summarise, text
-from tltlab.runtime.bench_train_texts import Setting, recipe_text, script_text, written_lines
+from tltlab.bench.train.texts import Setting, recipe_text, script_text, written_lines
+from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe import load_recipe
 from tltlab.schema import TABLES
 from tltlab.trace import Manifest, Trace
@@ -225,7 +225,7 @@ def test_a_folder_without_trl_is_refused_before_anything_is_made(tmp_path: Path)
 
 
 def test_what_trl_logs_is_one_entry_for_each_rl_step(tmp_path: Path):
-    from tltlab.runtime.bench_trl import Clock
+    from tltlab.bench.train.trl import Clock
 
     clock = Clock(tmp_path / "times.json")
     args = SimpleNamespace(steps_per_generation=24, gradient_accumulation_steps=12, num_iterations=1)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from tltlab.runtime.bench_checkpoint import bench_checkpoint
+from tltlab.bench.drafter.checkpoint import bench_checkpoint
 from tltlab.runtime.drafter_checkpoint import PARTIAL, DrafterCheckpoint
 from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
 from tltlab.runtime.drafter_training import DrafterTraining

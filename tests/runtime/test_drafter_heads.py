@@ -25,10 +25,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
 from tltlab.drafters import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.annotate_learned import learned_annotator
-from tltlab.runtime.bench_packing import Shape, bench_packing, padded_loss, text
 from tltlab.runtime.chains import kept_along
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import DrafterLoss, drafter_loss

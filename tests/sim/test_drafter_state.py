@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from tltlab.acceptance import CurveAcceptance, FreshAcceptance, GeometricAcceptance, RequestCurve
+from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
 from tltlab.generate import log_normal
 from tltlab.policy import AcceptanceBudgetSpec, FixedSpec, Policy
 from tltlab.selector import Selector
 from tltlab.sim import simulate
-from tltlab.sim.bench import COSTS
 from tltlab.sim.scenario import load_spot_training
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState, StepState

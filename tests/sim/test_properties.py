@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tltlab.bench.baselines import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.cost import LinearCosts
 from tltlab.generate import log_normal
 from tltlab.lengths import of_lengths
 from tltlab.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import simulate
-from tltlab.sim.baselines import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.acceptance import GeometricAcceptance
+from tltlab.bench.simulator import COSTS, example_table
 from tltlab.cost import LinearCosts
 from tltlab.lengths import of_lengths
 from tltlab.policy import load_policy
-from tltlab.sim.bench import COSTS, example_table
 from tltlab.sim.bounds import largest_batch, lower_bound_s
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.regime import Regimes

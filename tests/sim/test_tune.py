@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tltlab.acceptance import GeometricAcceptance, load_acceptance
+from tltlab.bench.simulator import COSTS
 from tltlab.cli import main
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
@@ -20,7 +21,6 @@ from tltlab.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.noise import IterationNoise
 from tltlab.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.bench import COSTS
 from tltlab.sim.off_costs import OffAcceptance, OffCosts, corners
 from tltlab.sim.oracle_policy import Expected, OraclePolicy
 from tltlab.sim.tune import TuneResult, tune

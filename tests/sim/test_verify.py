@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 
 import tltlab
+from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
 from tltlab.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
-from tltlab.sim.bench import COSTS
 from tltlab.sim.run_files import policies_in_force
 from tltlab.sim.verify import drawn_lengths, nearest, text, verify
 from tltlab.strategy import Strategy

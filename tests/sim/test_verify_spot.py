@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance import FreshAcceptance, Freshness, GeometricAcceptance
+from tltlab.bench.simulator import COSTS
 from tltlab.generate import log_normal
 from tltlab.policy import FixedSpec, Policy
 from tltlab.sim import simulate
-from tltlab.sim.bench import COSTS
 from tltlab.sim.verify import text, verify
 from tltlab.sim.verify_spot import SpotRun
 from tltlab.spot_training import SpotTraining

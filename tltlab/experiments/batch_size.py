@@ -173,7 +173,7 @@ def _speedup(slow: Sequence[Visit], fast: Sequence[Visit]) -> tuple[float, float
 
 def _ratio(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The geometric mean of ratios given as logarithms, with Student's interval, None where they are too few."""
-    from tltlab.runtime.bench_intervals import mean_of_few
+    from tltlab.bench.drafter.intervals import mean_of_few
 
     found = mean_of_few(logs)
     if len(logs) < _FEWEST:

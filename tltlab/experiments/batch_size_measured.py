@@ -95,7 +95,7 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
 
 def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     """Token ids to go on from: prompts, each with the first half of a response among the longest."""
-    from tltlab.runtime.bench_texts import prompts_of
+    from tltlab.bench.drafter.texts import prompts_of
     from tltlab.runtime.engine import GenerationRequest
 
     prompts = prompts_of(model, "train", 4 * max(work.batches))

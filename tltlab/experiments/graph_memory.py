@@ -19,9 +19,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab import graph_pool_tlt as tlt
 from tltlab.acceptance import AcceptanceModel, load_acceptance
 from tltlab.batch_times import batch_weights, mean_contexts
+from tltlab.bench import graph_pool as tlt
 from tltlab.buckets import plan_buckets
 from tltlab.charts import COLORS
 from tltlab.cost import CostModel

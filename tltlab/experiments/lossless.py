@@ -110,8 +110,8 @@ def _rewards(
 ) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     """Rows of the differences, and the reward of every RL step of every run."""
     with prepared(settings, folder, progress, workers=settings.workers, heldout=settings.heldout) as work:
-        from tltlab.runtime.bench_reward import adaptive_policy, differences
-        from tltlab.runtime.bench_runs import recipe_of, trained_beside
+        from tltlab.bench.drafter.reward import adaptive_policy, differences
+        from tltlab.bench.drafter.runs import recipe_of, trained_beside
 
         policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
         drafted = {"policy": policy, "drafter": trained_beside(work.head, work.sizes)}

@@ -84,7 +84,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
 
 def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, progress: Callable[[str], None]) -> Trace:
     """A run whose idle workers train the drafter in the first `stop` RL steps, and never after."""
-    from tltlab.runtime.bench_runs import fixed_depth, recipe_of, trained_beside
+    from tltlab.bench.drafter.runs import fixed_depth, recipe_of, trained_beside
     from tltlab.runtime.train import GrpoRun
 
     policy = fixed_depth(work.out / "policy.json", settings.draft_depth)
@@ -100,7 +100,7 @@ def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, pr
 
 def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
     """A row per RL step: the drafter's age and updates, what was kept of its drafts, how far the policy then moved."""
-    from tltlab.runtime.bench_runs import DRAFTER
+    from tltlab.bench.drafter.runs import DRAFTER
     from tltlab.runtime.drafter_figures import live_drafts
 
     assert trace.steps is not None

@@ -68,7 +68,7 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
     import ray
     import torch
 
-    from tltlab.runtime.bench_runs import sizes_of, warmed_up
+    from tltlab.bench.drafter.runs import sizes_of, warmed_up
     from tltlab.runtime.start_ray import start_ray
 
     # Two threads on a busy machine stall for seconds.

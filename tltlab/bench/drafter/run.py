@@ -14,21 +14,19 @@ import torch
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.runtime.drafter_data import load_target
+from tltlab.runtime.environment import hardware, versions
 from tltlab.trace import read
 
-from . import (
-    bench_adaptive,
-    bench_by_product,
-    bench_checkpoint,
-    bench_coordination,
-    bench_packing,
-    bench_recipes,
-    bench_reward,
-)
-from .bench_runs import Progress, Sizes, made_model, warmed_up
-from .bench_texts import prompts_of, written
-from .drafter_data import load_target
-from .environment import hardware, versions
+from . import adaptive as bench_adaptive
+from . import by_product as bench_by_product
+from . import checkpoint as bench_checkpoint
+from . import coordination as bench_coordination
+from . import packing as bench_packing
+from . import recipes as bench_recipes
+from . import reward as bench_reward
+from .runs import Progress, Sizes, made_model, warmed_up
+from .texts import prompts_of, written
 
 RESULT = "drafter.json"
 PACKED_RESPONSES = 192

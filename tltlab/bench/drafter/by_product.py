@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import RunError
+from tltlab.runtime.export_drafter import ExportConfig, Source, export_drafter
 
-from .bench_intervals import decimals
-from .bench_runs import Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside
-from .bench_texts import judged, prompts_of
-from .export_drafter import ExportConfig, Source, export_drafter
+from .intervals import decimals
+from .runs import Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside
+from .texts import judged, prompts_of
 
 TRAINED, OTHER = "subset-sum", "gcd"
 BEGINS = {TRAINED: "nums ", OTHER: "gcd "}

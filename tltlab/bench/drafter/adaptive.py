@@ -11,13 +11,13 @@ import numpy as np
 
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import RunError
+from tltlab.runtime.drafter_data import Text
+from tltlab.runtime.drafter_figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.trace import Trace
 
-from .bench_intervals import as_text, decimals, to_json
-from .bench_runs import DRAFTER, Kind, Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside
-from .bench_texts import judged, policy_kl, prompts_of
-from .drafter_data import Text
-from .drafter_figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
+from .intervals import as_text, decimals, to_json
+from .runs import DRAFTER, Kind, Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside
+from .texts import judged, policy_kl, prompts_of
 
 GOAL = 1.15
 KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}

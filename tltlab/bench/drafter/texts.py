@@ -11,13 +11,12 @@ import torch
 from transformers import AutoTokenizer
 
 from tltlab.errors import ConfigError
-
-from .data import Prompt, load_prompts
-from .drafter_acceptance import Acceptance, acceptance_along
-from .drafter_data import TargetStates, Text, load_target
-from .heads import load_head
-from .measure import sample
-from .recipe import DataConfig
+from tltlab.runtime.data import Prompt, load_prompts
+from tltlab.runtime.drafter_acceptance import Acceptance, acceptance_along
+from tltlab.runtime.drafter_data import TargetStates, Text, load_target
+from tltlab.runtime.heads import load_head
+from tltlab.runtime.measure import sample
+from tltlab.runtime.recipe import DataConfig
 
 MAX_BYTES = 1 << 29
 """Hidden states of one policy that are kept at a time."""

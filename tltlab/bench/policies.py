@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .policy import SHIPPED, Policy
-from .state import RequestState, StepOutcome, StepState
+from tltlab.policy import SHIPPED, Policy
+from tltlab.state import RequestState, StepOutcome, StepState
 
 BATCHES = (1, 8, 32, 128)
 GOAL_US = 20.0

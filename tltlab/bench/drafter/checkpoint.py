@@ -18,9 +18,8 @@ from torch import Tensor
 
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError, RunError
-
-from .drafter_checkpoint import DrafterCheckpoint
-from .environment import hardware, versions
+from tltlab.runtime.drafter_checkpoint import DrafterCheckpoint
+from tltlab.runtime.environment import hardware, versions
 
 TLT_MS = {"full": 893.0, "full, async": 280.0, "selective, async": 97.0}
 """TLT's own (arXiv 2511.16665, Fig. 17)."""

@@ -11,17 +11,17 @@ from typing import Any, Literal
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 from tltlab.policy import FixedSpec, Policy
+from tltlab.runtime.drafter_data import TextConfig, load_target
+from tltlab.runtime.drafter_recipe import DrafterConfig, LossConfig, OptimConfig
+from tltlab.runtime.make_model import make_model
+from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.train import GrpoRun
+from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace, read
 from tltlab.training_schedule import ScheduleConfig
 
-from .bench_texts import prompts_of, write_texts, written
-from .drafter_data import TextConfig, load_target
-from .drafter_recipe import DrafterConfig, LossConfig, OptimConfig
-from .make_model import make_model
-from .recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from .train import GrpoRun
-from .train_drafter import WarmUpConfig, train_drafter
+from .texts import prompts_of, write_texts, written
 
 DRAFTER = "learned"
 LOSS = LossConfig(token_weight=1.0)

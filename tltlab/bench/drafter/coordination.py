@@ -12,16 +12,16 @@ import numpy as np
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
+from tltlab.runtime.collected import requests_of
+from tltlab.runtime.data_order import prompt_batch
+from tltlab.runtime.drafter_figures import IdleTime, idle_times
+from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.step_rows import StepReport
+from tltlab.runtime.train import GrpoRun
 from tltlab.trace import Trace
 
-from .bench_intervals import as_text, mean_over_orders, to_json
-from .bench_runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside
-from .collected import requests_of
-from .data_order import prompt_batch
-from .drafter_figures import IdleTime, idle_times
-from .recipe import Recipe
-from .step_rows import StepReport
-from .train import GrpoRun
+from .intervals import as_text, mean_over_orders, to_json
+from .runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside
 
 GOAL = 0.05
 FEWEST_WORKERS = 4

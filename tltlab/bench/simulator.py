@@ -13,12 +13,12 @@ from tltlab.bootstrap import paired_interval
 from tltlab.cost import LinearCosts
 from tltlab.generate import log_normal
 from tltlab.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.sim.scenario import Scenario
+from tltlab.sim.sweep import sweep
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import Trace
 
 from .baselines import closed_form_makespan_s, per_iteration_makespan_s
-from .scenario import Scenario
-from .sweep import sweep
 
 COSTS = LinearCosts(
     base_s=4e-3,

@@ -12,18 +12,18 @@ import torch
 
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
+from tltlab.runtime.drafter_acceptance import acceptance_along
+from tltlab.runtime.drafter_data import Epochs, TargetStates, load_target
+from tltlab.runtime.drafter_head import DrafterHead
+from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
+from tltlab.runtime.drafter_training import DrafterTraining
+from tltlab.runtime.heads import fit_inputs, new_head
+from tltlab.runtime.packing import pack
+from tltlab.runtime.train_drafter import FIT_TOKENS
 
-from .bench_intervals import as_text, decimals, to_json
-from .bench_runs import Progress, Sizes
-from .bench_texts import MAX_BYTES, prompts_of, written
-from .drafter_acceptance import acceptance_along
-from .drafter_data import Epochs, TargetStates, load_target
-from .drafter_head import DrafterHead
-from .drafter_recipe import LossConfig, OptimConfig
-from .drafter_training import DrafterTraining
-from .heads import fit_inputs, new_head
-from .packing import pack
-from .train_drafter import FIT_TOKENS
+from .intervals import as_text, decimals, to_json
+from .runs import Progress, Sizes
+from .texts import MAX_BYTES, prompts_of, written
 
 Kind = Literal["eagle", "hass", "eagle3"]
 

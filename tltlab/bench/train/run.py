@@ -20,19 +20,19 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from tltlab.bench.drafter.texts import prompts_of
 from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
+from tltlab.runtime.drafter_data import load_tokenizer
+from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.make_model import Size, make_model
+from tltlab.runtime.measure import sample
+from tltlab.runtime.rewards import load_reward
 from tltlab.trace import read
 
-from .bench_texts import prompts_of
-from .bench_train_figures import Block, summarise
-from .bench_train_texts import Setting, recipe_text, script_text, written_lines
-from .drafter_data import load_tokenizer
-from .environment import hardware, versions
-from .make_model import Size, make_model
-from .measure import sample
-from .rewards import load_reward
+from .figures import Block, summarise
+from .texts import Setting, recipe_text, script_text, written_lines
 
 Progress = Callable[[str], None]
 
@@ -194,7 +194,7 @@ def run_trl(setting: Setting, folder: Path, beside: Path, *, vllm: bool, progres
     script = folder / "script.py"
     script.write_text(script_text(setting, folder / "policy", vllm=vllm))
     times = folder / "times.json"
-    command = [sys.executable, "-m", "tltlab.runtime.bench_trl", str(script), str(times)]
+    command = [sys.executable, "-m", "tltlab.bench.train.trl", str(script), str(times)]
     environment = {
         "PYTHONPATH": os.pathsep.join(filter(None, (str(beside), os.environ.get("PYTHONPATH")))),
         "HF_HUB_OFFLINE": "1",

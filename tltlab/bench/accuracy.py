@@ -7,9 +7,10 @@ from textwrap import wrap
 
 import pandas as pd
 
-from . import engine_overhead, roofline_accuracy
-from .graph_pool_tlt import READINGS
-from .graph_pool_tlt import validation as graph_pool_validation
+from . import engine_overhead
+from . import roofline as roofline_accuracy
+from .graph_pool import READINGS
+from .graph_pool import validation as graph_pool_validation
 
 COLUMNS = ["model", "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
 WIDTH = 160

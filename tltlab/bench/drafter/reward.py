@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.policy import BegMabSpec, Bucket, Policy
+from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.train import GrpoRun
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .bench_intervals import as_text, mean_of_few, to_json
-from .bench_runs import DRAFTER, Progress, Sizes, recipe_of, trained_beside
-from .recipe import Recipe
-from .train import GrpoRun
+from .intervals import as_text, mean_of_few, to_json
+from .runs import DRAFTER, Progress, Sizes, recipe_of, trained_beside
 
 WORKERS = 2
 

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .cost import CalibratedRange
-from .fit_roofline import Fitted, FloatArray, fit, predict
-from .measured_data import fits_kv_cache, measured_table
-from .measurements import from_speedups, from_tpot, from_waves
-from .roofline import Constants, RooflineCosts
-from .transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
+from tltlab.cost import CalibratedRange
+from tltlab.fit_roofline import Fitted, FloatArray, fit, predict
+from tltlab.measured_data import fits_kv_cache, measured_table
+from tltlab.measurements import from_speedups, from_tpot, from_waves
+from tltlab.roofline import Constants, RooflineCosts
+from tltlab.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
 
 _DECODE = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms", "silicon_ttft_ms")
 _SETTING = ("draft_depth", "tokens_to_verify")
@@ -77,7 +77,7 @@ def presets(data: Path) -> dict[str, RooflineCosts]:
     left_out = found.cross_validation.groupby("fold")["mean_abs_error"].mean()
     short = _by_source(fitted_at(Path(data), SHORT_CONTEXT))
     origin = (
-        f"Fitted by tltlab.roofline_accuracy to {len(found.predictions)} published measurements on H100: vLLM 0.12, "
+        f"Fitted by tltlab.bench.roofline to {len(found.predictions)} published measurements on H100: vLLM 0.12, "
         f"Qwen3-32B bf16, TP 2/4/8 (AIConfigurator; error {errors[_VLLM]:.1%}, {left_out['fold tp']:.1%} with each TP "
         f"left out) and TLT's speed-ups (arXiv 2511.16665; Fig. 13 {errors['fig13']:.1%}, Table 4 "
         f"{errors['table4']:.1%}, {left_out['fold batch']:.0%} with each batch left out)."

@@ -24,14 +24,13 @@ from transformers import LlamaConfig
 
 from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
-
-from .drafter_head import DrafterHead
-from .drafter_loss import drafter_loss
-from .drafter_recipe import LossConfig
-from .eagle import EagleHead
-from .packing import pack
-from .target_states import FrozenTarget
-from .training_sequence import TrainingSequence
+from tltlab.runtime.drafter_head import DrafterHead
+from tltlab.runtime.drafter_loss import drafter_loss
+from tltlab.runtime.drafter_recipe import LossConfig
+from tltlab.runtime.eagle import EagleHead
+from tltlab.runtime.packing import pack
+from tltlab.runtime.target_states import FrozenTarget
+from tltlab.runtime.training_sequence import TrainingSequence
 
 TLT_RATIO = 2.2
 

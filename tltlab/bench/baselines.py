@@ -13,9 +13,8 @@ import numpy as np
 import simpy
 
 from tltlab.cost import CostModel
+from tltlab.sim.requests import Requests
 from tltlab.strategy import NO_SPECULATION
-
-from .requests import Requests
 
 
 def per_iteration_makespan_s(requests: Requests, queues: list[list[int]], costs: CostModel) -> float:

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .console import Json, emit, progress
-from .errors import ConfigError
-from .files import write_json
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
 
 MODEL_FREE = "model-free"
 DRAFTER_PARTS = (
@@ -45,7 +45,7 @@ def sim(
 
     Example: tltlab bench sim --rounds 7 --configurations 1000
     """
-    from tltlab.sim.bench import bench_sim, text
+    from .simulator import bench_sim, text
 
     progress(f"{rounds} rounds, then a sweep of {configurations} tables")
     found = bench_sim(rounds, configurations, jobs)
@@ -76,7 +76,7 @@ def buckets(
 
     Example: tltlab bench buckets --rounds 5
     """
-    from .buckets_bench import bench, text
+    from .buckets import bench, text
 
     found = bench(rounds)
     emit(found, as_json=as_json, text=text(found))
@@ -91,7 +91,7 @@ def trace(
 
     Example: tltlab bench trace --responses 10000000
     """
-    from .stream_bench import bench_stream, text
+    from .streams import bench_stream, text
 
     found = bench_stream(responses)
     emit(found, as_json=as_json, text=text(found))
@@ -157,16 +157,16 @@ def drafter(
     found: dict[str, Any] = {}
     said = []
     if MODEL_FREE in chosen:
-        from .drafter_bench import bench_drafters, text
+        from .drafters import bench_drafters, text
 
         found |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
         said.append(text(found))
     if learned := [part for part in chosen if part != MODEL_FREE]:
         # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
-        from tltlab.runtime.bench_drafter import bench_learned
-        from tltlab.runtime.bench_drafter import text as text_of_learned
-        from tltlab.runtime.bench_runs import sizes_of
+        from tltlab.bench.drafter.run import bench_learned
+        from tltlab.bench.drafter.run import text as text_of_learned
+        from tltlab.bench.drafter.runs import sizes_of
 
         sizes = sizes_of(
             fast=fast,
@@ -194,7 +194,7 @@ def policy(
 
     Example: tltlab bench policy --calls 3000
     """
-    from .policy_bench import bench_policies, text
+    from .policies import bench_policies, text
 
     found = bench_policies(calls, rounds)
     emit(found, as_json=as_json, text=text(found))
@@ -222,8 +222,8 @@ def runtime(
     """
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tltlab.runtime.bench_runtime import bench_runtime, trained_model
-    from tltlab.runtime.speedups import text
+    from .runtime import bench_runtime, trained_model
+    from .speedups import text
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
@@ -271,8 +271,8 @@ def train(
 
     Example: tltlab bench train --trl ~/trl --out bench
     """
-    from tltlab.runtime.bench_train import bench_train, train_sizes
-    from tltlab.runtime.bench_train_figures import text
+    from tltlab.bench.train.figures import text
+    from tltlab.bench.train.run import bench_train, train_sizes
 
     if out is not None and out.is_file():
         raise ConfigError(f"--out {out} is a file; name a folder")

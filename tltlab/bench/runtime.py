@@ -17,13 +17,13 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.metrics import tail_start
 from tltlab.policy import BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.runtime.data import Prompt, load_prompts
+from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.make_model import MAX_RESPONSE_TOKENS, make_model
+from tltlab.runtime.recipe import DataConfig
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .data import Prompt, load_prompts
-from .engine import Engine, GenerationRequest, Rollout
-from .environment import hardware, versions
-from .make_model import MAX_RESPONSE_TOKENS, make_model
-from .recipe import DataConfig
 from .speedups import Kind, Measured, PlainSteps, summarise
 
 TEMPERATURE = 1.0

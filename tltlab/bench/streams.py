@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from .describe import describe_stream, validate_stream
-from .errors import ConfigError
-from .schema import Manifest
-from .stream import StreamWriter, iter_rl_steps
+from tltlab.describe import describe_stream, validate_stream
+from tltlab.errors import ConfigError
+from tltlab.schema import Manifest
+from tltlab.stream import StreamWriter, iter_rl_steps
 
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")

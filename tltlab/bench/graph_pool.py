@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import ConfigError
-from .graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
-from .strategy import Strategy
+from tltlab.errors import ConfigError
+from tltlab.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
+from tltlab.strategy import Strategy
 
 GIB = 2**30
 MEASURED_GB = {"single": 7.81, "naive": 30.39, "bucketed": 10.69}

@@ -1,6 +1,6 @@
 """Run a script for TRL as it is, and note when its RL steps ended.
 
-`python -m tltlab.runtime.bench_trl SCRIPT TIMES [--torch-linear]` where TRL can be imported. TIMES becomes a JSON
+`python -m tltlab.bench.train.trl SCRIPT TIMES [--torch-linear]` where TRL can be imported. TIMES becomes a JSON
 object: `seconds`, `rewards` (means) and `lengths` (mean tokens), one of each per RL step. Time begins when training
 does, so imports and the start of an engine are not in it.
 """
@@ -17,8 +17,7 @@ from typing import Any
 from transformers import TrainerCallback, trainer
 
 from tltlab.files import write_json
-
-from .vllm_adapter import keep_linear_weights
+from tltlab.runtime.vllm_adapter import keep_linear_weights
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .drafter import Drafter
-from .drafters import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
-from .errors import ConfigError, InputError
-from .trace import read
+from tltlab.drafter import Drafter
+from tltlab.drafters import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
+from tltlab.errors import ConfigError, InputError
+from tltlab.trace import read
 
 CASES: dict[str, ModelFreeSpec] = {
     "ngram, request": NgramSpec(scope="request"),
