@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any, Literal
 
-from tltlab.drafters import DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.policy import AcceptanceBudgetSpec, ExploreSpec, FixedSpec, Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 

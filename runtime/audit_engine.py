@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
 from tltlab.policy import Policy
+from tltlab.runtime.vllm_adapter import on_cpu
 
 from .audit import PROMPTS, Answer, Answers, Asked
 from .audit_models import MAX_POSITIONS
 from .engine import Engine, GenerationRequest
-from .vllm_adapter import on_cpu
 
 _UPDATE_AFTER = 3
 """Iterations after which a weight update arrives in a running batch: prompts are through, few responses have ended."""

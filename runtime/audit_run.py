@@ -11,9 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tltlab.drafters import DrafterSpec
+from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import Policy, load_policy
+from tltlab.runtime.vllm_adapter import on_cpu
 from tltlab.runtime.vllm_adapter.plugin import unmended_sampling
 
 from .audit import Auditor, unsampled
@@ -21,7 +22,6 @@ from .audit_cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of
 from .audit_engine import AuditedEngine, settings
 from .audit_models import TinyModels, make_tiny_models
 from .engine import Engine
-from .vllm_adapter import on_cpu
 
 MAX_DEPTH = 8
 """The deepest draft of the default cases, and what their engines are built for."""

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.budget import DraftBudget, UniformBudget
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
+from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policy import Policy
 from tltlab.replayed_decisions import START, ReplayedDecisions

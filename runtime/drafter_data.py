@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.trace import is_trace, locate, read
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.bootstrap import Interval, paired_interval
 from tltlab.fit_spot import recorded_updates
+from tltlab.stats import Interval, paired_interval
 from tltlab.trace import Trace
 
 from .drafter_acceptance import walk

@@ -20,7 +20,7 @@ import ray
 from torch import Tensor
 
 from tltlab.canary import Verdict, check_chances
-from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import Policy
 from tltlab.state import DrafterState

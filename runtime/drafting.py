@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tltlab.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
-from tltlab.drafter import Drafter, Key
-from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.drafters.base import Drafter, Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy

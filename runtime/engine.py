@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from tltlab.canary import CanaryConfig, check_chances
-from tltlab.drafter import Drafter, Key
-from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.base import Drafter, Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.replayed_decisions import REPLAYED
+from tltlab.runtime.vllm_adapter import llm as adapter
 from tltlab.runtime.vllm_adapter.capture import Captured, NoCapture, Sink
 from tltlab.runtime.vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
 from tltlab.selector import Selector
@@ -25,7 +26,6 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .control import Control
 from .drafting import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafting import Response as Remembered
-from .vllm_adapter import llm as adapter
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from tltlab.runtime.vllm_adapter import installed_vllm
+
 from .recipe import Recipe
-from .vllm_adapter import installed_vllm
 
 
 def run_json(recipe: Recipe) -> dict[str, Any]:

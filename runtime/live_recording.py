@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
 from tltlab.recorder import Recorder
 from tltlab.schema import Manifest
 

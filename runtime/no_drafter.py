@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tltlab.drafters import DrafterSpec
+from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 
 Rows = dict[str, list[dict[str, Any]]]

@@ -20,7 +20,7 @@ import numpy as np
 import ray
 from pydantic import ValidationError
 
-from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.policy import ExploreSpec, Policy

@@ -18,7 +18,7 @@ from tltlab.files import write_json
 if TYPE_CHECKING:
     import pandas as pd
 
-    from tltlab.drafters import LearnedSpec
+    from tltlab.drafters.specs import LearnedSpec
 
 _SUFFIXES = (".csv", ".parquet")
 _QUIET = 0.1
@@ -130,8 +130,8 @@ def _setting(text: str) -> tuple[str, Any]:
 def _learned(text: str) -> tuple[str, LearnedSpec]:
     from pydantic import ValidationError
 
-    from tltlab.complaints import faults
-    from tltlab.drafters import LearnedSpec
+    from tltlab.config import faults
+    from tltlab.drafters.specs import LearnedSpec
 
     name, _, rest = text.partition("=")
     method, colon, model = rest.partition(":")

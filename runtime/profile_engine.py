@@ -18,8 +18,8 @@ import pandas as pd
 import torch
 
 from tltlab.cost_ways import way_of_points
-from tltlab.drafter import Draft, Drafter, Key
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.selectors import Fixed
 from tltlab.step_times import checked

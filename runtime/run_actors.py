@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import ray
 
-from tltlab.drafters import DEFAULT_DRAFTERS, DrafterSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
 
 from .actor_env import actor_env
 from .drafter_run import NoDrafter

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
-from tltlab.drafters import DrafterSpec
+from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policy import Policy
 from tltlab.trace import Trace

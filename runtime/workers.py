@@ -13,8 +13,8 @@ import ray
 import torch
 
 from tltlab.canary import CanaryConfig
-from tltlab.drafter import Key
-from tltlab.drafters import DrafterSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DrafterSpec
 from tltlab.policy import Policy
 
 from .drafting import DrafterReport

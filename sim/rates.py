@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tltlab.acceptance import AcceptanceModel, RequestAcceptance, per_request
-from tltlab.budget import DraftBudget, refuse_trees
 from tltlab.cost import CostModel
+from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy

@@ -20,11 +20,11 @@ from tltlab.acceptance import (
     fresh,
     load_acceptance,
 )
-from tltlab.budget import DraftBudget, UniformBudget
-from tltlab.complaints import faults
+from tltlab.config import faults
 from tltlab.coordinator import CoordinatorConfig
 from tltlab.cost import CostModel
 from tltlab.cost_files import load_costs
+from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policy import Policy

@@ -13,12 +13,12 @@ import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
 from tltlab.acceptance import Acceptance, AcceptanceModel, RequestAcceptance, TraceAcceptance, fresh, load_acceptance
-from tltlab.bootstrap import paired_interval
 from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
 from tltlab.stage_files import load_stages
 from tltlab.stages import StageCosts
 from tltlab.state import DrafterState
+from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
 from tltlab.system_binding import BoundSystem, PerDrafter, bind
 from tltlab.systems import System, find_systems

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import t
 
-from tltlab.bootstrap import Interval, paired_interval
 from tltlab.policy import load_policy
+from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import Strategy
 
 from .batch import Floats

@@ -13,7 +13,7 @@ import typer
 from pydantic import ValidationError
 
 from tltlab.calibrate import parse_rl_steps
-from tltlab.complaints import faults
+from tltlab.config import faults
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json

@@ -28,7 +28,7 @@ from .acceptance_model import (
 from .acceptance_requests import CurveAcceptance, RequestCurve, SiblingAcceptance
 from .acceptance_trace import TraceAcceptance
 from .acceptance_tree import TreeAcceptance, TreeRange
-from .complaints import faults
+from .config import faults
 from .errors import ConfigError
 from .files import read_json
 from .freshness import FreshAcceptance, Freshness

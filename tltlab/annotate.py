@@ -19,7 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from .drafter import Drafter
+from tltlab.drafters.base import Drafter
+
 from .errors import ConfigError
 from .schema import TABLES, UNIQUE
 from .token_times import RecordedResponse, recorded_responses

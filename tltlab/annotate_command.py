@@ -18,11 +18,12 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
+
 from .annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
 from .annotate_check import AcceptedLengths, AgreementCheck
-from .complaints import faults
+from .config import faults
 from .console import Json, emit
-from .drafters import DrafterSpec, HybridSpec, LearnedSpec
 from .errors import ConfigError, InputError
 from .schema import MANIFEST_FILE
 from .storage import fsync_file, fsync_folder, parquet_writer

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .complaints import dotted, faults
+from .config import dotted, faults
 from .cost import CostModel, LinearCosts
 from .cost_table import TableCosts
 from .errors import ConfigError

@@ -14,6 +14,7 @@ from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.make_model import make_model
 from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.train import GrpoRun
+from tltlab.sim import simulate
 from tltlab.sim.tune import tune
 from tltlab.sim.verify import nearest, verify
 
@@ -26,7 +27,6 @@ from .metrics import mean_accept_length, summary
 from .perfetto import write_perfetto
 from .plot import timeline
 from .policy import Policy, load_policy
-from .sim import simulate
 from .trace import Trace, read
 
 PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .complaints import faults
+from .config import faults
 from .errors import ConfigError
 from .files import read_json, write_json
 

@@ -11,11 +11,12 @@ import numpy as np
 from pydantic import Field, ValidationError
 from pydantic import model_validator as validator
 
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
+from tltlab.drafters.length_budget import LengthAwareBudget
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
+
 from .activation import Count, ElasticActivation
-from .budget import AcceptanceBudget, DraftBudget, UniformBudget
-from .complaints import faults
-from .das import LengthAwareBudget
-from .drafters import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
+from .config import faults
 from .errors import ConfigError
 from .files import read_json, write_json
 from .selector import Selector

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .complaints import faults
+from .config import faults
 from .errors import TraceError
 
 FORMAT = "tltlab-trace"

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .bootstrap import Interval, paired_interval
 from .cost import CostModel, LinearCosts
 from .cost_files import load_costs
 from .errors import TltlabError, TraceError
@@ -21,6 +20,7 @@ from .fit_linear import covered, fit_rows, predict, rows_of
 from .policy import SHIPPED, Policy
 from .recording_folder import recording_of
 from .signatures_finding import NotChecked
+from .stats import Interval, paired_interval
 from .strategy import NO_SPECULATION
 from .trace import Trace, read
 

@@ -9,10 +9,10 @@ import pandas as pd
 from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 from scipy.stats import linregress
 
-from .bootstrap import Interval
 from .signatures_evidence import ENOUGH_STEPS, FloatArray, RunEvidence, accepted_pairs, ratio
 from .signatures_finding import Finding, NotChecked, span
 from .signatures_plain import UNSURE, against_plain, told
+from .stats import Interval
 from .strategy import MODEL_FREE
 
 ACCEPT_FLOOR = 1.2

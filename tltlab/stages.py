@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .complaints import faults
+from .config import faults
 from .errors import ConfigError
 from .files import write_json
 from .hardware import BYTES_PER_VALUE, Gpu, ModelShape

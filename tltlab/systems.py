@@ -13,8 +13,9 @@ from typing import Literal
 
 import numpy as np
 
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec
+
 from .cost import CostModel
-from .drafters import SYSTEM_DRAFTERS, DrafterSpec
 from .errors import ConfigError
 from .policy import (
     Activation,

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .drafter import Key
+from tltlab.drafters.base import Key
+
 from .drafts import attributed_batches
 from .schema import KEY
 from .trace import Trace

@@ -28,6 +28,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.runtime.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
+from tltlab.sim import Scenario
 from tltlab.sim.run_files import InForce, policies_in_force, repeats
 from tltlab.sim.verify import overhead_s
 
@@ -37,7 +38,6 @@ from .console import made_by
 from .errors import ConfigError
 from .files import write_json
 from .policy import Activation, FixedSpec, Policy, load_policy
-from .sim import Scenario
 from .strategy import Strategy
 from .trace import Trace, read
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.control import Control
 

@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from tltlab.drafter import Key
+from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.runtime.control import Control, Live, Scheduled
 from tltlab.runtime.environment import hardware

@@ -20,9 +20,9 @@ from tltlab import cli
 from tltlab.annotate import DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.annotate_check import AgreementCheck
 from tltlab.annotate_command import parse_drafter
-from tltlab.drafter import Draft, Drafter, Key
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
-from tltlab.ngram import NgramDrafter
 from tltlab.schema import KEY, Manifest
 from tltlab.token_times import RecordedResponse, recorded_responses
 from tltlab.trace import Trace, read

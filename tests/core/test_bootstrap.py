@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.bootstrap import Interval, paired_interval
 from tltlab.errors import ConfigError
+from tltlab.stats import Interval, paired_interval
 
 TIMES = st.lists(st.floats(0.5, 100), min_size=2, max_size=12)
 

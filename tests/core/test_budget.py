@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
 from tltlab.errors import ConfigError
 from tltlab.policy import AcceptanceBudgetSpec, FixedSpec, Policy, load_policy
 from tltlab.state import RequestState, StepState

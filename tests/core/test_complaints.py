@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.acceptance import load_acceptance
-from tltlab.complaints import shown
+from tltlab.config import shown
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.das import LengthAwareBudget, optimal_budget
+from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from tltlab.bench.drafters import Group, bench_drafters, made_up, recorded, replay, text
-from tltlab.drafters import NgramSpec
+from tltlab.drafters.ngram import NgramDrafter
+from tltlab.drafters.specs import NgramSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.ngram import NgramDrafter
 from tltlab.trace import read
 
 TRACES = Path(__file__).parents[2] / "traces"
@@ -22,7 +22,7 @@ def test_a_replay_counts_what_an_engine_would_accept():
 def test_history_helps_where_a_drafter_keeps_it():
     pytest.importorskip("arctic_inference")
     from tltlab.bench.drafters import visit
-    from tltlab.drafters import SuffixSpec
+    from tltlab.drafters.specs import SuffixSpec
 
     groups = recorded(TRACES / "tiny", 4)
     for scope, helps in (("group", False), ("problem", True)):

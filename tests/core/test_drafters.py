@@ -4,8 +4,9 @@ import sys
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from tltlab.drafter import Draft
-from tltlab.drafters import (
+from tltlab.drafters.base import Draft
+from tltlab.drafters.ngram import NgramDrafter
+from tltlab.drafters.specs import (
     DEFAULT_DRAFTERS,
     SYSTEM_DRAFTERS,
     DrafterSpec,
@@ -14,7 +15,6 @@ from tltlab.drafters import (
     NgramSpec,
     SuffixSpec,
 )
-from tltlab.ngram import NgramDrafter
 from tltlab.testing import check_drafter
 
 SPECS = TypeAdapter(DrafterSpec)
@@ -75,7 +75,7 @@ def test_a_suffix_spec_is_read_without_its_library():
     code = """
 import sys
 sys.modules["arctic_inference"] = None
-from tltlab.drafters import SYSTEM_DRAFTERS, SuffixSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError
 try:
     SuffixSpec().build()

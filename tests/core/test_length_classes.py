@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tltlab.drafters.length_classes import LengthClasses
 from tltlab.errors import ConfigError
-from tltlab.length_classes import LengthClasses
 
 
 def learned(*finished: tuple[str, int], **settings) -> LengthClasses:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.drafter import Draft
+from tltlab.drafters.base import Draft
+from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
-from tltlab.ngram import NgramDrafter
 from tltlab.testing import check_drafter
 
 # Two samples of one prompt, and one of another.

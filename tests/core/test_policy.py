@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from tltlab.activation import ElasticActivation
 from tltlab.beg_mab import BegMab
 from tltlab.cost import LinearCosts
-from tltlab.drafters import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import (
     SHIPPED,

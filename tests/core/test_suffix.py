@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.drafter import Draft
+from tltlab.drafters.base import Draft
+from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError
-from tltlab.suffix import SuffixDrafter
 from tltlab.testing import check_drafter
 
 pytest.importorskip("arctic_inference")

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from tltlab.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
 from tltlab.annotate_check import Agreement, AgreementCheck
 from tltlab.annotate_command import parse_drafter
-from tltlab.drafters import LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.annotate_learned import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.eagle import EagleHead, random_head

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.budget import DraftBudget
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters.budget import DraftBudget
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.policy import FixedSpec, Policy
 from tltlab.runtime.engine import Engine
 from tltlab.selector import Selector

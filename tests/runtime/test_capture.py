@@ -17,8 +17,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-from tltlab.drafter import Key
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
@@ -359,7 +359,7 @@ import triton_on_cpu
 import torch
 from test_capture import check, load, rollout_of, requests, switching
 from pathlib import Path
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.runtime.engine import Engine
 
 model = {model!r}

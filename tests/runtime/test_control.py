@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from tltlab.budget import DraftBudget
-from tltlab.drafter import Draft, Drafter, Key
-from tltlab.drafters import HybridSpec, LearnedSpec, NgramSpec
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.budget import DraftBudget
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.runtime.control import Control, Scheduled

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.annotate_learned import learned_annotator
 from tltlab.runtime.chains import kept_along

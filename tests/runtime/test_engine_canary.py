@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tltlab.canary import CanaryConfig
-from tltlab.drafter import Key
-from tltlab.drafters import LearnedSpec, SuffixSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.runtime.eagle import random_head

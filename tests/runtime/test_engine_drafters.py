@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import tltlab.runtime
-from tltlab.drafters import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tltlab.drafter import Key
-from tltlab.drafters import HybridSpec, LearnedSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout

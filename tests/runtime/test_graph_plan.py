@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tltlab.drafters import LearnedSpec
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.graph_pool import GraphPool
 from tltlab.policy import Activation, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy

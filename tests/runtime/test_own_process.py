@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.drafter import Key
-from tltlab.drafters import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import BegMabSpec, Bucket, FixedSpec, Policy
 from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout

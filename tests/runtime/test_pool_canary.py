@@ -10,8 +10,8 @@ from dataclasses import asdict
 import pytest
 
 from tltlab.canary import CanaryConfig
-from tltlab.drafter import Key
-from tltlab.drafters import HybridSpec, LearnedSpec, NgramSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.control import Control, Scheduled
 from tltlab.runtime.drafting import DrafterPool

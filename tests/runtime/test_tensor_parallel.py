@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tltlab.drafters import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tltlab
-from tltlab.drafters import LearnedSpec, SuffixSpec
+from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options

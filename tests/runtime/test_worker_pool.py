@@ -18,7 +18,7 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from safetensors.torch import load_file
 
-from tltlab.drafters import DEFAULT_DRAFTERS
+from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout

@@ -7,8 +7,8 @@ import pytest
 
 import tltlab
 from tltlab.acceptance import GeometricAcceptance
-from tltlab.budget import UniformBudget
 from tltlab.cost import LinearCosts
+from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.generate import generate, log_normal
 from tltlab.length_model import of_regime

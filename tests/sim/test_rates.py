@@ -20,8 +20,8 @@ from tltlab.acceptance import (
     per_request,
 )
 from tltlab.acceptance_requests import KnownLevel
-from tltlab.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.cost import LinearCosts
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.selector import Selector
 from tltlab.sim.batch import FluidBatch

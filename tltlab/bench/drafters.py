@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.drafter import Drafter
-from tltlab.drafters import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.base import Drafter
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.trace import read
 

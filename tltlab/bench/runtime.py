@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from tltlab.drafter import Key
-from tltlab.drafters import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.metrics import tail_start

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.bootstrap import paired_interval
 from tltlab.cost import LinearCosts
 from tltlab.generate import log_normal
 from tltlab.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
+from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import Trace
 

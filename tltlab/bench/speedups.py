@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.isotonic import IsotonicRegression
 
-from tltlab.bootstrap import paired_interval
+from tltlab.stats import paired_interval
 
 Kind = Literal["off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import COLORS
-from tltlab.drafters import DEFAULT_DRAFTERS
+from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.policy import load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.drafter import Key
-from tltlab.drafters import DEFAULT_DRAFTERS
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policy import Policy
 from tltlab.selectors import Fixed

@@ -18,9 +18,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.bootstrap import Interval, paired_interval
 from tltlab.charts import COLORS
 from tltlab.errors import ConfigError, RunError
+from tltlab.stats import Interval, paired_interval
 from tltlab.trace import Trace, read
 from tltlab.training_schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.bootstrap import paired_interval
 from tltlab.errors import RunError
 from tltlab.runtime.drafter_data import Text
 from tltlab.runtime.drafter_figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
+from tltlab.stats import paired_interval
 from tltlab.trace import Trace
 
 from .intervals import as_text, decimals, to_json

@@ -16,10 +16,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter_checkpoint import DrafterCheckpoint
 from tltlab.runtime.environment import hardware, versions
+from tltlab.stats import paired_interval
 
 TLT_MS = {"full": 893.0, "full, async": 280.0, "selective, async": 97.0}
 """TLT's own (arXiv 2511.16665, Fig. 17)."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.bootstrap import Interval
+from tltlab.stats import Interval
 
 
 def to_json(found: Interval | None) -> dict[str, Any] | None:

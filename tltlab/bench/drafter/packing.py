@@ -22,7 +22,6 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig
 
-from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import drafter_loss
@@ -31,6 +30,7 @@ from tltlab.runtime.eagle import EagleHead
 from tltlab.runtime.packing import pack
 from tltlab.runtime.target_states import FrozenTarget
 from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.stats import paired_interval
 
 TLT_RATIO = 2.2
 

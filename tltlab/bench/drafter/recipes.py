@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter_acceptance import acceptance_along
 from tltlab.runtime.drafter_data import Epochs, TargetStates, load_target
@@ -20,6 +19,7 @@ from tltlab.runtime.drafter_training import DrafterTraining
 from tltlab.runtime.heads import fit_inputs, new_head
 from tltlab.runtime.packing import pack
 from tltlab.runtime.train_drafter import FIT_TOKENS
+from tltlab.stats import paired_interval
 
 from .intervals import as_text, decimals, to_json
 from .runs import Progress, Sizes

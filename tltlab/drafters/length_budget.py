@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tltlab.errors import ConfigError
+from tltlab.state import RequestState, StepState
+from tltlab.strategy import Strategy
+
 from .budget import DraftBudget, even, refuse_trees
-from .errors import ConfigError
 from .length_classes import LengthClasses
-from .state import RequestState, StepState
-from .strategy import Strategy
 
 Floats = npt.NDArray[np.float64]
 

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic import model_validator as validator
 
+from tltlab.errors import ConfigError
+
 from . import ngram, suffix
-from .drafter import Draft, Drafter
-from .errors import ConfigError
+from .base import Draft, Drafter
 
 
 class _Spec(BaseModel):

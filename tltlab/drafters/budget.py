@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import ConfigError
-from .state import RequestState, StepState
-from .strategy import Strategy
+from tltlab.errors import ConfigError
+from tltlab.state import RequestState, StepState
+from tltlab.strategy import Strategy
 
 
 class DraftBudget(ABC):

@@ -9,9 +9,10 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from .drafter import Draft, Drafter, Key
-from .errors import ConfigError
-from .suffix_tree import TextTree, load_index
+from tltlab.errors import ConfigError
+
+from .base import Draft, Drafter, Key
+from .trees import TextTree, load_index
 
 Scope = Literal["request", "group", "problem", "global"]
 Length = Literal["depth", "match", "doubling"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from .drafter import Draft, Drafter, Key
-from .errors import ConfigError
+from tltlab.errors import ConfigError
+
+from .base import Draft, Drafter, Key
 
 Gram = tuple[int, ...]
 Scope = Literal["group", "request"]

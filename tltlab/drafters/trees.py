@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .drafter import Key
-from .errors import ConfigError
+from tltlab.errors import ConfigError
+
+from .base import Key
 
 Tokens = NDArray[np.int32]
 
