@@ -28,7 +28,7 @@ from tltlab import Policy, Strategy, load_policy
 from tltlab.acceptance import load_acceptance
 from tltlab.charts import bars, lines
 from tltlab.cost_files import load_costs
-from tltlab.policy import Activation, FixedSpec
+from tltlab.policies.policy import Activation, FixedSpec
 from tltlab.sim import Scenario, compare, simulate
 
 # %matplotlib inline

@@ -32,7 +32,7 @@ from tltlab import Policy, Strategy, metrics
 from tltlab.acceptance import FreshAcceptance, GeometricAcceptance
 from tltlab.charts import lines
 from tltlab.generate import log_normal
-from tltlab.policy import FixedSpec
+from tltlab.policies.policy import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.state import DrafterState
 

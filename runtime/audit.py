@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 
 from .audit_cases import TEMPERATURES, Case
 from .audit_exact import ExactModel, Floats, Sampling, probabilities

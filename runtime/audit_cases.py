@@ -8,7 +8,7 @@ from itertools import combinations, product
 from typing import Any, Literal
 
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
-from tltlab.policy import AcceptanceBudgetSpec, ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import AcceptanceBudgetSpec, ExploreSpec, FixedSpec, Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .audit_exact import Sampling

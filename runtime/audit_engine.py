@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tltlab.drafters.base import Key
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 from tltlab.runtime.vllm_adapter import on_cpu
 
 from .audit import PROMPTS, Answer, Answers, Asked

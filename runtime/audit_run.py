@@ -13,7 +13,7 @@ from typing import Any
 
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.vllm_adapter import on_cpu
 from tltlab.runtime.vllm_adapter.plugin import unmended_sampling
 

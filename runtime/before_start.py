@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
 from tltlab.trace import read
 

@@ -19,9 +19,9 @@ import numpy as np
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
-from tltlab.policy import Policy
-from tltlab.replayed_decisions import START, ReplayedDecisions
-from tltlab.selector import Selector
+from tltlab.policies.policy import Policy
+from tltlab.policies.replay import START, ReplayedDecisions
+from tltlab.policies.selector import Selector
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from tltlab.canary import Verdict, check_chances
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 from tltlab.state import DrafterState
 from tltlab.training_schedule import TrainingSchedule
 

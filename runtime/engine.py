@@ -15,12 +15,12 @@ from tltlab.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policy import FixedSpec, Policy
-from tltlab.replayed_decisions import REPLAYED
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.replay import REPLAYED
+from tltlab.policies.selector import Selector
 from tltlab.runtime.vllm_adapter import llm as adapter
 from tltlab.runtime.vllm_adapter.capture import Captured, NoCapture, Sink
 from tltlab.runtime.vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
-from tltlab.selector import Selector
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control

@@ -47,7 +47,7 @@ def export_policy(
 
     Example: tltlab export-policy policy.json --max-batch 64 --model-shape Qwen2.5-7B --memory-gb 4 --out vllm.json
     """
-    from tltlab.policy import load_policy
+    from tltlab.policies.policy import load_policy
 
     from .graph_plan import GIB, check_memory, plan_graphs
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.recorder import Recorder
 from tltlab.recording_folder import lock
 from tltlab.trace import Trace, read

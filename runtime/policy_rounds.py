@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
-from tltlab.policy import ExploreSpec, Policy
+from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.recorder import Recorder
 from tltlab.strategy import NO_SPECULATION
 from tltlab.trace import read

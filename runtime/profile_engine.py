@@ -21,7 +21,7 @@ from tltlab.cost_ways import way_of_points
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.selectors import Fixed
+from tltlab.policies.simple import Fixed
 from tltlab.step_times import checked
 from tltlab.strategy import Strategy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import RunError
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 from tltlab.trace import Trace
 
 from .no_drafter import NoDrafter

@@ -11,7 +11,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 
 from .recipe import Recipe
 from .step_rows import StepReport

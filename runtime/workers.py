@@ -15,7 +15,7 @@ import torch
 from tltlab.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 
 from .drafting import DrafterReport
 from .drafting import Response as Remembered

@@ -13,7 +13,7 @@ from tltlab.console import Json, emit
 from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.schema import MANIFEST_FILE
 from tltlab.stage_files import load_stages
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -14,7 +14,7 @@ from tltlab.calibrate import parse_rl_steps
 from tltlab.console import Json, emit, made_by
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.systems import SYSTEMS, find_systems
 from tltlab.trace import Trace, read
 

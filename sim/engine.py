@@ -26,7 +26,7 @@ import simpy
 from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
 from tltlab.noise import IterationNoise
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

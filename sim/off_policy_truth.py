@@ -23,8 +23,8 @@ from tltlab.errors import ConfigError
 from tltlab.logged_decisions import Logged, logged_decisions
 from tltlab.off_policy import estimate, folds_of
 from tltlab.off_policy_targets import Chances, chances
-from tltlab.policy import Policy
-from tltlab.reward import Reward, RewardKind
+from tltlab.policies.policy import Policy
+from tltlab.policies.reward import Reward, RewardKind
 from tltlab.state import DrafterState, StepOutcome
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace

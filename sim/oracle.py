@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tltlab.cost import CostModel
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION
 

@@ -14,8 +14,8 @@ import numpy as np
 from tltlab.acceptance import AcceptanceModel, FreshAcceptance, fresh
 from tltlab.cost import IterationCost
 from tltlab.errors import ConfigError
-from tltlab.policy import FixedSpec, Policy
-from tltlab.selector import Selector
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.selector import Selector
 from tltlab.state import DrafterState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.state import StepState
 from tltlab.strategy import Strategy
 

@@ -20,7 +20,7 @@ from tltlab.acceptance import (
     FreshAcceptance,
 )
 from tltlab.cost import CostModel
-from tltlab.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.spot_training import SpotTraining
 from tltlab.trace import Manifest, Trace
 

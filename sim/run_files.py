@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.policy import SHIPPED, Policy
+from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.trace import Trace
 
 _File = TypeVar("_File", bound="_Told")

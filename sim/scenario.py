@@ -27,8 +27,8 @@ from tltlab.cost_files import load_costs
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.policy import Policy
-from tltlab.selector import Selector
+from tltlab.policies.policy import Policy
+from tltlab.policies.selector import Selector
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
@@ -49,7 +49,7 @@ Mode = Literal["fluid", "sampled"]
 
 
 class PolicyLike(Protocol):
-    """What the simulator needs of a policy; `tltlab.policy.Policy` is one."""
+    """What the simulator needs of a policy; `tltlab.policies.policy.Policy` is one."""
 
     @property
     def strategies(self) -> tuple[Strategy, ...]: ...

@@ -16,7 +16,7 @@ from typing import Any
 from tltlab.acceptance import Acceptance
 from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
-from tltlab.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.strategy import Strategy
 from tltlab.trace import Trace
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.stats import t
 
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import Strategy
 

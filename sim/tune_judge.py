@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 from tltlab.strategy import Strategy
 
 from .batch import Floats

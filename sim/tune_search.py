@@ -10,7 +10,7 @@ from typing import Any, cast
 
 from tltlab.buckets import plan_buckets
 from tltlab.graph_pool import GraphPool, plan_for
-from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .tune_cases import Case

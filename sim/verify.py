@@ -19,7 +19,7 @@ import pandas as pd
 from tltlab.acceptance import BatchAcceptance, FreshAcceptance
 from tltlab.calibrate import Calibration, calibrate, iteration_times
 from tltlab.errors import ConfigError
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 from tltlab.spot_training import SpotTraining
 from tltlab.trace import Trace, read
 

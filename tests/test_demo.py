@@ -15,7 +15,7 @@ import pytest
 import tltlab
 from tltlab.demo import make_room
 from tltlab.errors import ConfigError
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(800)]
 

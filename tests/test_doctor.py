@@ -14,7 +14,7 @@ import tltlab.sim
 from tltlab.cli import main
 from tltlab.environment_check import check_environment
 from tltlab.environment_machine import GIB, Machine, _try_imports
-from tltlab.policy import EpsilonGreedySpec, Policy
+from tltlab.policies.policy import EpsilonGreedySpec, Policy
 from tltlab.signatures import diagnose
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import Trace, read

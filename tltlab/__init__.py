@@ -12,8 +12,8 @@ from typing import Any
 
 from .errors import ConfigError, RunError, TltlabError, TraceError
 from .plot import timeline
-from .policy import Policy, load_policy
-from .selector import Selector
+from .policies.policy import Policy, load_policy
+from .policies.selector import Selector
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 from .trace import Trace, read

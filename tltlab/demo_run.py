@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.make_model import make_model
 from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
@@ -26,7 +27,6 @@ from .files import write_json
 from .metrics import mean_accept_length, summary
 from .perfetto import write_perfetto
 from .plot import timeline
-from .policy import Policy, load_policy
 from .trace import Trace, read
 
 PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"

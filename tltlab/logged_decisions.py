@@ -13,8 +13,9 @@ import numpy as np
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.policies.reward import Reward, RewardKind
+
 from .errors import ConfigError, TraceError
-from .reward import Reward, RewardKind
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 from .trace import Trace

@@ -26,11 +26,12 @@ import numpy.typing as npt
 from scipy.stats import norm, t
 from sklearn.linear_model import Ridge
 
+from tltlab.policies.policy import Policy
+from tltlab.policies.reward import RewardKind
+
 from .errors import ConfigError
 from .logged_decisions import Logged, logged_decisions
 from .off_policy_targets import Chances, chances
-from .policy import Policy
-from .reward import RewardKind
 from .strategy import Strategy
 from .trace import Trace
 

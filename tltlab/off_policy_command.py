@@ -9,12 +9,13 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from tltlab.policies.policy import SHIPPED, load_policy
+from tltlab.policies.reward import RewardKind
+
 from .calibrate import parse_rl_steps
 from .console import Json, emit, progress
 from .errors import ConfigError
 from .off_policy import Estimate, Evaluation, evaluate
-from .policy import SHIPPED, load_policy
-from .reward import RewardKind
 from .trace import Trace, read
 
 CHECK_TARGETS = ("none", "fixed", "table", "beg-mab")

@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .activation import ElasticActivation
-from .bandits import Ucb1
-from .beg_mab import BegMab
+from tltlab.policies.activation import ElasticActivation
+from tltlab.policies.bandits import Ucb1
+from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.goodput import Goodput
+from tltlab.policies.policy import Policy, UniformBudgetSpec
+from tltlab.policies.selector import Selector
+from tltlab.policies.simple import Explore
+
 from .errors import ConfigError
-from .goodput import Goodput
 from .logged_decisions import Logged
-from .policy import Policy, UniformBudgetSpec
-from .selector import Selector
-from .selectors import Explore
 from .state import StepState
 from .strategy import NO_SPECULATION, Strategy
 

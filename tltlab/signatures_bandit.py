@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from .beg_mab import BegMab
+from tltlab.policies.beg_mab import BegMab
+
 from .signatures_evidence import ENOUGH_STEPS, RunEvidence, ratio
 from .signatures_finding import Finding, NotChecked, span
 from .strategy import Strategy

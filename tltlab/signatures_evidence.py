@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.policies.policy import SHIPPED, Policy
+
 from .cost import CostModel, LinearCosts
 from .cost_files import load_costs
 from .errors import TltlabError, TraceError
 from .fit_linear import covered, fit_rows, predict, rows_of
-from .policy import SHIPPED, Policy
 from .recording_folder import recording_of
 from .signatures_finding import NotChecked
 from .stats import Interval, paired_interval

@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 from pydantic import SerializeAsAny
 
+from tltlab.policies.policy import Bucket, Policy
+
 from .acceptance import (
     Acceptance,
     AcceptanceModel,
@@ -23,7 +25,6 @@ from .acceptance import (
 )
 from .cost import CostModel
 from .errors import ConfigError
-from .policy import Bucket, Policy
 from .spot_training import SpotTraining
 from .strategy import MODEL_FREE, Strategy
 from .systems import Rung, System, strategies

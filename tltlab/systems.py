@@ -14,10 +14,7 @@ from typing import Literal
 import numpy as np
 
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec
-
-from .cost import CostModel
-from .errors import ConfigError
-from .policy import (
+from tltlab.policies.policy import (
     Activation,
     BegMabSpec,
     Bucket,
@@ -28,7 +25,10 @@ from .policy import (
     TableRow,
     TableSpec,
 )
-from .selector_specs import SelectorSpec
+from tltlab.policies.specs import SelectorSpec
+
+from .cost import CostModel
+from .errors import ConfigError
 from .spot_training import SpotTraining
 from .strategy import NO_SPECULATION, Strategy
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget
+from tltlab.policies.selector import Selector
 
-from .selector import Selector
 from .state import DrafterState, RequestState, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 

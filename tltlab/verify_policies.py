@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
 from tltlab.sim.run_files import InForce, policies_in_force, repeats
@@ -37,7 +38,6 @@ from .calibrate import Calibration, calibrate, iteration_times
 from .console import made_by
 from .errors import ConfigError
 from .files import write_json
-from .policy import Activation, FixedSpec, Policy, load_policy
 from .strategy import Strategy
 from .trace import Trace, read
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.control import Control
 from tltlab.runtime.drafting import DrafterPool
 from tltlab.runtime.graph_plan import plan_graphs

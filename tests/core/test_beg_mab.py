@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.beg_mab import BegMab
 from tltlab.errors import ConfigError
+from tltlab.policies.beg_mab import BegMab
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
 from tltlab.errors import ConfigError
-from tltlab.policy import AcceptanceBudgetSpec, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy, load_policy
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_budget

@@ -11,7 +11,7 @@ from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
 from tltlab.length_model import LengthModel
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.schema import Manifest
 from tltlab.stage_files import load_stages
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.goodput import Goodput
+from tltlab.policies.goodput import Goodput
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector

@@ -16,7 +16,7 @@ from tltlab.graph_pool import (
     plan_single,
     sglang_sizes,
 )
-from tltlab.policy import (
+from tltlab.policies.policy import (
     Activation,
     BegMabSpec,
     Bucket,

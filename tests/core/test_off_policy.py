@@ -11,7 +11,17 @@ from tltlab.errors import ConfigError
 from tltlab.logged_decisions import Logged, logged_decisions
 from tltlab.off_policy import estimate, evaluate, folds_of
 from tltlab.off_policy_targets import chances
-from tltlab.policy import SHIPPED, Activation, BegMabSpec, Bucket, CustomSpec, FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import (
+    SHIPPED,
+    Activation,
+    BegMabSpec,
+    Bucket,
+    CustomSpec,
+    FixedSpec,
+    Policy,
+    TableRow,
+    TableSpec,
+)
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.trace import read

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tltlab.activation import ElasticActivation
-from tltlab.beg_mab import BegMab
 from tltlab.cost import LinearCosts
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import (
+from tltlab.policies.activation import ElasticActivation
+from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.policy import (
     SHIPPED,
     Activation,
     BegMabSpec,
@@ -279,7 +279,7 @@ def test_a_policy_is_frozen_and_takes_no_unknown_fields():
 # A user's own class
 
 OWN = """
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 class Halving(Selector):

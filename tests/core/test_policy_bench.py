@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from tltlab.bench.app import app
 from tltlab.bench.policies import BATCHES
-from tltlab.policy import SHIPPED
+from tltlab.policies.policy import SHIPPED
 
 
 def test_every_shipped_policy_is_timed_at_every_batch_size():

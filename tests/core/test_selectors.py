@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.bandits import EpsilonGreedy, Ucb1
 from tltlab.errors import ConfigError
-from tltlab.policy import SHIPPED
-from tltlab.reward import Reward, Window
-from tltlab.selector import Selector, rng_state, set_rng_state
-from tltlab.selectors import BatchTable, Explore, Fixed, NoSpeculation, bucket_of, checked_thresholds
+from tltlab.policies.bandits import EpsilonGreedy, Ucb1
+from tltlab.policies.policy import SHIPPED
+from tltlab.policies.reward import Reward, Window
+from tltlab.policies.selector import Selector, rng_state, set_rng_state
+from tltlab.policies.simple import BatchTable, Explore, Fixed, NoSpeculation, bucket_of, checked_thresholds
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.testing import check_selector

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import TraceError
-from tltlab.policy import BegMabSpec, Bucket, EpsilonGreedySpec, Policy
+from tltlab.policies.policy import BegMabSpec, Bucket, EpsilonGreedySpec, Policy
 from tltlab.schema import Manifest
 from tltlab.signatures import CHECKS, diagnose, findings
 from tltlab.signatures_evidence import RunEvidence

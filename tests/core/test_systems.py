@@ -13,7 +13,7 @@ from tltlab.acceptance import (
 )
 from tltlab.cost import LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.policy import Activation, FixedSpec, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.system_binding import PerDrafter, bind, knows
 from tltlab.systems import SYSTEMS, Rung, System, find_systems, length_aware, one_strategy, strategies

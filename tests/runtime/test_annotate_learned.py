@@ -21,11 +21,11 @@ from tltlab.annotate_check import Agreement, AgreementCheck
 from tltlab.annotate_command import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
 from tltlab.runtime.annotate_learned import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.eagle import EagleHead, random_head
 from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.schema import Manifest
-from tltlab.selectors import Fixed
 from tltlab.strategy import Strategy
 from tltlab.token_times import RecordedResponse
 from tltlab.trace import Trace

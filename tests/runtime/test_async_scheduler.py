@@ -14,9 +14,9 @@ import pytest
 
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.selector import Selector
 from tltlab.runtime.engine import Engine
-from tltlab.selector import Selector
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

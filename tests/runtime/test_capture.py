@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.runtime.vllm_adapter import llm as adapter

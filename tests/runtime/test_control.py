@@ -11,10 +11,10 @@ from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.selector import Selector
 from tltlab.runtime.control import Control, Scheduled
 from tltlab.runtime.drafting import DrafterPool
-from tltlab.selector import Selector
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

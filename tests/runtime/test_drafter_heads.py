@@ -28,6 +28,7 @@ from transformers import (
 from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
 from tltlab.runtime.annotate_learned import learned_annotator
 from tltlab.runtime.chains import kept_along
 from tltlab.runtime.drafter_head import DrafterHead
@@ -40,7 +41,6 @@ from tltlab.runtime.heads import fit_inputs, load_head, new_head
 from tltlab.runtime.packing import pack
 from tltlab.runtime.target_states import FrozenTarget, hidden_states_of
 from tltlab.runtime.training_sequence import TrainingSequence
-from tltlab.selectors import Fixed
 from tltlab.strategy import Strategy
 from tltlab.token_times import RecordedResponse
 

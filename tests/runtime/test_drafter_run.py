@@ -25,7 +25,7 @@ import torch
 import tltlab
 from tltlab.canary import CanaryConfig
 from tltlab.errors import ConfigError
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.recorder import repair
 from tltlab.runtime import trainer_processes
 from tltlab.runtime.buffer_file import read_data

@@ -14,7 +14,7 @@ from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 from tltlab.errors import ConfigError
-from tltlab.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.vllm_adapter.plugin import speculative_sampling_is_sound, unmended_sampling
 from tltlab.state import StepState

@@ -12,7 +12,7 @@ import pytest
 import tltlab.runtime
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, load_policy
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 

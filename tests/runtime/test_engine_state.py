@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.drafting import DrafterPool
 from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy

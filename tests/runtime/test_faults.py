@@ -22,7 +22,7 @@ import pytest
 from safetensors.torch import load_file
 
 import tltlab
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.recorder import repair
 from tltlab.strategy import Strategy
 

@@ -13,9 +13,9 @@ import pytest
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import BegMabSpec, Bucket, FixedSpec, Policy
+from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
+from tltlab.policies.simple import NoSpeculation
 from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
-from tltlab.selectors import NoSpeculation
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine

@@ -13,9 +13,9 @@ from tltlab.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
 from tltlab.runtime.control import Control, Scheduled
 from tltlab.runtime.drafting import DrafterPool
-from tltlab.selectors import Fixed
 from tltlab.strategy import Strategy
 
 KEY: Key = (0, "p", 0, 0)

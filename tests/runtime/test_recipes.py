@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.runtime.builtin_recipes import builtin_recipes, find_recipe
 from tltlab.runtime.plan import plan_of
 from tltlab.runtime.recipe import Recipe, load_recipe

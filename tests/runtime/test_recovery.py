@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.grpo_run import GrpoRun
 from tltlab.runtime.no_drafter import NoDrafter
 from tltlab.runtime.recipe import Recipe

@@ -12,7 +12,7 @@ import torch
 from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.collected import RolloutTools
 from tltlab.runtime.data import Prompt
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout

@@ -16,7 +16,7 @@ sys.path.insert(0, {tests!r})
 import triton_on_cpu
 import json
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policy import ExploreSpec, Policy
+from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -16,7 +16,7 @@ import pytest
 import tltlab
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
-from tltlab.policy import Policy
+from tltlab.policies.policy import Policy
 from tltlab.runtime.environment import run_json
 from tltlab.runtime.policy_rounds import all_drafters, explore_all, run_to_verify
 from tltlab.runtime.recipe import load_recipe

@@ -12,7 +12,7 @@ import pytest
 import tltlab
 from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
 from tltlab.runtime.vllm_adapter import keep_quiet
 from tltlab.runtime.vllm_adapter.options import Attachment, serve_arguments

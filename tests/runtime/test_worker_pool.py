@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
-from tltlab.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents

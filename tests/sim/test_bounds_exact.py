@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance import GeometricAcceptance
 from tltlab.cost import LinearCosts
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
 from tltlab.sim.luck import request_seeds, uniforms
 from tltlab.sim.placement import PLACEMENTS

@@ -14,8 +14,8 @@ from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
 from tltlab.generate import log_normal
-from tltlab.policy import AcceptanceBudgetSpec, FixedSpec, Policy
-from tltlab.selector import Selector
+from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
+from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
 from tltlab.sim.scenario import load_spot_training
 from tltlab.spot_training import SpotTraining

@@ -25,8 +25,8 @@ from tltlab.acceptance import (
 from tltlab.cost import CostModel, LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.lengths import of_lengths
-from tltlab.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
-from tltlab.selector import Selector
+from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.selector import Selector
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario

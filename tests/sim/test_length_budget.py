@@ -12,7 +12,7 @@ from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.generate import generate, log_normal
 from tltlab.length_model import of_regime
-from tltlab.policy import FixedSpec, LengthAwareBudgetSpec, Policy
+from tltlab.policies.policy import FixedSpec, LengthAwareBudgetSpec, Policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.rates import Rates
 from tltlab.sim.regime import Regimes

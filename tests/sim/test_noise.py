@@ -8,7 +8,7 @@ import pytest
 from tltlab.bench.simulator import COSTS
 from tltlab.generate import log_normal
 from tltlab.noise import Block, IterationNoise
-from tltlab.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.noise_draws import NoiseDraws
 from tltlab.strategy import Strategy

@@ -3,7 +3,7 @@
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.policy import SHIPPED
+from tltlab.policies.policy import SHIPPED
 from tltlab.sim.off_policy_truth import estimator_errors
 from tltlab.trace import read
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tltlab.acceptance import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
 from tltlab.cost import LinearCosts
 from tltlab.generate import log_normal
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine
 from tltlab.sim.luck import request_seeds, uniforms

@@ -11,7 +11,7 @@ from tltlab.bench.baselines import closed_form_makespan_s, per_iteration_makespa
 from tltlab.cost import LinearCosts
 from tltlab.generate import log_normal
 from tltlab.lengths import of_lengths
-from tltlab.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -23,7 +23,7 @@ from tltlab.acceptance_requests import KnownLevel
 from tltlab.cost import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
-from tltlab.selector import Selector
+from tltlab.policies.selector import Selector
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine
 from tltlab.sim.luck import request_seeds, uniforms

@@ -16,9 +16,9 @@ from tltlab.calibrate import calibrate
 from tltlab.cost import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
-from tltlab.policy import Activation, FixedSpec, Policy
+from tltlab.policies.policy import Activation, FixedSpec, Policy
+from tltlab.policies.selector import Selector
 from tltlab.schema import Manifest
-from tltlab.selector import Selector
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.commands import simulate as command
 from tltlab.sim.placement import PLACEMENTS

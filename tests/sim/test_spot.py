@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tltlab.coordinator import CoordinatorConfig
 from tltlab.errors import ConfigError
+from tltlab.policies.simple import NoSpeculation
 from tltlab.schema import SPAN_KINDS, Manifest
-from tltlab.selectors import NoSpeculation
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine
 from tltlab.sim.regime import Regimes

@@ -8,7 +8,7 @@ import pytest
 from tltlab.bench.simulator import COSTS, example_bandit, random_tables
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.sim.compare import compare
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep

@@ -19,7 +19,7 @@ from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
 from tltlab.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.noise import IterationNoise
-from tltlab.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.off_costs import OffAcceptance, OffCosts, corners
 from tltlab.sim.oracle_policy import Expected, OraclePolicy

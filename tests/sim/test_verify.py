@@ -13,7 +13,7 @@ import tltlab
 from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
-from tltlab.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.run_files import policies_in_force
 from tltlab.sim.verify import drawn_lengths, nearest, text, verify

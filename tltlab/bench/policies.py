@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.policy import SHIPPED, Policy
+from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.state import RequestState, StepOutcome, StepState
 
 BATCHES = (1, 8, 32, 128)

@@ -16,7 +16,16 @@ from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpe
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.metrics import tail_start
-from tltlab.policy import BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import (
+    BegMabSpec,
+    Bucket,
+    FixedSpec,
+    LengthAwareBudgetSpec,
+    Policy,
+    TableRow,
+    TableSpec,
+    load_policy,
+)
 from tltlab.runtime.data import Prompt, load_prompts
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.environment import hardware, versions

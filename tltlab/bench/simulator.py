@@ -11,7 +11,7 @@ import numpy as np
 
 from tltlab.cost import LinearCosts
 from tltlab.generate import log_normal
-from tltlab.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import paired_interval

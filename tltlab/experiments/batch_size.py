@@ -20,7 +20,7 @@ from pydantic import Field
 from tltlab.charts import COLORS
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError
-from tltlab.policy import load_policy
+from tltlab.policies.policy import load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import EXPERIMENTS

@@ -17,8 +17,8 @@ import numpy as np
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
-from tltlab.policy import Policy
-from tltlab.selectors import Fixed
+from tltlab.policies.policy import Policy
+from tltlab.policies.simple import Fixed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 TEMPERATURE = 1.0

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from tltlab.policy import FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 KV_CACHE_BYTES = 4 << 30

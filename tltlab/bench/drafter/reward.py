@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tltlab.policy import BegMabSpec, Bucket, Policy
+from tltlab.policies.policy import BegMabSpec, Bucket, Policy
 from tltlab.runtime.recipe import Recipe
 from tltlab.runtime.train import GrpoRun
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
-from tltlab.policy import FixedSpec, Policy
+from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter_data import TextConfig, load_target
 from tltlab.runtime.drafter_recipe import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.make_model import make_model

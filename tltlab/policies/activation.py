@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
 from .selector import Selector
-from .state import StepOutcome, StepState
-from .strategy import NO_SPECULATION, Strategy
 
 Count = Literal["running", "remaining"]
 

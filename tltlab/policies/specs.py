@@ -21,16 +21,17 @@ from pydantic import (
 )
 from pydantic import model_validator as validator
 
+from tltlab.cost_files import load_costs
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+from tltlab.testing import check_selector
+
 from .bandits import EpsilonGreedy, Ucb1
 from .beg_mab import BegMab
-from .cost_files import load_costs
-from .errors import ConfigError
 from .goodput import Goodput
 from .reward import RewardKind, Statistic
 from .selector import Selector
-from .selectors import BatchTable, Explore, Fixed, NoSpeculation
-from .strategy import Strategy
-from .testing import check_selector
+from .simple import BatchTable, Explore, Fixed, NoSpeculation
 
 
 def _strategy(value: Any, build: ValidatorFunctionWrapHandler) -> Any:
@@ -216,7 +217,7 @@ class CustomSpec(Settings):
         if found is None:
             raise ConfigError(f"policy {self.path}: {module_name} ({module.__file__}) has no {name}")
         if not (isinstance(found, type) and issubclass(found, Selector)):
-            raise ConfigError(f"policy {self.path}: {name} is not a subclass of tltlab.selector.Selector")
+            raise ConfigError(f"policy {self.path}: {name} is not a subclass of tltlab.policies.selector.Selector")
         return found
 
     def check(self) -> None:

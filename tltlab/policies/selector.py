@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from .state import StepOutcome, StepState
-from .strategy import Strategy
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import Strategy
 
 
 class Selector(ABC):

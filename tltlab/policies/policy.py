@@ -11,16 +11,17 @@ import numpy as np
 from pydantic import Field, ValidationError
 from pydantic import model_validator as validator
 
+from tltlab.config import faults
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
+from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .activation import Count, ElasticActivation
-from .config import faults
-from .errors import ConfigError
-from .files import read_json, write_json
 from .selector import Selector
-from .selector_specs import (
+from .specs import (
     BegMabSpec,
     Bucket,
     CustomSpec,
@@ -36,7 +37,6 @@ from .selector_specs import (
     TableSpec,
     Ucb1Spec,
 )
-from .strategy import NO_SPECULATION, Strategy
 
 __all__ = [
     "SHIPPED",

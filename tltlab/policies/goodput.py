@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .cost import CostModel
-from .errors import ConfigError
+from tltlab.cost import CostModel
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
 from .selector import Selector, rng_state, set_rng_state
-from .selectors import checked_strategies
-from .state import StepOutcome, StepState
-from .strategy import NO_SPECULATION, Strategy
+from .simple import checked_strategies
 
 PRIOR_DRAFTS = 16.0
 """Drafts that the prior counts for."""

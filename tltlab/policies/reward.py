@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, get_args
 
-from .errors import ConfigError
-from .state import StepOutcome
-from .strategy import Strategy
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome
+from tltlab.strategy import Strategy
 
 RewardKind = Literal["paper", "relative"]
 Statistic = Literal["median", "mean"]

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
 from .selector import Selector, rng_state, set_rng_state
-from .state import StepState
-from .strategy import NO_SPECULATION, Strategy
 
 
 class NoSpeculation(Selector):

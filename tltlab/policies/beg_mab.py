@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
 from .reward import Reward, RewardKind, Statistic, Window
 from .selector import Selector, rng_state, set_rng_state
-from .selectors import bucket_of, checked_strategies, checked_thresholds
-from .state import StepOutcome, StepState
-from .strategy import NO_SPECULATION, Strategy
+from .simple import bucket_of, checked_strategies, checked_thresholds
 
 
 class BegMab(Selector):

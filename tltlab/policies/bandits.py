@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
 from .beg_mab import BegMab
-from .errors import ConfigError
 from .reward import Reward, RewardKind, Statistic, Window
 from .selector import Selector
-from .selectors import checked_strategies
-from .state import StepOutcome, StepState
-from .strategy import NO_SPECULATION, Strategy
+from .simple import checked_strategies
 
 
 class EpsilonGreedy(BegMab):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
 from .selector import Selector
-from .state import StepOutcome, StepState
-from .strategy import NO_SPECULATION, Strategy
 
 REPLAYED = ("rl_step", "iteration", "drafter", "draft_depth", "top_k", "tokens_to_verify", "bucket", "propensity")
 """The columns of `decisions` that say what was chosen when."""
