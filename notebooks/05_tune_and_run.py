@@ -37,12 +37,13 @@ import pandas as pd
 from IPython.display import display
 
 import tltlab
-from tltlab import load_policy, metrics
+from tltlab import load_policy
 from tltlab.charts import bars
 from tltlab.runtime.make_model import Size, make_model
 from tltlab.runtime.recipe import Recipe
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim.tune import tune
+from tltlab.traces import metrics
 
 # %matplotlib inline
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
-from tltlab.token_times import RecordedResponse
+from tltlab.traces.token_times import RecordedResponse
 
 from .chains import CHUNK, kept_along
 from .drafter_data import load_target

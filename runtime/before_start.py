@@ -11,7 +11,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 from .bundles import bundles_of
 from .drafting import DrafterPool

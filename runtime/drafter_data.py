@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.trace import is_trace, locate, read
+from tltlab.traces.trace import is_trace, locate, read
 
 from .data_buffer import stretch, teaches
 from .engine import Engine, GenerationRequest

@@ -11,7 +11,7 @@ import pandas as pd
 
 from tltlab.fit_spot import recorded_updates
 from tltlab.stats import Interval, paired_interval
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .drafter_acceptance import walk
 

@@ -16,9 +16,9 @@ import numpy as np
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.recorder import Recorder
-from tltlab.recording_folder import lock
-from tltlab.trace import Trace, read
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.recording import lock
+from tltlab.traces.trace import Trace, read
 
 from .before_start import check_policy, check_replay
 from .drafter_data import load_tokenizer

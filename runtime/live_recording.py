@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.drafters.base import Key
-from tltlab.recorder import Recorder
-from tltlab.schema import Manifest
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
 

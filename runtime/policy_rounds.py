@@ -24,9 +24,9 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.policies.policy import ExploreSpec, Policy
-from tltlab.recorder import Recorder
 from tltlab.strategy import NO_SPECULATION
-from tltlab.trace import read
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.trace import read
 
 from .data import load_prompts
 from .data_order import prompt_batch

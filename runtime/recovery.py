@@ -9,7 +9,7 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .no_drafter import NoDrafter
 from .recipe import Recipe

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tltlab.schema import Manifest
+from tltlab.traces.schema import Manifest
 
 from .environment import hardware, versions
 from .recipe import Recipe

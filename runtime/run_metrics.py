@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tltlab.metrics import ROLLOUT_KINDS, tail_start
+from tltlab.traces.metrics import ROLLOUT_KINDS, tail_start
 
 from .step_rows import Row, StepReport
 
@@ -21,7 +21,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str,
 
     `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
-    `tltlab.metrics` of this step, reckoned from the rows as they are, since a trace made of them takes twenty times as
+    `tltlab.traces.metrics` of this step, reckoned from the rows as they are, since a trace made of them takes twenty times as
     long. `length/*`: tokens of the responses that ended, percentiles linear between ranks;
     `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter
     in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and driver, over
@@ -59,7 +59,7 @@ def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | N
 
 
 def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
-    """Tokens per second, bubble, tail and accept length, each as `tltlab.metrics` defines it."""
+    """Tokens per second, bubble, tail and accept length, each as `tltlab.traces.metrics` defines it."""
     outcomes = rows["outcomes"]
     # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
     if not outcomes or not rollout_s:

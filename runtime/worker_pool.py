@@ -14,7 +14,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policies.policy import Policy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .actor_env import actor_env
 from .drafting import Response as Remembered

@@ -14,11 +14,11 @@ from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
-from tltlab.schema import MANIFEST_FILE
 from tltlab.stage_files import load_stages
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.systems import SYSTEMS
-from tltlab.trace import read
+from tltlab.traces.schema import MANIFEST_FILE
+from tltlab.traces.trace import read
 
 from .placement import PLACEMENTS
 from .replay import simulate as run

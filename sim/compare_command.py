@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import load_policy
 from tltlab.systems import SYSTEMS, find_systems
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 from .placement import PLACEMENTS
 from .scenario import Scenario

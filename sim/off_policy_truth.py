@@ -27,7 +27,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.reward import Reward, RewardKind
 from tltlab.state import DrafterState, StepOutcome
 from tltlab.strategy import Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .regime import Regimes
 from .replay import simulate

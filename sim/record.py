@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from tltlab.schema import KEY, TABLES
+from tltlab.traces.schema import KEY, TABLES
 
 from .engine import Rollout
 from .log import Columns, Floats, Ints

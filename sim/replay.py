@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tltlab import metrics
 from tltlab.acceptance import (
     Acceptance,
     AcceptanceModel,
@@ -22,7 +21,8 @@ from tltlab.acceptance import (
 from tltlab.cost import CostModel
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.spot_training import SpotTraining
-from tltlab.trace import Manifest, Trace
+from tltlab.traces import metrics
+from tltlab.traces.trace import Manifest, Trace
 
 from . import record
 from .engine import Rollout
@@ -60,7 +60,7 @@ class SimResult:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The keys of `tltlab simulate --json`: `tltlab.metrics.summary` of the trace, the bound and the wall time.
+        """The keys of `tltlab simulate --json`: `tltlab.traces.metrics.summary` of the trace, the bound and the wall time.
 
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",

@@ -12,8 +12,8 @@ import pandas as pd
 
 from tltlab.acceptance import Key
 from tltlab.errors import ConfigError
-from tltlab.schema import KEY
-from tltlab.trace import Trace
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
 
 
 @dataclass(frozen=True, kw_only=True)

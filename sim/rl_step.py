@@ -17,7 +17,7 @@ import simpy
 
 from tltlab.errors import ConfigError
 from tltlab.stages import STAGES, StageCosts, StepWorkload
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .engine import Rollout
 from .topology import Colocated, Pools, Topology

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import SHIPPED, Policy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 _File = TypeVar("_File", bound="_Told")
 

@@ -32,7 +32,7 @@ from tltlab.policies.selector import Selector
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .batch import Batch, FluidBatch
 from .bounds import largest_batch, lower_bound_s

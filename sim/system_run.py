@@ -16,7 +16,7 @@ from tltlab.stage_files import load_stages
 from tltlab.stages import StageCosts
 from tltlab.system_binding import BoundSystem, bind
 from tltlab.systems import System, find_systems
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .replay import SimResult, simulate
 from .requests import Requests

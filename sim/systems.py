@@ -22,7 +22,7 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
 from tltlab.system_binding import BoundSystem, PerDrafter, bind
 from tltlab.systems import System, find_systems
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .scenario import Scenario
 from .system_run import generating_workers, partly_recorded, replayable, simulate_system

@@ -18,7 +18,7 @@ from tltlab.cost import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.strategy import Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .regime import Regimes
 from .scenario import Scenario

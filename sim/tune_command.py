@@ -18,7 +18,7 @@ from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
 from tltlab.graph_pool import GraphPool, sglang_sizes
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 if TYPE_CHECKING:
     from .tune import TuneResult

@@ -21,7 +21,7 @@ from tltlab.calibrate import Calibration, calibrate, iteration_times
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.spot_training import SpotTraining
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 from . import verify_spot
 from .engine import Rollout

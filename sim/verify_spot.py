@@ -22,7 +22,7 @@ from tltlab.fit_spot import fit_spot, recorded_updates
 from tltlab.freshness import Measured
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .spot import SpotResult
 

@@ -17,7 +17,7 @@ from tltlab.environment_machine import GIB, Machine, _try_imports
 from tltlab.policies.policy import EpsilonGreedySpec, Policy
 from tltlab.signatures import diagnose
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[1] / "traces"
 

@@ -25,8 +25,8 @@ from tltlab.report_drafter import drafter_part
 from tltlab.report_origin import command_line
 from tltlab.report_page import Absent, Section, Table, render
 from tltlab.report_speculation import acceptance_part, strategy_names
-from tltlab.schema import Manifest
-from tltlab.trace import Trace, read
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 TINY = Path(__file__).parent.parent / "traces" / "tiny"
 BROWSER = next(

@@ -16,7 +16,7 @@ from .policies.policy import Policy, load_policy
 from .policies.selector import Selector
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
-from .trace import Trace, read
+from .traces.trace import Trace, read
 
 __all__ = [
     "NO_SPECULATION",

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from tltlab.traces.drafts import recorded_drafts, walked_drafts
+from tltlab.traces.trace import Trace
+
 from .acceptance import (
     Band,
     BatchAcceptance,
@@ -20,7 +23,6 @@ from .acceptance import (
     FreshAcceptance,
     SiblingAcceptance,
 )
-from .drafts import recorded_drafts, walked_drafts
 from .errors import ConfigError
 from .fit_acceptance import fit_acceptance
 from .fit_freshness import fit_freshness, measured_state
@@ -35,7 +37,6 @@ from .held_out_acceptance import (
     tokens_of_strangers,
 )
 from .strategy import MODEL_FREE
-from .trace import Trace
 
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
 KINDS = ("by-batch", "per-request", "siblings", "fresh")

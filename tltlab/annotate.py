@@ -20,11 +20,11 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tltlab.drafters.base import Drafter
+from tltlab.traces.schema import TABLES, UNIQUE
+from tltlab.traces.token_times import RecordedResponse, recorded_responses
+from tltlab.traces.trace import Trace
 
 from .errors import ConfigError
-from .schema import TABLES, UNIQUE
-from .token_times import RecordedResponse, recorded_responses
-from .trace import Trace
 
 MAX_DEPTH = 255
 """Accepted lengths are stored in a byte."""

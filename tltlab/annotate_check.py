@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from .drafts import recorded_drafts, walked_drafts
-from .schema import KEY
-from .trace import Trace
+from tltlab.traces.drafts import recorded_drafts, walked_drafts
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

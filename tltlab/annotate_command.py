@@ -19,16 +19,16 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.traces.schema import MANIFEST_FILE
+from tltlab.traces.storage import fsync_file, fsync_folder, parquet_writer
+from tltlab.traces.trace import Trace, cannot_write, new_folder, read
 
 from .annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
 from .annotate_check import AcceptedLengths, AgreementCheck
 from .config import faults
 from .console import Json, emit
 from .errors import ConfigError, InputError
-from .schema import MANIFEST_FILE
-from .storage import fsync_file, fsync_folder, parquet_writer
 from .strategy import NO_SPECULATION
-from .trace import Trace, cannot_write, new_folder, read
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)

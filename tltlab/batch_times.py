@@ -14,8 +14,9 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tltlab.traces.trace import Trace
+
 from .errors import ConfigError
-from .trace import Trace
 
 BatchPlacement = Literal["contiguous", "round_robin", "recorded"]
 

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from tltlab.traces.trace import Trace, read
+
 from .acceptance import BatchAcceptance, FreshAcceptance, Freshness
 from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
 from .acceptance_fits import AcceptanceFit, fit_kind
@@ -29,7 +31,6 @@ from .residuals import held_out_table, table
 from .roofline import RooflineCosts
 from .spot_training import SpotTraining
 from .step_times import read_step_times
-from .trace import Trace, read
 
 
 @dataclass(frozen=True, kw_only=True)

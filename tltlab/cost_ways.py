@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import pandas as pd
 
+from tltlab.traces.trace import Trace
+
 from . import fit_linear, fit_roofline, fit_table
 from .cost import CalibratedRange, CostModel, LinearCosts
 from .cost_table import Roofline
@@ -19,7 +21,6 @@ from .measurements import COLUMNS, from_iterations
 from .residuals import REGIMES, regimes, worker_sums
 from .roofline import RooflineCosts
 from .strategy import MODEL_FREE, NO_SPECULATION, Strategy
-from .trace import Trace
 
 KINDS = ("linear", "roofline", "table")
 _LEVEL = 0.02

@@ -18,16 +18,16 @@ from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.tune import tune
 from tltlab.sim.verify import nearest, verify
+from tltlab.traces.metrics import mean_accept_length, summary
+from tltlab.traces.trace import Trace, read
 
 from .calibrate import Calibration, calibrate
 from .console import progress
 from .demo_drafter import run_drafter
 from .errors import RunError
 from .files import write_json
-from .metrics import mean_accept_length, summary
 from .perfetto import write_perfetto
 from .plot import timeline
-from .trace import Trace, read
 
 PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
 TRIALS = 12

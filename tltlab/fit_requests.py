@@ -9,10 +9,11 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.traces.schema import KEY
+
 from .acceptance_model import FloatArray
 from .acceptance_requests import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance, progress
 from .errors import ConfigError
-from .schema import KEY
 
 CELL_TOKENS = 16
 """Drafts of one request that begin within so many tokens of each other are counted together."""

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.traces.trace import Trace
+
 from .errors import ConfigError
 from .spot_training import SpotTraining
-from .trace import Trace
 
 Floats = npt.NDArray[np.float64]
 

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
+
 from .errors import TraceError
 from .fit import fit
-from .schema import KEY
 from .stages import STAGES, InferenceCosts, RewardCosts, StageCosts, StepWorkload, SyncCosts, TrainCosts, Trained
-from .trace import Trace
 
 Floats = npt.NDArray[np.float64]
 Columns = Callable[[StepWorkload], dict[str, float]]

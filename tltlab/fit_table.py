@@ -10,6 +10,8 @@ import numpy.typing as npt
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.traces.trace import Trace
+
 from .cost import CalibratedRange, CostModel
 from .cost_table import Roofline, TableCosts, TokenKnot
 from .errors import ConfigError
@@ -27,7 +29,6 @@ from .hardware import kv_capacity_tokens, model
 from .kernel_tables import Kernels
 from .residuals import NUM_BANDS, band, residuals, worker_sums
 from .strategy import NO_SPECULATION, Strategy
-from .trace import Trace
 
 FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 """Knots of a table from kernels."""

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
 from .errors import ConfigError
 from .length_model import REGIMES, LengthModel
-from .schema import Manifest
-from .trace import Trace
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from tltlab.traces.stream import StreamWriter
+from tltlab.traces.trace import Trace, read
+
 from .console import Json, emit, progress
 from .errors import ConfigError
 from .fit_lengths import MAX_RESPONSES, fit_lengths, statistics
 from .generate import StepTables, generate_steps, manifest_of
 from .length_model import LengthModel, of_regime
-from .stream import StreamWriter
-from .trace import Trace, read
 
 MODEL_FILE = "lengths.json"
 

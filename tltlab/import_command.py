@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
+from tltlab.traces.describe import count
+
 from .console import Json, emit, progress
-from .describe import count
 from .errors import ConfigError
 from .importers import FORMATS, import_dump
 from .token_counts import token_counter

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .lengths_csv import tables_from_csv, tables_of_lengths
-from .schema import Manifest
-from .trace import Trace
+from tltlab.traces.csv import tables_from_csv, tables_of_lengths
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 
 def from_csv(

@@ -14,11 +14,11 @@ import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
 from tltlab.policies.reward import Reward, RewardKind
+from tltlab.traces.trace import Trace
 
 from .errors import ConfigError, TraceError
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
-from .trace import Trace
 
 PLACE = ["rl_step", "worker"]
 

@@ -28,12 +28,12 @@ from sklearn.linear_model import Ridge
 
 from tltlab.policies.policy import Policy
 from tltlab.policies.reward import RewardKind
+from tltlab.traces.trace import Trace
 
 from .errors import ConfigError
 from .logged_decisions import Logged, logged_decisions
 from .off_policy_targets import Chances, chances
 from .strategy import Strategy
-from .trace import Trace
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,12 +11,12 @@ import typer
 
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.policies.reward import RewardKind
+from tltlab.traces.trace import Trace, read
 
 from .calibrate import parse_rl_steps
 from .console import Json, emit, progress
 from .errors import ConfigError
 from .off_policy import Estimate, Evaluation, evaluate
-from .trace import Trace, read
 
 CHECK_TARGETS = ("none", "fixed", "table", "beg-mab")
 

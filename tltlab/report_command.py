@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from tltlab.traces.trace import is_trace, locate
+
 from .console import Json, emit
 from .errors import ConfigError
 from .report import default_out
 from .report import report as make
-from .trace import is_trace, locate
 
 
 def report(

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.traces.drafts import walked_drafts
+from tltlab.traces.trace import Trace
+
 from .charts import lines
-from .drafts import walked_drafts
 from .fit_spot import recorded_updates
 from .report_page import Absent, Block, Part, Picture, Section, Table
-from .trace import Trace
 
 _RESAMPLES = 1000
 

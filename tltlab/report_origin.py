@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tltlab.traces.trace import Trace
+
 from .errors import TltlabError
 from .files import read_json
 from .report_page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
 from .signatures import diagnose
-from .trace import Trace
 
 _MOST_EVENTS = 60
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.traces.trace import Trace
+
 from .charts import scatter_identity
 from .console import progress
 from .errors import TltlabError
 from .report_page import Absent, Part, Picture, Section, Text, number, records
-from .trace import Trace
 
 TITLE = "Predicted against measured"
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tltlab.traces.trace import Trace
+
 from .cost import CostModel
 from .errors import ConfigError
 from .signatures_bandit import explores_more_than_it_finds, one_arm_per_bucket
@@ -32,7 +34,6 @@ from .signatures_speculation import (
     target_too_fast,
 )
 from .signatures_training import drafter_never_published, idle_fragmented, training_fails
-from .trace import Trace
 
 __all__ = ["CHECKS", "Check", "Diagnosis", "Finding", "NotChecked", "diagnose", "examine", "findings"]
 

@@ -14,16 +14,16 @@ import numpy.typing as npt
 import pandas as pd
 
 from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.traces.recording import recording_of
+from tltlab.traces.trace import Trace, read
 
 from .cost import CostModel, LinearCosts
 from .cost_files import load_costs
 from .errors import TltlabError, TraceError
 from .fit_linear import covered, fit_rows, predict, rows_of
-from .recording_folder import recording_of
 from .signatures_finding import NotChecked
 from .stats import Interval, paired_interval
 from .strategy import NO_SPECULATION
-from .trace import Trace, read
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from tltlab.traces.lanes import median_step
+from tltlab.traces.trace import read
+
 from .charts import FORMATS
 from .console import Json, emit
 from .errors import ConfigError
-from .lanes import median_step
 from .perfetto import write_perfetto
 from .plot import timeline as draw
-from .trace import read
 
 
 def timeline(

@@ -7,14 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from tltlab.traces.describe import count
+from tltlab.traces.describe import describe as describe_trace
+from tltlab.traces.recorder import repair as repair_recording
+from tltlab.traces.trace import Trace, read
+
 from .annotate_command import annotate_trace
 from .console import Json, emit
-from .describe import count
-from .describe import describe as describe_trace
 from .generate_command import generate
 from .import_command import import_trace
-from .recorder import repair as repair_recording
-from .trace import Trace, read
 
 app = typer.Typer(
     help="Describe, validate, repair, import, generate and annotate traces.",

@@ -9,11 +9,11 @@ import typer
 
 from tltlab.sim.verify import text
 from tltlab.sim.verify import verify as run_verify
+from tltlab.traces.trace import read
 
 from .calibrate import parse_rl_steps
 from .console import Json, emit, progress
 from .errors import ConfigError
-from .trace import read
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 

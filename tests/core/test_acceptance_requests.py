@@ -18,12 +18,12 @@ from tltlab.acceptance import (
     per_request,
 )
 from tltlab.acceptance_requests import KnownLevel
-from tltlab.drafts import recorded_drafts, walked_drafts
 from tltlab.errors import ConfigError, TraceError
 from tltlab.fit_requests import fit_requests, fit_siblings, held_out_error
-from tltlab.schema import Manifest
 from tltlab.strategy import Strategy
-from tltlab.trace import Trace
+from tltlab.traces.drafts import recorded_drafts, walked_drafts
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 CHAIN = Strategy.chain("ngram", 4)
 CURVE = RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)

@@ -23,10 +23,10 @@ from tltlab.annotate_command import parse_drafter
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
-from tltlab.schema import KEY, Manifest
-from tltlab.token_times import RecordedResponse, recorded_responses
-from tltlab.trace import Trace, read
 from tltlab.trace_commands import app
+from tltlab.traces.schema import KEY, Manifest
+from tltlab.traces.token_times import RecordedResponse, recorded_responses
+from tltlab.traces.trace import Trace, read
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 

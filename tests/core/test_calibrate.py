@@ -12,9 +12,9 @@ from tltlab.cost import FAR_TOKENS, LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.generate import log_normal
-from tltlab.schema import Manifest
 from tltlab.strategy import Strategy
-from tltlab.trace import Trace
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 TRUTH = LinearCosts(
     base_s=3.5e-3, per_request_s=1.2e-4, per_token_s=1.1e-4, per_context_s=1e-8, sd_base_s=2e-4, sd_idle_s=0.0,

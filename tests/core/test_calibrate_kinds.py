@@ -26,7 +26,7 @@ from tltlab.stage_files import load_stages
 from tltlab.state import DrafterState
 from tltlab.step_times import checked, read_step_times
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 LINEAR = LinearCosts(
     base_s=3e-3, per_request_s=1e-4, per_token_s=5e-5, per_context_s=1e-8, sd_base_s=4e-4, sd_idle_s=0.0,

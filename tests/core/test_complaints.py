@@ -12,8 +12,8 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
 from tltlab.length_model import LengthModel
 from tltlab.policies.policy import load_policy
-from tltlab.schema import Manifest
 from tltlab.stage_files import load_stages
+from tltlab.traces.schema import Manifest
 
 LONG = "x" * 10_000
 ROOFLINE = load_costs("h100-qwen2.5-7b").model_dump(mode="json")

@@ -27,7 +27,7 @@ from tltlab.fit_table import from_kernels, from_measurements, from_trace, predic
 from tltlab.hardware import gpu, model
 from tltlab.kernel_tables import Kernels, leave_one_out
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 CHAIN = Strategy.chain("learned", 4)

@@ -6,7 +6,7 @@ from tltlab.bench.drafters import Group, bench_drafters, made_up, recorded, repl
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import NgramSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 TRACES = Path(__file__).parents[2] / "traces"
 

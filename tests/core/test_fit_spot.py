@@ -12,10 +12,10 @@ from tltlab.calibrate import command
 from tltlab.errors import ConfigError
 from tltlab.fit_spot import fit_spot, recorded_updates
 from tltlab.generate import log_normal
-from tltlab.recorder import Recorder, repair
-from tltlab.schema import Manifest
 from tltlab.spot_training import SpotTraining
-from tltlab.trace import Trace, read
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 from ..spot_rows import frame, spot_rows
 

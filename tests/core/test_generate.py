@@ -13,15 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from tltlab import cli, metrics
+from tltlab import cli
 from tltlab.errors import ConfigError
 from tltlab.fit_lengths import _survival, fit_lengths, statistics
 from tltlab.generate import generate, generate_steps
 from tltlab.generate_command import generate as command
 from tltlab.length_model import REGIMES, LengthModel, of_regime
-from tltlab.lengths_csv import tables_of_lengths
-from tltlab.schema import Manifest
-from tltlab.trace import Trace, read
+from tltlab.traces import metrics
+from tltlab.traces.csv import tables_of_lengths
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 HEAVY = LengthModel(

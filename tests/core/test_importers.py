@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError, TraceError
 from tltlab.import_command import import_trace
 from tltlab.importers import guess, import_dump
 from tltlab.token_counts import CharsPerToken, FolderTokenizer, token_counter
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 
 class WordCounter:

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab import metrics
 from tltlab.errors import TraceError
 from tltlab.generate import log_normal
-from tltlab.schema import Manifest
-from tltlab.trace import Trace
+from tltlab.traces import metrics
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 
 def rollout(finish, *, workers=None, tokens=None, submit=0.0, prompts=None, rl_step=0, num_workers=None, **tables):

@@ -10,7 +10,7 @@ from tltlab.calibrate import calibrate
 from tltlab.cost import LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.noise import Block, IterationNoise, fit_noise
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 RNG = np.random.default_rng(0)
 

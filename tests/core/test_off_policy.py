@@ -24,7 +24,7 @@ from tltlab.policies.policy import (
 )
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 SHORT, LONG = Strategy.chain("ngram", 2), Strategy.chain("ngram", 8)
 ARMS = (NO_SPECULATION, SHORT, LONG)

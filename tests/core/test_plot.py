@@ -9,15 +9,15 @@ import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from tltlab import metrics
 from tltlab.errors import ConfigError, TraceError
 from tltlab.generate import log_normal
-from tltlab.lanes import aligned_offsets, lanes, median_step
 from tltlab.perfetto import to_perfetto, write_perfetto
 from tltlab.plot import timeline
-from tltlab.schema import SPAN_KINDS, Manifest
 from tltlab.sim import simulate
-from tltlab.trace import Trace, read
+from tltlab.traces import metrics
+from tltlab.traces.lanes import aligned_offsets, lanes, median_step
+from tltlab.traces.schema import SPAN_KINDS, Manifest
+from tltlab.traces.trace import Trace, read
 
 
 def recorded(num_workers=2, spans=None, iterations=None, steps=None, name="small", num_steps=1):

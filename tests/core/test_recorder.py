@@ -13,11 +13,11 @@ from types import MappingProxyType
 
 import pytest
 
-from tltlab import recorder as recorder_module
 from tltlab.errors import ConfigError, RunError, TraceError
-from tltlab.recorder import Recorder, repair
-from tltlab.schema import Manifest
-from tltlab.trace import read
+from tltlab.traces import recorder as recorder_module
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import read
 
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2)
 
@@ -344,7 +344,7 @@ def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypa
     recorder.append("workload", workload(0))
     recorder.append("outcomes", outcomes(0))
     with monkeypatch.context() as patched:
-        patched.setattr("tltlab.repair._remove", lambda folder: None)
+        patched.setattr("tltlab.traces.repair._remove", lambda folder: None)
         recorder.close()
     assert (tmp_path / "t.recording").exists()
     assert repair(tmp_path / "t").manifest.notes is None

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.recorder import Recorder, repair
-from tltlab.schema import Manifest
-from tltlab.trace import read
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import read
 
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")
 

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from tltlab.errors import ConfigError, InputError, TraceError
-from tltlab.recorder import Recorder, repair
-from tltlab.trace import read
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.trace import read
 
 from .test_recorder import MANIFEST, interrupted, outcomes, workload
 

@@ -15,13 +15,13 @@ import pytest
 
 from tltlab.errors import TraceError
 from tltlab.policies.policy import BegMabSpec, Bucket, EpsilonGreedySpec, Policy
-from tltlab.schema import Manifest
 from tltlab.signatures import CHECKS, diagnose, findings
 from tltlab.signatures_evidence import RunEvidence
 from tltlab.signatures_finding import Finding, NotChecked, span
 from tltlab.signatures_plain import _decoding_s
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 KEY = {"turn": 0}
 PLAIN_S, PER_REQUEST_S = 4e-3, 1e-4

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from tltlab.errors import ConfigError, TraceError
 from tltlab.fit_stages import fit_stages, workloads
 from tltlab.hardware import gpu, model
-from tltlab.schema import Manifest
 from tltlab.stage_files import load_stages, stage_presets
 from tltlab.stages import (
     InferenceCosts,
@@ -23,7 +22,8 @@ from tltlab.stages import (
     TrainCosts,
     end_to_end_speedup,
 )  # fmt: skip
-from tltlab.trace import Trace, read
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[2] / "traces"
 H100_7B = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8)

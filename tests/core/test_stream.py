@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab import metrics, storage, stream
-from tltlab import trace as trace_module
 from tltlab.bench.streams import bench_stream, write
-from tltlab.describe import describe, describe_stream, validate_stream
 from tltlab.errors import ConfigError, InputError, TraceError
-from tltlab.schema import Manifest
-from tltlab.stream import StreamWriter, iter_rl_steps
-from tltlab.trace import Trace, read
+from tltlab.traces import metrics, storage, stream
+from tltlab.traces import trace as trace_module
+from tltlab.traces.describe import describe, describe_stream, validate_stream
+from tltlab.traces.schema import Manifest
+from tltlab.traces.stream import StreamWriter, iter_rl_steps
+from tltlab.traces.trace import Trace, read
 
 MANIFEST = Manifest(kind="synthetic", num_workers=2)
 
@@ -206,8 +206,8 @@ def test_a_killed_writer_leaves_no_trace(tmp_path):
         """
         import os, signal, sys
         import pandas as pd
-        from tltlab.schema import Manifest
-        from tltlab.stream import StreamWriter
+        from tltlab.traces.schema import Manifest
+        from tltlab.traces.stream import StreamWriter
         key = pd.DataFrame({"rl_step": [0], "prompt_id": ["p"], "sample": [0]})
         workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=2, policy_version=0)
         with StreamWriter(sys.argv[1], Manifest(kind="synthetic")) as writer:

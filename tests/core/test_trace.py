@@ -18,11 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab import storage
-from tltlab import trace as trace_module
 from tltlab.errors import ConfigError, TraceError
-from tltlab.schema import KEY, TABLES, Manifest
-from tltlab.trace import Trace, read
+from tltlab.traces import storage
+from tltlab.traces import trace as trace_module
+from tltlab.traces.schema import KEY, TABLES, Manifest
+from tltlab.traces.trace import Trace, read
 
 
 def full_tables() -> dict[str, pd.DataFrame]:

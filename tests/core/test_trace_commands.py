@@ -10,11 +10,11 @@ from tltlab import cli
 from tltlab.errors import TraceError
 from tltlab.generate import log_normal
 from tltlab.lengths import from_csv
-from tltlab.recorder import Recorder
-from tltlab.schema import Manifest
 from tltlab.timeline_command import timeline
-from tltlab.trace import Trace, read
 from tltlab.trace_commands import app
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 pytestmark = [
     pytest.mark.gpu,

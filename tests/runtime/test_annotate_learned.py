@@ -25,10 +25,10 @@ from tltlab.policies.simple import Fixed
 from tltlab.runtime.annotate_learned import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.eagle import EagleHead, random_head
 from tltlab.runtime.engine import Engine, GenerationRequest
-from tltlab.schema import Manifest
 from tltlab.strategy import Strategy
-from tltlab.token_times import RecordedResponse
-from tltlab.trace import Trace
+from tltlab.traces.schema import Manifest
+from tltlab.traces.token_times import RecordedResponse
+from tltlab.traces.trace import Trace
 
 WORDS = 24
 

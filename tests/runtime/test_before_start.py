@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tltlab import cli
-from tltlab.recorder import Recorder
 from tltlab.runtime.run_checkpoints import RunCheckpoints
-from tltlab.schema import Manifest
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
 
 SHAPE = {
     "hidden_size": 64,

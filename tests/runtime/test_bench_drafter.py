@@ -33,8 +33,8 @@ from tltlab.runtime.drafter_figures import (
     live_drafts,
 )
 from tltlab.runtime.recipe import DataConfig
-from tltlab.schema import TABLES
-from tltlab.trace import Manifest, Trace
+from tltlab.traces.schema import TABLES
+from tltlab.traces.trace import Manifest, Trace
 
 
 def quiet(_: str) -> None: ...

@@ -33,8 +33,8 @@ from tltlab.bench.train.run import (
 from tltlab.bench.train.texts import Setting, recipe_text, script_text, written_lines
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe import load_recipe
-from tltlab.schema import TABLES
-from tltlab.trace import Manifest, Trace
+from tltlab.traces.schema import TABLES
+from tltlab.traces.trace import Manifest, Trace
 
 SETTING = Setting(
     model=Path("/models/of our own"), reward="tltlab.runtime.tasks:subset_sum_reward", steps=5, prompts_per_step=24,

@@ -42,7 +42,7 @@ from tltlab.runtime.packing import pack
 from tltlab.runtime.target_states import FrozenTarget, hidden_states_of
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.strategy import Strategy
-from tltlab.token_times import RecordedResponse
+from tltlab.traces.token_times import RecordedResponse
 
 from .small_heads import made_head, made_sequence, made_target
 

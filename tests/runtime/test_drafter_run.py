@@ -26,7 +26,6 @@ import tltlab
 from tltlab.canary import CanaryConfig
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.recorder import repair
 from tltlab.runtime import trainer_processes
 from tltlab.runtime.buffer_file import read_data
 from tltlab.runtime.drafter_recipe import DrafterConfig
@@ -43,6 +42,7 @@ from tltlab.runtime.train import GrpoRun, train
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.recorder import repair
 
 from . import drafting_text as text
 

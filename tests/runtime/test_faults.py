@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 
 import tltlab
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.recorder import repair
 from tltlab.strategy import Strategy
+from tltlab.traces.recorder import repair
 
 SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", "2"))
 VICTIMS = {

@@ -6,12 +6,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab import metrics
 from tltlab.runtime.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.run_metrics import step_metrics
 from tltlab.runtime.step_rows import Row, StepReport, step_rows
-from tltlab.schema import Manifest
-from tltlab.trace import Trace
+from tltlab.traces import metrics
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 LENGTHS = [[4, 8], [16, 2]]
 """Response tokens of the two samples of prompts p0, on worker 0, and p1, on worker 1."""

@@ -29,8 +29,8 @@ from tltlab.runtime.heads import load_head, new_head
 from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.train_drafter import MARKER, WarmUpConfig, train_drafter
 from tltlab.runtime.train_drafter_command import train_drafter as command
-from tltlab.schema import Manifest
-from tltlab.trace import Trace
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
 

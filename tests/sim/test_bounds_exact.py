@@ -21,7 +21,7 @@ from tltlab.sim.luck import request_seeds, uniforms
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Manifest, Trace
+from tltlab.traces.trace import Manifest, Trace
 
 CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)

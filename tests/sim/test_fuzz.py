@@ -31,7 +31,7 @@ from tltlab.sim import SimResult, simulate
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 CAPACITY_TOKENS = st.integers(420, 2000)
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])

@@ -5,7 +5,7 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED
 from tltlab.sim.off_policy_truth import estimator_errors
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 TRACE = read("traces/tiny")
 SIBLINGS = {"kind": "siblings", "alone": 0.2, "most": 0.8, "exponent": 1.0}

@@ -23,7 +23,7 @@ from tltlab.sim.requests import Requests
 from tltlab.sim.walk import ReplayBatch, SampledBatch
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 SECONDS = st.floats(0, 1e-2)
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))

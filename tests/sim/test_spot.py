@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tltlab.coordinator import CoordinatorConfig
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import NoSpeculation
-from tltlab.schema import SPAN_KINDS, Manifest
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine
 from tltlab.sim.regime import Regimes
@@ -22,7 +21,8 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.spot import SpotTrainer
 from tltlab.spot_training import SpotTraining
 from tltlab.strategy import NO_SPECULATION
-from tltlab.trace import Trace
+from tltlab.traces.schema import SPAN_KINDS, Manifest
+from tltlab.traces.trace import Trace
 
 SIMPLE = SpotTraining(
     padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,

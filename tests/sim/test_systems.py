@@ -24,7 +24,7 @@ from tltlab.sim.systems import compare_systems
 from tltlab.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.system_binding import bind
 from tltlab.systems import SYSTEMS, Rung, System, one_strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 STAGES = StageCosts(

@@ -27,7 +27,7 @@ from tltlab.sim.tune import TuneResult, tune
 from tltlab.sim.tune_cases import Case, Cases
 from tltlab.sim.tune_search import GraphMemory, Prices
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 TINY = "traces/tiny"
 TRACE = log_normal(prompts=4, group_size=4, rl_steps=4, median=80, cap=400, workers=2)

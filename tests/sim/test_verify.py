@@ -18,7 +18,7 @@ from tltlab.sim import simulate
 from tltlab.sim.run_files import policies_in_force
 from tltlab.sim.verify import drawn_lengths, nearest, text, verify
 from tltlab.strategy import Strategy
-from tltlab.trace import read
+from tltlab.traces.trace import read
 from tltlab.verify_command import verify as command
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))

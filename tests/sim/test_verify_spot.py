@@ -16,7 +16,7 @@ from tltlab.sim.verify import text, verify
 from tltlab.sim.verify_spot import SpotRun
 from tltlab.spot_training import SpotTraining
 from tltlab.strategy import Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 from tltlab.verify_command import verify as command
 
 from ..spot_rows import frame, spot_rows

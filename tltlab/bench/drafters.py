@@ -17,7 +17,7 @@ import numpy as np
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError, InputError
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 CASES: dict[str, ModelFreeSpec] = {
     "ngram, request": NgramSpec(scope="request"),

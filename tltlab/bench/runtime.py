@@ -15,7 +15,6 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.metrics import tail_start
 from tltlab.policies.policy import (
     BegMabSpec,
     Bucket,
@@ -32,6 +31,7 @@ from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.make_model import MAX_RESPONSE_TOKENS, make_model
 from tltlab.runtime.recipe import DataConfig
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.metrics import tail_start
 
 from .speedups import Kind, Measured, PlainSteps, summarise
 
@@ -234,7 +234,7 @@ class _Bench:
 
 
 def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, round_: int) -> Measured:
-    """The figures of a rollout; its tail is `tltlab.metrics.tail_fraction`'s."""
+    """The figures of a rollout; its tail is `tltlab.traces.metrics.tail_fraction`'s."""
     lengths = [len(response.token_ids) for response in rollout.responses]
     tail = tail_start([response.t_finish for response in rollout.responses])
     verifying = [row for row in rollout.iterations if row["num_drafted"]]

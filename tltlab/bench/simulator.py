@@ -16,7 +16,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .baselines import closed_form_makespan_s, per_iteration_makespan_s
 

@@ -29,7 +29,7 @@ class Measured:
     `plain_s` is what plain decoding of the same lengths would take (`PlainSteps`), `tail_plain_s` its tail's part. The
     longest of a few hundred sampled responses varies by a third, and durations with it; seconds per plain second hardly
     vary with it, so their ratio is that of the durations that equal lengths would give. `num_pairs` are the (request,
-    iteration) pairs of iterations that verified drafts, as in `tltlab.metrics.mean_accept_length`.
+    iteration) pairs of iterations that verified drafts, as in `tltlab.traces.metrics.mean_accept_length`.
     """
 
     mode: str

@@ -14,10 +14,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from tltlab.describe import describe_stream, validate_stream
 from tltlab.errors import ConfigError
-from tltlab.schema import Manifest
-from tltlab.stream import StreamWriter, iter_rl_steps
+from tltlab.traces.describe import describe_stream, validate_stream
+from tltlab.traces.schema import Manifest
+from tltlab.traces.stream import StreamWriter, iter_rl_steps
 
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")

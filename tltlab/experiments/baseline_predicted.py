@@ -25,7 +25,7 @@ from tltlab.hardware import model as find_model
 from tltlab.length_model import REGIMES
 from tltlab.roofline import RooflineCosts
 from tltlab.stage_files import load_stages
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
 PAPER_RANGE = (1.7, 2.1)

@@ -33,7 +33,7 @@ from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
 from tltlab.length_model import of_regime
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 from . import EXPERIMENTS
 from .graph_memory_measured import cuda, measured_rows

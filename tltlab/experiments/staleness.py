@@ -21,7 +21,7 @@ from pydantic import Field
 from tltlab.charts import COLORS
 from tltlab.errors import ConfigError, RunError
 from tltlab.stats import Interval, paired_interval
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 from tltlab.training_schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 
 from . import EXPERIMENTS, trained_drafter

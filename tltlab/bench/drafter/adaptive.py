@@ -13,7 +13,7 @@ from tltlab.errors import RunError
 from tltlab.runtime.drafter_data import Text
 from tltlab.runtime.drafter_figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.stats import paired_interval
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .intervals import as_text, decimals, to_json
 from .runs import DRAFTER, Kind, Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside

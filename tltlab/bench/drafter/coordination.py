@@ -18,7 +18,7 @@ from tltlab.runtime.drafter_figures import IdleTime, idle_times
 from tltlab.runtime.recipe import Recipe
 from tltlab.runtime.step_rows import StepReport
 from tltlab.runtime.train import GrpoRun
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .intervals import as_text, mean_over_orders, to_json
 from .runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside

@@ -16,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.runtime.drafter_data import load_target
 from tltlab.runtime.environment import hardware, versions
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 from . import adaptive as bench_adaptive
 from . import by_product as bench_by_product

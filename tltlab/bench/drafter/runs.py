@@ -18,7 +18,7 @@ from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig,
 from tltlab.runtime.train import GrpoRun
 from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
 from tltlab.strategy import Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 from tltlab.training_schedule import ScheduleConfig
 
 from .texts import prompts_of, write_texts, written

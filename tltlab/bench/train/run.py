@@ -29,7 +29,7 @@ from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.make_model import Size, make_model
 from tltlab.runtime.measure import sample
 from tltlab.runtime.rewards import load_reward
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 from .figures import Block, summarise
 from .texts import Setting, recipe_text, script_text, written_lines

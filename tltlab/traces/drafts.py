@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .errors import ConfigError, TraceError
+from tltlab.errors import ConfigError, TraceError
+
 from .schema import KEY
 from .trace import Trace
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow.compute as pc
 
-from .errors import TraceError
+from tltlab.errors import TraceError
+
 from .trace import Trace
 
 Floats = npt.NDArray[np.float64]

@@ -14,8 +14,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from .errors import ConfigError, InputError, TraceError
-from .lengths_csv import tables_from_csv
+from tltlab.errors import ConfigError, InputError, TraceError
+
+from .csv import tables_from_csv
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .storage import FileTable, MemoryTable, ReadAhead, Table, fsync_folder, write_durably, write_parquet
 from .validate import Part, check, conform

@@ -25,7 +25,8 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .errors import ConfigError, TraceError
+from tltlab.errors import ConfigError, TraceError
+
 from .schema import MANIFEST_FILE, TABLES, Manifest
 from .storage import fsync_folder, write_durably
 

@@ -18,9 +18,10 @@ from typing import Any, Self
 import numpy as np
 import pyarrow as pa
 
-from .errors import ConfigError, RunError, TraceError
-from .recording_folder import cut, lock, new_recording, recording_of, write_chunk
-from .reopen import reopen
+from tltlab.errors import ConfigError, RunError, TraceError
+
+from .recording import cut, lock, new_recording, recording_of, write_chunk
+from .recovery import reopen
 from .repair import finish, flushed, repair
 from .schema import TABLES, Manifest
 from .trace import Trace, refuse_foreign_target

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from .errors import ConfigError, RunError
-from .recording_folder import chunks_of, cut, lock, new_recording, readable, recording_of
+from tltlab.errors import ConfigError, RunError
+
+from .recording import chunks_of, cut, lock, new_recording, readable, recording_of
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .storage import fsync_folder, write_durably
 from .trace import Trace, is_trace, read, refuse_foreign_target

@@ -16,7 +16,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from .errors import TraceError
+from tltlab.errors import TraceError
+
 from .schema import FINISH_REASONS, KEY, TABLES, TRAINING_ENDS, UNIQUE
 
 Mask = npt.NDArray[np.bool_]

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .errors import TraceError
+from tltlab.errors import TraceError
+
 from .schema import TABLES
 from .validate import Ints, Part, check_columns, conform
 

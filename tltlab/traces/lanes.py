@@ -8,8 +8,9 @@ from typing import Any, Literal
 import numpy as np
 import pandas as pd
 
+from tltlab.errors import TraceError
+
 from . import metrics
-from .errors import TraceError
 from .trace import Trace
 
 COLUMNS = ["lane", "kind", "start_s", "end_s"]

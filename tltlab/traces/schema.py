@@ -15,8 +15,8 @@ from typing import Any, Literal, Self
 import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .config import faults
-from .errors import TraceError
+from tltlab.config import faults
+from tltlab.errors import TraceError
 
 FORMAT = "tltlab-trace"
 VERSION = 1

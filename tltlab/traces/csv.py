@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .errors import ConfigError, TraceError
+from tltlab.errors import ConfigError, TraceError
+
 from .schema import Manifest
 
 LENGTH_COLUMNS = ("response_tokens", "length", "lengths", "tokens", "response_length", "output_tokens")

@@ -12,7 +12,8 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .errors import InputError, TraceError
+from tltlab.errors import InputError, TraceError
+
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .storage import fsync_file, parquet_writer, write_durably
 from .trace import cannot_write, checked, new_folder, read

@@ -13,8 +13,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .errors import ConfigError, TraceError
-from .recording_folder import SUFFIX, Chunk, chunks_of, lock, readable, recording_of, tables_of
+from tltlab.errors import ConfigError, TraceError
+
+from .recording import SUFFIX, Chunk, chunks_of, lock, readable, recording_of, tables_of
 from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
 from .trace import Trace, cannot_write, is_trace, locate, read, refuse_foreign_target
 
