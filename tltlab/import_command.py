@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from tltlab.importers.formats import FORMATS, import_dump
+from tltlab.importers.token_counts import token_counter
 from tltlab.traces.describe import count
 
 from .console import Json, emit, progress
 from .errors import ConfigError
-from .importers import FORMATS, import_dump
-from .token_counts import token_counter
 
 
 def import_trace(

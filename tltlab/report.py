@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, read
 
 from .errors import ConfigError
@@ -17,7 +18,6 @@ from .report_page import Page, number, write_page
 from .report_rollout import lengths_part, steps_part, steps_rows, timeline_part
 from .report_speculation import acceptance_part, arms_part
 from .report_verify import verify_part
-from .traces import metrics
 
 RESULT = "result.json"
 

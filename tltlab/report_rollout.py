@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.traces import metrics
 from tltlab.traces.lanes import median_step
 from tltlab.traces.trace import Trace
 
@@ -13,7 +14,6 @@ from .charts import lines, shares
 from .errors import TltlabError
 from .plot import timeline
 from .report_page import Absent, Block, Part, Picture, Section, number, records
-from .traces import metrics
 
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200

@@ -12,7 +12,7 @@ from tltlab.batch_times import batch_weights, mean_contexts, weights_of
 from tltlab.buckets import BucketPlan, plan_buckets
 from tltlab.errors import ConfigError
 from tltlab.graph_pool import GraphPool, plan_bucketed, sglang_sizes
-from tltlab.lengths import of_lengths
+from tltlab.importers.lengths import of_lengths
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)

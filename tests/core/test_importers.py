@@ -14,8 +14,8 @@ from typer.main import get_command
 from tltlab import cli
 from tltlab.errors import ConfigError, TraceError
 from tltlab.import_command import import_trace
-from tltlab.importers import guess, import_dump
-from tltlab.token_counts import CharsPerToken, FolderTokenizer, token_counter
+from tltlab.importers.formats import guess, import_dump
+from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces.trace import read
 
 

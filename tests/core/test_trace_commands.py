@@ -9,7 +9,7 @@ from typer.main import get_command
 from tltlab import cli
 from tltlab.errors import TraceError
 from tltlab.generate import log_normal
-from tltlab.lengths import from_csv
+from tltlab.importers.lengths import from_csv
 from tltlab.timeline_command import timeline
 from tltlab.trace_commands import app
 from tltlab.traces.recorder import Recorder

@@ -24,7 +24,7 @@ from tltlab.acceptance import (
 )
 from tltlab.cost import CostModel, LinearCosts
 from tltlab.cost_files import load_costs
-from tltlab.lengths import of_lengths
+from tltlab.importers.lengths import of_lengths
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
 from tltlab.policies.selector import Selector
 from tltlab.sim import SimResult, simulate

@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from .dump_rows import Row
-from .errors import TraceError
+from tltlab.errors import TraceError
+
+from .rows import Row
 
 STOPPED = {"stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls", "function_call"}
 CUT = {"length", "max_tokens", "max_length"}

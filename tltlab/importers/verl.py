@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .dump_rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
-from .errors import TraceError
-from .import_responses import Imported, Response, finish_reason, text_id
+from tltlab.errors import TraceError
+
+from .responses import Imported, Response, finish_reason, text_id
+from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
 from .token_counts import TokenCounter
 
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from .errors import TraceError
+from tltlab.errors import TraceError
 
 PROMPT_TOKENS = (
     "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",

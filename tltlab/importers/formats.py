@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
+from tltlab.errors import ConfigError, TraceError
 from tltlab.traces.csv import tables_from_csv
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .dump_rows import Row, rows_of
-from .errors import ConfigError, TraceError
-from .import_responses import Imported, group_size_of, tables_of_responses
-from .import_trl import read_trl, trl_files
-from .import_verl import read_verl, verl_files
-from .import_vllm import is_request, read_vllm
+from .responses import Imported, group_size_of, tables_of_responses
+from .rows import Row, rows_of
 from .token_counts import NoTokenCounter, TokenCounter
+from .trl import read_trl, trl_files
+from .verl import read_verl, verl_files
+from .vllm import is_request, read_vllm
 
 Format = Literal["verl", "trl", "vllm", "csv"]
 FORMATS: tuple[Format, ...] = get_args(Format)

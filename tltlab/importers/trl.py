@@ -15,11 +15,12 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 
-from .dump_rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
-from .errors import TraceError
-from .import_responses import Imported, Response, finish_reason, text_id
-from .import_verl import has_lengths, text_lengths
+from tltlab.errors import TraceError
+
+from .responses import Imported, Response, finish_reason, text_id
+from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
 from .token_counts import TokenCounter
+from .verl import has_lengths, text_lengths
 
 _STEP_OF_NAME = re.compile(r"completions_(\d+)")
 _NO_REWARD = {"step", "advantage", *PROMPT_TOKENS, *RESPONSE_TOKENS}

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .dump_rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
-from .import_responses import Imported, Response, finish_reason, text_id
+from .responses import Imported, Response, finish_reason, text_id
+from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
 
 RL_STEP = ("rl_step", "step")
 PROMPT = ("prompt_id", "group_id")

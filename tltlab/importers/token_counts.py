@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
 
 _BATCH_TEXTS = 256
 
