@@ -31,7 +31,7 @@ import tltlab
 from tltlab import Policy, Strategy
 from tltlab.acceptance import FreshAcceptance, GeometricAcceptance
 from tltlab.charts import lines
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.state import DrafterState

@@ -11,7 +11,7 @@ from tltlab.calibrate import calibrate, command, iteration_times, parse_rl_steps
 from tltlab.cost import FAR_TOKENS, LinearCosts
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.strategy import Strategy
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace

@@ -17,7 +17,7 @@ from tltlab.cost_fits import fit_points, fit_trace
 from tltlab.cost_ways import Hardware
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.residuals import folds, held_out_errors
 from tltlab.roofline import Constants, RooflineCosts

@@ -10,7 +10,7 @@ from tltlab.config import shown
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
-from tltlab.length_model import LengthModel
+from tltlab.lengths.model import LengthModel
 from tltlab.policies.policy import load_policy
 from tltlab.stage_files import load_stages
 from tltlab.traces.schema import Manifest

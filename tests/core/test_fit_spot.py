@@ -11,7 +11,7 @@ from tltlab.acceptance import FreshAcceptance, load_acceptance
 from tltlab.calibrate import command
 from tltlab.errors import ConfigError
 from tltlab.fit_spot import fit_spot, recorded_updates
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.spot_training import SpotTraining
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest

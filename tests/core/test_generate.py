@@ -15,10 +15,10 @@ from typer.main import get_command
 
 from tltlab import cli
 from tltlab.errors import ConfigError
-from tltlab.fit_lengths import _survival, fit_lengths, statistics
-from tltlab.generate import generate, generate_steps
 from tltlab.generate_command import generate as command
-from tltlab.length_model import REGIMES, LengthModel, of_regime
+from tltlab.lengths.fit import _survival, fit_lengths, statistics
+from tltlab.lengths.generate import generate, generate_steps
+from tltlab.lengths.model import REGIMES, LengthModel, of_regime
 from tltlab.traces import metrics
 from tltlab.traces.csv import tables_of_lengths
 from tltlab.traces.schema import Manifest

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import TraceError
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.traces import metrics
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.perfetto import to_perfetto, write_perfetto
 from tltlab.plot import timeline
 from tltlab.sim import simulate

@@ -8,8 +8,8 @@ from typer.main import get_command
 
 from tltlab import cli
 from tltlab.errors import TraceError
-from tltlab.generate import log_normal
 from tltlab.importers.lengths import from_csv
+from tltlab.lengths.generate import log_normal
 from tltlab.timeline_command import timeline
 from tltlab.trace_commands import app
 from tltlab.traces.recorder import Recorder

@@ -15,7 +15,7 @@ import pytest
 
 import tltlab
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.runtime.environment import run_json
 from tltlab.runtime.policy_rounds import all_drafters, explore_all, run_to_verify

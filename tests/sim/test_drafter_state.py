@@ -13,7 +13,7 @@ from tltlab.acceptance import CurveAcceptance, FreshAcceptance, GeometricAccepta
 from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate

@@ -10,8 +10,8 @@ from tltlab.acceptance import GeometricAcceptance
 from tltlab.cost import LinearCosts
 from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError
-from tltlab.generate import generate, log_normal
-from tltlab.length_model import of_regime
+from tltlab.lengths.generate import generate, log_normal
+from tltlab.lengths.model import of_regime
 from tltlab.policies.policy import FixedSpec, LengthAwareBudgetSpec, Policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.rates import Rates

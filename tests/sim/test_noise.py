@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tltlab.bench.simulator import COSTS
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.noise import Block, IterationNoise
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import Scenario, simulate

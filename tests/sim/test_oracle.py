@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
 from tltlab.cost import LinearCosts
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.selector import Selector
 from tltlab.sim.batch import FluidBatch
 from tltlab.sim.engine import Engine

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tltlab.bench.baselines import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.cost import LinearCosts
-from tltlab.generate import log_normal
 from tltlab.importers.lengths import of_lengths
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.scenario import Scenario

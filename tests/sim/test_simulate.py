@@ -14,7 +14,7 @@ from tltlab.acceptance import FittedAcceptance, FittedDepth
 from tltlab.calibrate import calibrate
 from tltlab.cost import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import SimResult, simulate

@@ -17,7 +17,7 @@ from tltlab.bench.simulator import COSTS
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.sim import Colocated, Separate, run_steps, simulate
 from tltlab.sim.system_run import on_gpus, simulate_system
 from tltlab.sim.systems import compare_systems

@@ -16,8 +16,8 @@ from tltlab.bench.simulator import COSTS
 from tltlab.cli import main
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
 from tltlab.graph_pool import GraphPool, plan_for, sglang_sizes
+from tltlab.lengths.generate import log_normal
 from tltlab.noise import IterationNoise
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate

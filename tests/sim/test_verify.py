@@ -12,7 +12,7 @@ import pytest
 import tltlab
 from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.run_files import policies_in_force

@@ -9,7 +9,7 @@ import pytest
 
 from tltlab.acceptance import FreshAcceptance, Freshness, GeometricAcceptance
 from tltlab.bench.simulator import COSTS
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.sim import simulate
 from tltlab.sim.verify import text, verify

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.cost import LinearCosts
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep

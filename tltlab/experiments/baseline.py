@@ -40,7 +40,7 @@ class Settings:
 
     `model` is a folder of `tltlab make-model`, else one of `size` is trained; `measured` is a file that `tltlab bench
     runtime --out` wrote, taken instead of measuring. `models` and what follows are the predicted part's: `lengths` are
-    regimes of `tltlab.length_model` or "long-tail", `decision_block` is how many iterations a bandit's decision holds.
+    regimes of `tltlab.lengths.model` or "long-tail", `decision_block` is how many iterations a bandit's decision holds.
     """
 
     parts: tuple[Part, ...] = ("measured", "predicted")

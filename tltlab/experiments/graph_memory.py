@@ -27,11 +27,11 @@ from tltlab.charts import COLORS
 from tltlab.cost import CostModel
 from tltlab.cost_files import load_costs
 from tltlab.errors import ConfigError
-from tltlab.generate import generate
 from tltlab.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
 from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
-from tltlab.length_model import of_regime
+from tltlab.lengths.generate import generate
+from tltlab.lengths.model import of_regime
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from .config import faults
-from .errors import ConfigError
-from .files import read_json, write_json
+from tltlab.config import faults
+from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
 
 Floats = npt.NDArray[np.float64]
 Share = Annotated[float, Field(ge=0, le=1)]

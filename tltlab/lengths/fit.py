@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.errors import ConfigError
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.trace import Trace
 
-from .errors import ConfigError
-from .length_model import LengthModel
+from .model import LengthModel
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .errors import ConfigError
-from .length_model import REGIMES, LengthModel
+from .model import REGIMES, LengthModel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
