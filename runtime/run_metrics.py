@@ -21,7 +21,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str,
 
     `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
-    `tltlab.traces.metrics` of this step, reckoned from the rows as they are, since a trace made of them takes twenty times as
+    `tltlab.traces.metrics` of this step, reckoned from the rows as they are: a trace made of them takes twenty times as
     long. `length/*`: tokens of the responses that ended, percentiles linear between ranks;
     `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter
     in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and driver, over

@@ -60,7 +60,7 @@ class SimResult:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The keys of `tltlab simulate --json`: `tltlab.traces.metrics.summary` of the trace, the bound and the wall time.
+        """The keys of `tltlab simulate --json`: `tltlab.traces.metrics.summary` of the trace, the bound, the wall time.
 
         `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
         `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
