@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tltlab.acceptance import FloatArray, RequestAcceptance, Settled, TraceAcceptance
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 
 from .batch import TOLERANCE_TOKENS
 from .luck import request_seeds, uniforms

@@ -10,11 +10,11 @@ import typer
 from tltlab.acceptance import Acceptance, FreshAcceptance
 from tltlab.calibrate import parse_rl_steps
 from tltlab.console import Json, emit
-from tltlab.cost import LinearCosts
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
-from tltlab.stage_files import load_stages
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.systems import SYSTEMS
 from tltlab.traces.schema import MANIFEST_FILE

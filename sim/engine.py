@@ -23,9 +23,9 @@ from typing import Any, Protocol, TypeGuard
 import numpy as np
 import simpy
 
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
+from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
-from tltlab.noise import IterationNoise
 from tltlab.policies.selector import Selector
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from scipy.special import ndtr, ndtri
 
-from tltlab.noise import IterationNoise
+from tltlab.costs.noise import IterationNoise
 
 from .batch import Floats
 from .luck import request_seeds, uniforms

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import SerializeAsAny
 
 from tltlab.acceptance import Acceptance, AcceptanceModel, FloatArray, FreshAcceptance
-from tltlab.cost import CostModel, IterationCost
+from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 

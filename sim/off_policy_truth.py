@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.acceptance import Acceptance, AcceptanceModel, fresh
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.logged_decisions import Logged, logged_decisions
 from tltlab.off_policy import estimate, folds_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 from tltlab.policies.selector import Selector
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tltlab.acceptance import AcceptanceModel, FreshAcceptance, fresh
-from tltlab.cost import IterationCost
+from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector

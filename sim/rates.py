@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tltlab.acceptance import AcceptanceModel, RequestAcceptance, per_request
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState

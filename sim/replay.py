@@ -18,7 +18,7 @@ from tltlab.acceptance import (
     AcceptanceModel,
     FreshAcceptance,
 )
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.spot_training import SpotTraining
 from tltlab.traces import metrics

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 import simpy
 
+from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
 from tltlab.errors import ConfigError
-from tltlab.stages import STAGES, StageCosts, StepWorkload
 from tltlab.traces.trace import Trace
 
 from .engine import Rollout

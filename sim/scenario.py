@@ -22,8 +22,8 @@ from tltlab.acceptance import (
 )
 from tltlab.config import faults
 from tltlab.coordinator import CoordinatorConfig
-from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.files import read_json

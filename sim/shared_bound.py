@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 
 from .batch import TOLERANCE_TOKENS, Floats
 from .regime import Regimes

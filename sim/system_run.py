@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.acceptance import Acceptance, TraceAcceptance
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
+from tltlab.costs.stage_files import load_stages
+from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.spot_training import SpotTraining
-from tltlab.stage_files import load_stages
-from tltlab.stages import StageCosts
 from tltlab.system_binding import BoundSystem, bind
 from tltlab.systems import System, find_systems
 from tltlab.traces.trace import Trace

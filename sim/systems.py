@@ -13,10 +13,10 @@ import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
 from tltlab.acceptance import Acceptance, AcceptanceModel, RequestAcceptance, TraceAcceptance, fresh, load_acceptance
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
+from tltlab.costs.stage_files import load_stages
+from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
-from tltlab.stage_files import load_stages
-from tltlab.stages import StageCosts
 from tltlab.state import DrafterState
 from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE

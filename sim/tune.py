@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.acceptance import Acceptance
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.strategy import Strategy

@@ -10,15 +10,16 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.table import TableCosts
 from tltlab.traces.trace import Trace, read
 
 from .acceptance import BatchAcceptance, FreshAcceptance, Freshness
 from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
 from .acceptance_fits import AcceptanceFit, fit_kind
 from .console import Json, emit
-from .cost import CostModel, LinearCosts
 from .cost_fits import CostFit, fit_points, fit_trace
-from .cost_table import TableCosts
 from .cost_ways import KINDS, Hardware, iterations_of
 from .errors import ConfigError
 from .files import write_json
@@ -28,7 +29,6 @@ from .fit_linear import fit_rows, predict, rows_of
 from .fit_spot import SpotFit, fit_spot
 from .fit_stages import StageFit, fit_stages
 from .residuals import held_out_table, table
-from .roofline import RooflineCosts
 from .spot_training import SpotTraining
 from .step_times import read_step_times
 

@@ -11,7 +11,7 @@ from .errors import ConfigError
 from .strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
-    from .cost import CostModel
+    from tltlab.costs.base import CostModel
 
 
 def costs(
@@ -33,7 +33,7 @@ def costs(
 
     Example: tltlab costs h100-qwen2.5-32b-tp4 --batch 1,8,32 --context 4096 --strategy 8,8,48 --accept-length 7.2
     """
-    from .cost_files import load_costs, presets
+    from tltlab.costs.load import load_costs, presets
 
     if name is None:
         listed = [_described(preset, load_costs(preset)) for preset in presets()]

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from tltlab.costs.base import CostModel
+from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.traces.trace import Trace
 
-from .cost import CostModel
 from .cost_ways import Data, Hardware, Way, iterations_of, table_of_points, way_of_points, way_of_trace
 from .errors import ConfigError
 from .fit import FloatArray
-from .noise import IterationNoise, fit_noise
 from .residuals import MOST_FOLDS, coverage, folds, held_out_errors, regimes, residuals, worker_sums
 
 

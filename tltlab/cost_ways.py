@@ -9,17 +9,17 @@ from typing import Generic, TypeVar
 import numpy as np
 import pandas as pd
 
+from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.table import Roofline
 from tltlab.traces.trace import Trace
 
 from . import fit_linear, fit_roofline, fit_table
-from .cost import CalibratedRange, CostModel, LinearCosts
-from .cost_table import Roofline
 from .errors import ConfigError
 from .fit import FloatArray
 from .hardware import gpu, model
 from .measurements import COLUMNS, from_iterations
 from .residuals import REGIMES, regimes, worker_sums
-from .roofline import RooflineCosts
 from .strategy import MODEL_FREE, NO_SPECULATION, Strategy
 
 KINDS = ("linear", "roofline", "table")

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .cost import FAR_TOKENS, CalibratedRange, LinearCosts
+from tltlab.costs.base import FAR_TOKENS, CalibratedRange, LinearCosts
+
 from .fit import FloatArray, fit
 from .growing import non_negative
 from .residuals import NUM_BANDS, band, regimes

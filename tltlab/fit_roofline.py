@@ -10,10 +10,19 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
-from .cost import CalibratedRange
+from tltlab.costs.base import CalibratedRange
+from tltlab.costs.roofline import (
+    Constants,
+    Ideal,
+    RooflineCosts,
+    context_slope_s,
+    draft_level_s,
+    forward_s,
+    prefill_token_s,
+)
+
 from .errors import ConfigError
 from .hardware import gpu, model
-from .roofline import Constants, Ideal, RooflineCosts, context_slope_s, draft_level_s, forward_s, prefill_token_s
 
 FloatArray = npt.NDArray[np.float64]
 UNKNOWN_CONTEXT = (1024.0, 16384.0)

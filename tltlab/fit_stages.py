@@ -13,12 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.costs.stages import (
+    STAGES,
+    InferenceCosts,
+    RewardCosts,
+    StageCosts,
+    StepWorkload,
+    SyncCosts,
+    TrainCosts,
+    Trained,
+)
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
 from .errors import TraceError
 from .fit import fit
-from .stages import STAGES, InferenceCosts, RewardCosts, StageCosts, StepWorkload, SyncCosts, TrainCosts, Trained
 
 Floats = npt.NDArray[np.float64]
 Columns = Callable[[StepWorkload], dict[str, float]]

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.costs.base import CalibratedRange, CostModel
+from tltlab.costs.table import Roofline, TableCosts, TokenKnot
 from tltlab.traces.trace import Trace
 
-from .cost import CalibratedRange, CostModel
-from .cost_table import Roofline, TableCosts, TokenKnot
 from .errors import ConfigError
 from .fit import FloatArray, fit
 from .growing import (

@@ -11,7 +11,8 @@ from itertools import pairwise
 import numpy as np
 from sklearn.linear_model import LinearRegression
 
-from .cost_table import AttentionKnot, TokenKnot
+from tltlab.costs.table import AttentionKnot, TokenKnot
+
 from .fit import FloatArray, identified
 
 LEAST_S = 1e-9

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .cost_table import AttentionKnot, smooth_max
+from tltlab.costs.table import AttentionKnot, smooth_max
+
 from .errors import ConfigError
 from .fit import FloatArray
 from .growing import attention_knots, context_columns, fixed_columns, non_negative

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tltlab.costs.base import CostModel
 from tltlab.traces.trace import Trace
 
-from .cost import CostModel
 from .errors import ConfigError
 from .signatures_bandit import explores_more_than_it_finds, one_arm_per_bucket
 from .signatures_evidence import RunEvidence

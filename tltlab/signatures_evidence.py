@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.load import load_costs
 from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace, read
 
-from .cost import CostModel, LinearCosts
-from .cost_files import load_costs
 from .errors import TltlabError, TraceError
 from .fit_linear import covered, fit_rows, predict, rows_of
 from .signatures_finding import NotChecked

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 from pydantic import SerializeAsAny
 
+from tltlab.costs.base import CostModel
 from tltlab.policies.policy import Bucket, Policy
 
 from .acceptance import (
@@ -23,7 +24,6 @@ from .acceptance import (
     TreeAcceptance,
     fresh,
 )
-from .cost import CostModel
 from .errors import ConfigError
 from .spot_training import SpotTraining
 from .strategy import MODEL_FREE, Strategy

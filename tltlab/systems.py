@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec
 from tltlab.policies.policy import (
     Activation,
@@ -27,7 +28,6 @@ from tltlab.policies.policy import (
 )
 from tltlab.policies.specs import SelectorSpec
 
-from .cost import CostModel
 from .errors import ConfigError
 from .spot_training import SpotTraining
 from .strategy import NO_SPECULATION, Strategy

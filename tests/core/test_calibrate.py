@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from tltlab.calibrate import calibrate, command, iteration_times, parse_rl_steps
-from tltlab.cost import FAR_TOKENS, LinearCosts
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import FAR_TOKENS, LinearCosts
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.strategy import Strategy

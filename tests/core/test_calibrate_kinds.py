@@ -11,18 +11,18 @@ import pytest
 from tltlab.acceptance import GeometricAcceptance, SiblingAcceptance, load_acceptance
 from tltlab.acceptance_fits import fit_kind
 from tltlab.calibrate import command
-from tltlab.cost import CostModel, LinearCosts
-from tltlab.cost_files import load_costs
 from tltlab.cost_fits import fit_points, fit_trace
 from tltlab.cost_ways import Hardware
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import Constants, RooflineCosts
+from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.residuals import folds, held_out_errors
-from tltlab.roofline import Constants, RooflineCosts
 from tltlab.sim.replay import simulate
-from tltlab.stage_files import load_stages
 from tltlab.state import DrafterState
 from tltlab.step_times import checked, read_step_times
 from tltlab.strategy import NO_SPECULATION, Strategy

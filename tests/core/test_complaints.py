@@ -7,12 +7,12 @@ import pytest
 
 from tltlab.acceptance import load_acceptance
 from tltlab.config import shown
-from tltlab.cost_files import load_costs
+from tltlab.costs.load import load_costs
+from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
 from tltlab.lengths.model import LengthModel
 from tltlab.policies.policy import load_policy
-from tltlab.stage_files import load_stages
 from tltlab.traces.schema import Manifest
 
 LONG = "x" * 10_000

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cost import LinearCosts, padded
-from tltlab.cost_files import load_costs, presets
+from tltlab.costs.base import LinearCosts, padded
+from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.cost_command import costs
-from tltlab.cost_files import load_costs, presets
+from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -20,8 +20,8 @@ from tltlab.bench.engine_overhead import (
     with_speculation,
 )
 from tltlab.calibrate import calibrate
-from tltlab.cost_files import load_costs
-from tltlab.cost_table import Roofline, TableCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
 from tltlab.fit_table import from_kernels, from_measurements, from_trace, predict_iterations, rollout_sums
 from tltlab.hardware import gpu, model

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.cost import LinearCosts
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.policies.goodput import Goodput
 from tltlab.state import StepOutcome, StepState

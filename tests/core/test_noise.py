@@ -7,9 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from tltlab.calibrate import calibrate
-from tltlab.cost import LinearCosts
-from tltlab.cost_files import load_costs
-from tltlab.noise import Block, IterationNoise, fit_noise
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.noise import Block, IterationNoise, fit_noise
 from tltlab.traces.trace import read
 
 RNG = np.random.default_rng(0)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.bench.roofline import COLUMNS, fitted, presets, rows
-from tltlab.cost_files import load_costs
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.transfer import shares
 

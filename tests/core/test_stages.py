@@ -9,11 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.errors import ConfigError, TraceError
-from tltlab.fit_stages import fit_stages, workloads
-from tltlab.hardware import gpu, model
-from tltlab.stage_files import load_stages, stage_presets
-from tltlab.stages import (
+from tltlab.costs.stage_files import load_stages, stage_presets
+from tltlab.costs.stages import (
     InferenceCosts,
     RewardCosts,
     StageCosts,
@@ -22,6 +19,9 @@ from tltlab.stages import (
     TrainCosts,
     end_to_end_speedup,
 )  # fmt: skip
+from tltlab.errors import ConfigError, TraceError
+from tltlab.fit_stages import fit_stages, workloads
+from tltlab.hardware import gpu, model
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 

@@ -11,7 +11,7 @@ from tltlab.acceptance import (
     GeometricAcceptance,
     load_acceptance,
 )
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.acceptance import GeometricAcceptance
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
 from tltlab.sim.luck import request_seeds, uniforms

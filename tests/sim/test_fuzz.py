@@ -22,8 +22,8 @@ from tltlab.acceptance import (
     SiblingAcceptance,
     load_acceptance,
 )
-from tltlab.cost import CostModel, LinearCosts
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.load import load_costs
 from tltlab.importers.lengths import of_lengths
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
 from tltlab.policies.selector import Selector

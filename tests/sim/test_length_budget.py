@@ -7,7 +7,7 @@ import pytest
 
 import tltlab
 from tltlab.acceptance import GeometricAcceptance
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import generate, log_normal

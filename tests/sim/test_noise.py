@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tltlab.bench.simulator import COSTS
+from tltlab.costs.noise import Block, IterationNoise
 from tltlab.lengths.generate import log_normal
-from tltlab.noise import Block, IterationNoise
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.noise_draws import NoiseDraws

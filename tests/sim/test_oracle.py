@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.acceptance import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.selector import Selector
 from tltlab.sim.batch import FluidBatch

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.bench.baselines import closed_form_makespan_s, per_iteration_makespan_s
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.importers.lengths import of_lengths
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy

@@ -20,7 +20,7 @@ from tltlab.acceptance import (
     per_request,
 )
 from tltlab.acceptance_requests import KnownLevel
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector

@@ -10,11 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tltlab.costs.stages import (
+    STAGES,
+    InferenceCosts,
+    RewardCosts,
+    StageCosts,
+    SyncCosts,
+    TrainCosts,
+    end_to_end_speedup,
+)
 from tltlab.errors import ConfigError
 from tltlab.sim import simulate
 from tltlab.sim.rl_step import RunResult, run_steps, summary
 from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
-from tltlab.stages import STAGES, InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts, end_to_end_speedup
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes
 from tltlab.traces.trace import read

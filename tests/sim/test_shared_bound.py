@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance import GeometricAcceptance
 from tltlab.bench.simulator import COSTS, example_table
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.importers.lengths import of_lengths
 from tltlab.policies.policy import load_policy
 from tltlab.sim.bounds import largest_batch, lower_bound_s

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance import FittedAcceptance, FittedDepth
 from tltlab.calibrate import calibrate
-from tltlab.cost import CalibratedRange, LinearCosts
+from tltlab.costs.base import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy

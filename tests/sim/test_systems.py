@@ -14,14 +14,14 @@ import tltlab
 from tltlab import cli
 from tltlab.acceptance import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
-from tltlab.cost_files import load_costs
+from tltlab.costs.load import load_costs
+from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
 from tltlab.freshness import Freshness
 from tltlab.lengths.generate import log_normal
 from tltlab.sim import Colocated, Separate, run_steps, simulate
 from tltlab.sim.system_run import on_gpus, simulate_system
 from tltlab.sim.systems import compare_systems
-from tltlab.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.system_binding import bind
 from tltlab.systems import SYSTEMS, Rung, System, one_strategy
 from tltlab.traces.trace import Trace

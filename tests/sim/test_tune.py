@@ -14,11 +14,11 @@ import pytest
 from tltlab.acceptance import GeometricAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
 from tltlab.cli import main
-from tltlab.cost_files import load_costs
+from tltlab.costs.load import load_costs
+from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.lengths.generate import log_normal
-from tltlab.noise import IterationNoise
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.off_costs import OffAcceptance, OffCosts, corners

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from tltlab.cost import CostModel
+from tltlab.costs.base import CostModel
 from tltlab.sim.requests import Requests
 from tltlab.strategy import NO_SPECULATION
 

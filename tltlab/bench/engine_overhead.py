@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tltlab.cost_table import TableCosts
+from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.fit import FloatArray
 from tltlab.fit_table import from_kernels

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from tltlab.cost import CalibratedRange
+from tltlab.costs.base import CalibratedRange
+from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.fit_roofline import Fitted, FloatArray, fit, predict
 from tltlab.measured_data import fits_kv_cache, measured_table
 from tltlab.measurements import from_speedups, from_tpot, from_waves
-from tltlab.roofline import Constants, RooflineCosts
 from tltlab.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
 
 _DECODE = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms", "silicon_ttft_ms")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.cost import LinearCosts
+from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim.scenario import Scenario

@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu as find_gpu
 from tltlab.hardware import kv_capacity_tokens
 from tltlab.hardware import model as find_model
 from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import REGIMES
-from tltlab.roofline import RooflineCosts
-from tltlab.stage_files import load_stages
 from tltlab.traces.trace import Trace
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"

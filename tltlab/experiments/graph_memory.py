@@ -24,8 +24,8 @@ from tltlab.batch_times import batch_weights, mean_contexts
 from tltlab.bench import graph_pool as tlt
 from tltlab.buckets import plan_buckets
 from tltlab.charts import COLORS
-from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
 from tltlab.hardware import ModelShape

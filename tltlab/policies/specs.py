@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic import model_validator as validator
 
-from tltlab.cost_files import load_costs
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector

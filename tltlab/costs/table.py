@@ -12,10 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .cost import CalibratedRange, CostModel, IterationCost, Seconds, padded
-from .errors import ConfigError
-from .hardware import gpu, model, per_gpu_heads
-from .strategy import MODEL_FREE, Strategy
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, model, per_gpu_heads
+from tltlab.strategy import MODEL_FREE, Strategy
+
+from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
 
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""

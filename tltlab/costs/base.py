@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from .errors import ConfigError
-from .files import write_json
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.strategy import Strategy
+
 from .noise import IterationNoise
-from .strategy import Strategy
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 FAR_TOKENS = 128

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .cost import CostModel, IterationCost, Seconds, padded
-from .errors import ConfigError
-from .hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
-from .strategy import MODEL_FREE, Strategy
+from tltlab.errors import ConfigError
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
+from tltlab.strategy import MODEL_FREE, Strategy
+
+from .base import CostModel, IterationCost, Seconds, padded
 
 Numbers = float | npt.NDArray[np.float64]
 Share = Annotated[float, Field(gt=0, le=1)]

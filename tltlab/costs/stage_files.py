@@ -9,10 +9,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
-from .errors import ConfigError
-from .files import read_json
-from .hardware import gpu as find_gpu
-from .hardware import model as find_model
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.hardware import gpu as find_gpu
+from tltlab.hardware import model as find_model
+
 from .stages import GpuCount, Positive, Record, RewardCosts, Seconds, StageCosts, Trained, checked
 
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -48,7 +49,7 @@ _FILE: TypeAdapter[StageCosts | RooflineStages] = TypeAdapter(
 
 def stage_presets() -> list[str]:
     """Names of the stage costs that ship with the package."""
-    return sorted(f.name.removesuffix(".json") for f in (files("tltlab") / "stage_presets").iterdir())
+    return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / "stage_presets").iterdir())
 
 
 def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
@@ -73,7 +74,7 @@ def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
 
 def _read(source: str | Path) -> Any:
     if isinstance(source, str) and source in stage_presets():
-        return json.loads((files("tltlab") / "stage_presets" / f"{source}.json").read_text())
+        return json.loads((files("tltlab.costs") / "stage_presets" / f"{source}.json").read_text())
     if not Path(source).exists():
         raise ConfigError(
             f"no stage costs at {source}: give a JSON file or one of the presets {', '.join(stage_presets())}"

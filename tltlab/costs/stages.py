@@ -16,10 +16,10 @@ import numpy.typing as npt
 import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from .config import faults
-from .errors import ConfigError
-from .files import write_json
-from .hardware import BYTES_PER_VALUE, Gpu, ModelShape
+from tltlab.config import faults
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

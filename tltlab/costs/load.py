@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .config import dotted, faults
-from .cost import CostModel, LinearCosts
-from .cost_table import TableCosts
-from .errors import ConfigError
-from .files import read_json
+from tltlab.config import dotted, faults
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+
+from .base import CostModel, LinearCosts
 from .roofline import RooflineCosts
+from .table import TableCosts
 
 _File = Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
 _FILE: TypeAdapter[LinearCosts | RooflineCosts | TableCosts] = TypeAdapter(_File)
@@ -22,7 +23,7 @@ _FILE: TypeAdapter[LinearCosts | RooflineCosts | TableCosts] = TypeAdapter(_File
 
 def presets() -> list[str]:
     """Names of the cost models that ship with the package."""
-    return sorted(f.name.removesuffix(".json") for f in (files("tltlab") / "presets").iterdir())
+    return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / "presets").iterdir())
 
 
 def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
@@ -51,7 +52,7 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
 
 def _read(source: str | Path) -> Any:
     if isinstance(source, str) and source in presets():
-        return json.loads((files("tltlab") / "presets" / f"{source}.json").read_text())
+        return json.loads((files("tltlab.costs") / "presets" / f"{source}.json").read_text())
     if not Path(source).exists():
         raise ConfigError(f"no cost model at {source}: give a JSON file or one of the presets {', '.join(presets())}")
     return read_json(Path(source))
