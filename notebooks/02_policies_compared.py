@@ -25,7 +25,7 @@ from IPython.display import display
 
 import tltlab
 from tltlab import Policy, Strategy, load_policy
-from tltlab.acceptance import load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.charts import bars, lines
 from tltlab.costs.load import load_costs
 from tltlab.policies.policy import Activation, FixedSpec

@@ -29,7 +29,7 @@ from IPython.display import display
 
 import tltlab
 from tltlab import Policy, Strategy
-from tltlab.acceptance import FreshAcceptance, GeometricAcceptance
+from tltlab.acceptance.load import FreshAcceptance, GeometricAcceptance
 from tltlab.charts import lines
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec

@@ -30,7 +30,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tltlab.acceptance import FloatArray, RequestAcceptance, Settled, TraceAcceptance
+from tltlab.acceptance.load import FloatArray, RequestAcceptance, Settled, TraceAcceptance
 from tltlab.costs.base import CostModel
 
 from .batch import TOLERANCE_TOKENS

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.acceptance import load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.calibrate import parse_rl_steps
 from tltlab.console import Json, emit, made_by
 from tltlab.errors import ConfigError

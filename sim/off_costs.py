@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from pydantic import SerializeAsAny
 
-from tltlab.acceptance import Acceptance, AcceptanceModel, FloatArray, FreshAcceptance
+from tltlab.acceptance.load import Acceptance, AcceptanceModel, FloatArray, FreshAcceptance
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy

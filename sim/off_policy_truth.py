@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance import Acceptance, AcceptanceModel, fresh
+from tltlab.acceptance.load import Acceptance, AcceptanceModel, fresh
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.logged_decisions import Logged, logged_decisions

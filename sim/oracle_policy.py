@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tltlab.acceptance import AcceptanceModel, FreshAcceptance, fresh
+from tltlab.acceptance.load import AcceptanceModel, FreshAcceptance, fresh
 from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy

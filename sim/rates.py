@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tltlab.acceptance import AcceptanceModel, RequestAcceptance, per_request
+from tltlab.acceptance.load import AcceptanceModel, RequestAcceptance, per_request
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError

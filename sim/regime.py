@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tltlab.acceptance import AcceptanceModel, FloatArray, RequestAcceptance, Settled, TraceAcceptance, reach
+from tltlab.acceptance.load import AcceptanceModel, FloatArray, RequestAcceptance, Settled, TraceAcceptance, reach
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance import (
+from tltlab.acceptance.load import (
     Acceptance,
     AcceptanceModel,
     FreshAcceptance,

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from tltlab.acceptance import Key
+from tltlab.acceptance.load import Key
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from pydantic import ValidationError
 
-from tltlab.acceptance import (
+from tltlab.acceptance.load import (
     Acceptance,
     AcceptanceModel,
     RequestAcceptance,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tltlab.acceptance import Acceptance, TraceAcceptance
+from tltlab.acceptance.load import Acceptance, TraceAcceptance
 from tltlab.costs.base import CostModel
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts

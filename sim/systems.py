@@ -12,7 +12,14 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
-from tltlab.acceptance import Acceptance, AcceptanceModel, RequestAcceptance, TraceAcceptance, fresh, load_acceptance
+from tltlab.acceptance.load import (
+    Acceptance,
+    AcceptanceModel,
+    RequestAcceptance,
+    TraceAcceptance,
+    fresh,
+    load_acceptance,
+)
 from tltlab.costs.base import CostModel
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tltlab.acceptance import Acceptance
+from tltlab.acceptance.load import Acceptance
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy

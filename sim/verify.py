@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance import BatchAcceptance, FreshAcceptance
+from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
 from tltlab.calibrate import Calibration, calibrate, iteration_times
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy

@@ -12,14 +12,14 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from tltlab.acceptance import Band, BatchAcceptance, FreshAcceptance
-from tltlab.acceptance_model import from_survival, scaled
+from tltlab.acceptance.base import from_survival, scaled
+from tltlab.acceptance.freshness import Measured
+from tltlab.acceptance.load import Band, BatchAcceptance, FreshAcceptance
 from tltlab.coordinator import CoordinatorConfig
 from tltlab.errors import ConfigError
 from tltlab.fit_acceptance import fit_acceptance
 from tltlab.fit_freshness import fit_freshness
 from tltlab.fit_spot import fit_spot, recorded_updates
-from tltlab.freshness import Measured
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace

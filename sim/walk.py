@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tltlab.acceptance import TraceAcceptance
+from tltlab.acceptance.load import TraceAcceptance
 
 from .batch import Batch, MacroStep, iterations_that_fit
 from .luck import request_seeds, uniforms

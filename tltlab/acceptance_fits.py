@@ -12,22 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from tltlab.traces.drafts import recorded_drafts, walked_drafts
-from tltlab.traces.trace import Trace
-
-from .acceptance import (
-    Band,
-    BatchAcceptance,
-    CurveAcceptance,
-    FittedDepth,
-    FreshAcceptance,
-    SiblingAcceptance,
-)
-from .errors import ConfigError
-from .fit_acceptance import fit_acceptance
-from .fit_freshness import fit_freshness, measured_state
-from .fit_requests import fit_requests, fit_siblings
-from .held_out_acceptance import (
+from tltlab.acceptance.held_out import (
     Fitted,
     Way,
     held_out,
@@ -36,6 +21,21 @@ from .held_out_acceptance import (
     tokens_beside_siblings,
     tokens_of_strangers,
 )
+from tltlab.acceptance.load import (
+    Band,
+    BatchAcceptance,
+    CurveAcceptance,
+    FittedDepth,
+    FreshAcceptance,
+    SiblingAcceptance,
+)
+from tltlab.traces.drafts import recorded_drafts, walked_drafts
+from tltlab.traces.trace import Trace
+
+from .errors import ConfigError
+from .fit_acceptance import fit_acceptance
+from .fit_freshness import fit_freshness, measured_state
+from .fit_requests import fit_requests, fit_siblings
 from .strategy import MODEL_FREE
 
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance, Freshness
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.traces.trace import Trace, read
 
-from .acceptance import BatchAcceptance, FreshAcceptance, Freshness
 from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
 from .acceptance_fits import AcceptanceFit, fit_kind
 from .console import Json, emit

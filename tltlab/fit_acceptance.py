@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .acceptance import Band, BatchAcceptance, FittedDepth
+from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth
 
 BANDS = (4, 16, 48)
 """Upper ends of the batch bands; a last one is open."""

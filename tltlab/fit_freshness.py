@@ -15,8 +15,9 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.acceptance.freshness import Freshness, Measured
+
 from .errors import ConfigError, TraceError
-from .freshness import Freshness, Measured
 
 Floats = npt.NDArray[np.float64]
 

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.acceptance.base import FloatArray
+from tltlab.acceptance.by_request import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance, progress
 from tltlab.traces.schema import KEY
 
-from .acceptance_model import FloatArray
-from .acceptance_requests import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance, progress
 from .errors import ConfigError
 
 CELL_TOKENS = 16

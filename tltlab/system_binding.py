@@ -9,10 +9,7 @@ from functools import cached_property
 import numpy as np
 from pydantic import SerializeAsAny
 
-from tltlab.costs.base import CostModel
-from tltlab.policies.policy import Bucket, Policy
-
-from .acceptance import (
+from tltlab.acceptance.load import (
     Acceptance,
     AcceptanceModel,
     FloatArray,
@@ -24,6 +21,9 @@ from .acceptance import (
     TreeAcceptance,
     fresh,
 )
+from tltlab.costs.base import CostModel
+from tltlab.policies.policy import Bucket, Policy
+
 from .errors import ConfigError
 from .spot_training import SpotTraining
 from .strategy import MODEL_FREE, Strategy

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance import (
+from tltlab.acceptance.base import from_survival, scaled
+from tltlab.acceptance.load import (
     SHIPPED,
     ConstantAcceptance,
     FittedAcceptance,
@@ -18,7 +19,6 @@ from tltlab.acceptance import (
     load_acceptance,
     reach,
 )
-from tltlab.acceptance_model import from_survival, scaled
 from tltlab.errors import ConfigError
 from tltlab.fit_acceptance import equal_chain
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tltlab
-from tltlab.acceptance import (
+from tltlab.acceptance.by_request import KnownLevel
+from tltlab.acceptance.load import (
     CurveAcceptance,
     GeometricAcceptance,
     RequestCurve,
@@ -17,7 +18,6 @@ from tltlab.acceptance import (
     load_acceptance,
     per_request,
 )
-from tltlab.acceptance_requests import KnownLevel
 from tltlab.errors import ConfigError, TraceError
 from tltlab.fit_requests import fit_requests, fit_siblings, held_out_error
 from tltlab.strategy import Strategy

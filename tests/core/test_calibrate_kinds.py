@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.acceptance import GeometricAcceptance, SiblingAcceptance, load_acceptance
+from tltlab.acceptance.freshness import Freshness
+from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_acceptance
 from tltlab.acceptance_fits import fit_kind
 from tltlab.calibrate import command
 from tltlab.cost_fits import fit_points, fit_trace
@@ -18,7 +19,6 @@ from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
-from tltlab.freshness import Freshness
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.residuals import folds, held_out_errors

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.acceptance import load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.config import shown
 from tltlab.costs.load import load_costs
 from tltlab.costs.stage_files import load_stages

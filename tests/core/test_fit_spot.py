@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.acceptance import FreshAcceptance, load_acceptance
+from tltlab.acceptance.load import FreshAcceptance, load_acceptance
 from tltlab.calibrate import command
 from tltlab.errors import ConfigError
 from tltlab.fit_spot import fit_spot, recorded_updates

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.acceptance import (
+from tltlab.acceptance.base import AcceptanceModel, RequestAcceptance
+from tltlab.acceptance.load import (
     BatchAcceptance,
     FreshAcceptance,
     Freshness,
@@ -15,7 +16,6 @@ from tltlab.acceptance import (
     fresh,
     load_acceptance,
 )
-from tltlab.acceptance_model import AcceptanceModel, RequestAcceptance
 from tltlab.errors import ConfigError, TraceError
 from tltlab.fit_freshness import fit_freshness, levels, measured_state
 from tltlab.state import DrafterState

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tltlab.acceptance import (
+from tltlab.acceptance.load import (
     BatchAcceptance,
     FittedAcceptance,
     FittedDepth,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import GeometricAcceptance
+from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate

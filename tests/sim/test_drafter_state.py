@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tltlab.acceptance import CurveAcceptance, FreshAcceptance, GeometricAcceptance, RequestCurve
+from tltlab.acceptance.freshness import Freshness
+from tltlab.acceptance.load import CurveAcceptance, FreshAcceptance, GeometricAcceptance, RequestCurve
 from tltlab.bench.simulator import COSTS
 from tltlab.errors import ConfigError
-from tltlab.freshness import Freshness
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
 from tltlab.policies.selector import Selector

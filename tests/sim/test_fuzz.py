@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import (
+from tltlab.acceptance.load import (
     Acceptance,
     Band,
     BatchAcceptance,

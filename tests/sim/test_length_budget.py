@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import tltlab
-from tltlab.acceptance import GeometricAcceptance
+from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError

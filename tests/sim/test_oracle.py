@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
+from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.selector import Selector

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import (
+from tltlab.acceptance.by_request import KnownLevel
+from tltlab.acceptance.load import (
     CurveAcceptance,
     GeometricAcceptance,
     RequestAcceptance,
@@ -19,7 +20,6 @@ from tltlab.acceptance import (
     load_acceptance,
     per_request,
 )
-from tltlab.acceptance_requests import KnownLevel
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import GeometricAcceptance
+from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.bench.simulator import COSTS, example_table
 from tltlab.costs.base import LinearCosts
 from tltlab.importers.lengths import of_lengths

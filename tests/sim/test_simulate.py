@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import FittedAcceptance, FittedDepth
+from tltlab.acceptance.load import FittedAcceptance, FittedDepth
 from tltlab.calibrate import calibrate
 from tltlab.costs.base import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError

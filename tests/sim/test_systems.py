@@ -12,12 +12,12 @@ import pytest
 
 import tltlab
 from tltlab import cli
-from tltlab.acceptance import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
+from tltlab.acceptance.freshness import Freshness
+from tltlab.acceptance.load import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
 from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
-from tltlab.freshness import Freshness
 from tltlab.lengths.generate import log_normal
 from tltlab.sim import Colocated, Separate, run_steps, simulate
 from tltlab.sim.system_run import on_gpus, simulate_system

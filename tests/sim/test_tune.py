@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tltlab.acceptance import GeometricAcceptance, load_acceptance
+from tltlab.acceptance.load import GeometricAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
 from tltlab.cli import main
 from tltlab.costs.load import load_costs

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.acceptance import FreshAcceptance, Freshness, GeometricAcceptance
+from tltlab.acceptance.load import FreshAcceptance, Freshness, GeometricAcceptance
 from tltlab.bench.simulator import COSTS
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy

@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.acceptance import AcceptanceModel, load_acceptance
+from tltlab.acceptance.load import AcceptanceModel, load_acceptance
 from tltlab.batch_times import batch_weights, mean_contexts
 from tltlab.bench import graph_pool as tlt
 from tltlab.buckets import plan_buckets

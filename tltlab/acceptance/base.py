@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
 
-from .errors import ConfigError
-from .files import write_json
-from .strategy import Strategy
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.strategy import Strategy
 
 Key = tuple[int, str, int, int]
 FloatArray = npt.NDArray[np.float64]

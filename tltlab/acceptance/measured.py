@@ -11,9 +11,10 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from .acceptance_model import AcceptanceModel, FloatArray, known_drafter, only_chains, reach
-from .errors import ConfigError
-from .strategy import Strategy
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
+from .base import AcceptanceModel, FloatArray, known_drafter, only_chains, reach
 
 
 class FittedDepth(BaseModel):

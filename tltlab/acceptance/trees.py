@@ -11,9 +11,10 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
-from .acceptance_model import AcceptanceModel, FloatArray, from_survival, known_drafter, reach
-from .errors import ConfigError
-from .strategy import Strategy
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
+from .base import AcceptanceModel, FloatArray, from_survival, known_drafter, reach
 
 Positive = Annotated[float, Field(gt=0)]
 Span = tuple[int, int]

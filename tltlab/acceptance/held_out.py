@@ -11,7 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .acceptance import (
+from tltlab.errors import ConfigError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+from .base import known_drafter
+from .load import (
     AcceptanceModel,
     BatchAcceptance,
     CurveAcceptance,
@@ -19,10 +24,6 @@ from .acceptance import (
     FreshAcceptance,
     SiblingAcceptance,
 )
-from .acceptance_model import known_drafter
-from .errors import ConfigError
-from .state import DrafterState
-from .strategy import Strategy
 
 Fitted = TypeVar("Fitted", BatchAcceptance, CurveAcceptance, SiblingAcceptance, FreshAcceptance)
 

@@ -13,8 +13,12 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from .acceptance_measured import Band, BatchAcceptance, FittedAcceptance, FittedDepth
-from .acceptance_model import (
+from tltlab.config import faults
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.state import DrafterState
+
+from .base import (
     AcceptanceModel,
     Alike,
     ConstantAcceptance,
@@ -25,14 +29,11 @@ from .acceptance_model import (
     per_request,
     reach,
 )
-from .acceptance_requests import CurveAcceptance, RequestCurve, SiblingAcceptance
-from .acceptance_trace import TraceAcceptance
-from .acceptance_tree import TreeAcceptance, TreeRange
-from .config import faults
-from .errors import ConfigError
-from .files import read_json
+from .by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
 from .freshness import FreshAcceptance, Freshness
-from .state import DrafterState
+from .measured import Band, BatchAcceptance, FittedAcceptance, FittedDepth
+from .replay import TraceAcceptance
+from .trees import TreeAcceptance, TreeRange
 
 __all__ = [
     "SHIPPED",

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from .acceptance_model import FloatArray, Key, RequestAcceptance, Share, known_drafter, only_chains, reach
-from .strategy import Strategy
+from tltlab.strategy import Strategy
+
+from .base import FloatArray, Key, RequestAcceptance, Share, known_drafter, only_chains, reach
 
 POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""

@@ -9,8 +9,11 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
 
-from .acceptance_measured import BatchAcceptance, FittedAcceptance
-from .acceptance_model import (
+from tltlab.errors import ConfigError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+from .base import (
     AcceptanceModel,
     ConstantAcceptance,
     FloatArray,
@@ -22,11 +25,9 @@ from .acceptance_model import (
     from_survival,
     scaled,
 )
-from .acceptance_requests import CurveAcceptance, SiblingAcceptance
-from .acceptance_tree import TreeAcceptance
-from .errors import ConfigError
-from .state import DrafterState
-from .strategy import Strategy
+from .by_request import CurveAcceptance, SiblingAcceptance
+from .measured import BatchAcceptance, FittedAcceptance
+from .trees import TreeAcceptance
 
 Positive = Annotated[float, Field(gt=0)]
 Base = Annotated[

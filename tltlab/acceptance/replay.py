@@ -6,10 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from .acceptance_model import Key, known_drafter, only_chains, reach
-from .errors import ConfigError, TraceError
-from .state import DrafterState
-from .strategy import Strategy
+from tltlab.errors import ConfigError, TraceError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+from .base import Key, known_drafter, only_chains, reach
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
 _Row = tuple[int, npt.NDArray[np.uint8]]
