@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.fit_spot import recorded_updates
+from tltlab.calibration.idle_training import recorded_updates
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace
 

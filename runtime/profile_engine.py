@@ -17,12 +17,12 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tltlab.cost_ways import way_of_points
+from tltlab.calibration.estimators import way_of_points
+from tltlab.calibration.measurements.steps import checked
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.simple import Fixed
-from tltlab.step_times import checked
 from tltlab.strategy import Strategy
 
 from .engine import Engine, GenerationRequest, Rollout
@@ -127,7 +127,7 @@ class Grid:
 class Profile:
     """What was measured.
 
-    `table` has the columns of `tltlab.step_times`, `drafter`, and of each row `draft_seconds`, `num_samples` and
+    `table` has the columns of `tltlab.calibration.measurements.steps`, `drafter`, and of each row `draft_seconds`, `num_samples` and
     `spread`, the interquartile range of its seconds. `skipped` has cells that were not measured, with `why`.
     `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians are
     apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.

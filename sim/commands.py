@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.acceptance.load import Acceptance, FreshAcceptance
-from tltlab.calibrate import parse_rl_steps
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs

@@ -10,7 +10,7 @@ import pandas as pd
 import typer
 
 from tltlab.acceptance.load import load_acceptance
-from tltlab.calibrate import parse_rl_steps
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit, made_by
 from tltlab.errors import ConfigError
 from tltlab.files import write_json

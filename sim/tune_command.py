@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
-from tltlab.calibrate import parse_rl_steps
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.config import faults
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError

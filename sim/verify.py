@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
-from tltlab.calibrate import Calibration, calibrate, iteration_times
+from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.spot_training import SpotTraining

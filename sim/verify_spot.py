@@ -15,11 +15,11 @@ import pandas as pd
 from tltlab.acceptance.base import from_survival, scaled
 from tltlab.acceptance.freshness import Measured
 from tltlab.acceptance.load import Band, BatchAcceptance, FreshAcceptance
+from tltlab.calibration.acceptance.freshness import fit_freshness
+from tltlab.calibration.acceptance.measured import fit_acceptance
+from tltlab.calibration.idle_training import fit_spot, recorded_updates
 from tltlab.coordinator import CoordinatorConfig
 from tltlab.errors import ConfigError
-from tltlab.fit_acceptance import fit_acceptance
-from tltlab.fit_freshness import fit_freshness
-from tltlab.fit_spot import fit_spot, recorded_updates
 from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace

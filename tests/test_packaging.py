@@ -58,7 +58,7 @@ class Missing:
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Missing())
-import tltlab, tltlab.testing, tltlab.traces.recorder, tltlab.calibrate
+import tltlab, tltlab.testing, tltlab.traces.recorder, tltlab.calibration.api
 """
     done = run(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr

@@ -18,13 +18,13 @@ from typing import Annotated, Any
 import typer
 from pydantic import TypeAdapter, ValidationError
 
+from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
+from tltlab.calibration.acceptance.annotations import AcceptedLengths, AgreementCheck
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.storage import fsync_file, fsync_folder, parquet_writer
 from tltlab.traces.trace import Trace, cannot_write, new_folder, read
 
-from .annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
-from .annotate_check import AcceptedLengths, AgreementCheck
 from .config import faults
 from .console import Json, emit
 from .errors import ConfigError, InputError

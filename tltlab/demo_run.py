@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.api import Calibration, calibrate
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.make_model import make_model
@@ -21,7 +22,6 @@ from tltlab.sim.verify import nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
 
-from .calibrate import Calibration, calibrate
 from .console import progress
 from .demo_drafter import run_drafter
 from .errors import RunError

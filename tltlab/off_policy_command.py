@@ -9,11 +9,11 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.policies.reward import RewardKind
 from tltlab.traces.trace import Trace, read
 
-from .calibrate import parse_rl_steps
 from .console import Json, emit, progress
 from .errors import ConfigError
 from .off_policy import Estimate, Evaluation, evaluate

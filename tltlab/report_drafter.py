@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.idle_training import recorded_updates
 from tltlab.traces.drafts import walked_drafts
 from tltlab.traces.trace import Trace
 
 from .charts import lines
-from .fit_spot import recorded_updates
 from .report_page import Absent, Block, Part, Picture, Section, Table
 
 _RESAMPLES = 1000

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.calibration.linear import covered, fit_rows, predict, rows_of
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.policies.policy import SHIPPED, Policy
@@ -20,7 +21,6 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace, read
 
 from .errors import TltlabError, TraceError
-from .fit_linear import covered, fit_rows, predict, rows_of
 from .signatures_finding import NotChecked
 from .stats import Interval, paired_interval
 from .strategy import NO_SPECULATION

@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tltlab.calibration.api import parse_rl_steps
 from tltlab.sim.verify import text
 from tltlab.sim.verify import verify as run_verify
 from tltlab.traces.trace import read
 
-from .calibrate import parse_rl_steps
 from .console import Json, emit, progress
 from .errors import ConfigError
 

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
@@ -35,7 +36,6 @@ from tltlab.sim.verify import overhead_s
 from tltlab.traces.trace import Trace, read
 
 from .agreement import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
-from .calibrate import Calibration, calibrate, iteration_times
 from .console import made_by
 from .errors import ConfigError
 from .files import write_json

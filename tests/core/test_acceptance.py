@@ -19,8 +19,8 @@ from tltlab.acceptance.load import (
     load_acceptance,
     reach,
 )
+from tltlab.calibration.acceptance.measured import equal_chain
 from tltlab.errors import ConfigError
-from tltlab.fit_acceptance import equal_chain
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 FITTED = FittedAcceptance(

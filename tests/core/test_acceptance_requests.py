@@ -18,8 +18,8 @@ from tltlab.acceptance.load import (
     load_acceptance,
     per_request,
 )
+from tltlab.calibration.acceptance.by_request import fit_requests, fit_siblings, held_out_error
 from tltlab.errors import ConfigError, TraceError
-from tltlab.fit_requests import fit_requests, fit_siblings, held_out_error
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.schema import Manifest

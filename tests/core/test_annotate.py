@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from tltlab import cli
-from tltlab.annotate import DraftedBy, ReplayedDrafter, annotate, merged
-from tltlab.annotate_check import AgreementCheck
 from tltlab.annotate_command import parse_drafter
+from tltlab.calibration.acceptance.annotate import DraftedBy, ReplayedDrafter, annotate, merged
+from tltlab.calibration.acceptance.annotations import AgreementCheck
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.calibrate import calibrate, command, iteration_times, parse_rl_steps
+from tltlab.calibration.api import calibrate, command, iteration_times, parse_rl_steps
 from tltlab.costs.base import FAR_TOKENS, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError

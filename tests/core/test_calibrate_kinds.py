@@ -10,10 +10,12 @@ import pytest
 
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_acceptance
-from tltlab.acceptance_fits import fit_kind
-from tltlab.calibrate import command
-from tltlab.cost_fits import fit_points, fit_trace
-from tltlab.cost_ways import Hardware
+from tltlab.calibration.acceptance.fits import fit_kind
+from tltlab.calibration.api import command
+from tltlab.calibration.costs import fit_points, fit_trace
+from tltlab.calibration.estimators import Hardware
+from tltlab.calibration.measurements.steps import checked, read_step_times
+from tltlab.calibration.residuals import folds, held_out_errors
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import Constants, RooflineCosts
@@ -21,10 +23,8 @@ from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
-from tltlab.residuals import folds, held_out_errors
 from tltlab.sim.replay import simulate
 from tltlab.state import DrafterState
-from tltlab.step_times import checked, read_step_times
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 

@@ -19,13 +19,13 @@ from tltlab.bench.engine_overhead import (
     speedups,
     with_speculation,
 )
-from tltlab.calibrate import calibrate
+from tltlab.calibration.api import calibrate
+from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
+from tltlab.calibration.table import from_kernels, from_measurements, from_trace, predict_iterations, rollout_sums
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
-from tltlab.fit_table import from_kernels, from_measurements, from_trace, predict_iterations, rollout_sums
 from tltlab.hardware import gpu, model
-from tltlab.kernel_tables import Kernels, leave_one_out
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 

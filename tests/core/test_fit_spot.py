@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.load import FreshAcceptance, load_acceptance
-from tltlab.calibrate import command
+from tltlab.calibration.api import command
+from tltlab.calibration.idle_training import fit_spot, recorded_updates
 from tltlab.errors import ConfigError
-from tltlab.fit_spot import fit_spot, recorded_updates
 from tltlab.lengths.generate import log_normal
 from tltlab.spot_training import SpotTraining
 from tltlab.traces.recorder import Recorder, repair

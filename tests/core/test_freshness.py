@@ -16,8 +16,8 @@ from tltlab.acceptance.load import (
     fresh,
     load_acceptance,
 )
+from tltlab.calibration.acceptance.freshness import fit_freshness, levels, measured_state
 from tltlab.errors import ConfigError, TraceError
-from tltlab.fit_freshness import fit_freshness, levels, measured_state
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 

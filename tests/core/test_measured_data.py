@@ -7,9 +7,9 @@ import pytest
 
 from tltlab.bench.engine_overhead import read_speedups, read_tpot
 from tltlab.bench.roofline import fitted
+from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
+from tltlab.calibration.measurements.kernels import Kernels
 from tltlab.errors import ConfigError
-from tltlab.kernel_tables import Kernels
-from tltlab.measured_data import fits_kv_cache, measured_table
 
 
 def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from tltlab.calibrate import calibrate
+from tltlab.calibration.api import calibrate
 from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import Block, IterationNoise, fit_noise

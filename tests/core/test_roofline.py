@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tltlab.calibration.measurements.times import from_iterations, from_speedups, from_tpot, from_waves
+from tltlab.calibration.roofline import fit, predict
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError
-from tltlab.fit_roofline import fit, predict
 from tltlab.hardware import gpu, model
-from tltlab.measurements import from_iterations, from_speedups, from_tpot, from_waves
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 TRUE = Constants(

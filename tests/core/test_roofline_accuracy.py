@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tltlab.bench.roofline import COLUMNS, fitted, presets, rows
+from tltlab.calibration.transfer import shares
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
-from tltlab.transfer import shares
 
 
 @pytest.fixture(scope="module")

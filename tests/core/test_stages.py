@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tltlab.calibration.stages import fit_stages, workloads
 from tltlab.costs.stage_files import load_stages, stage_presets
 from tltlab.costs.stages import (
     InferenceCosts,
@@ -20,7 +21,6 @@ from tltlab.costs.stages import (
     end_to_end_speedup,
 )  # fmt: skip
 from tltlab.errors import ConfigError, TraceError
-from tltlab.fit_stages import fit_stages, workloads
 from tltlab.hardware import gpu, model
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read

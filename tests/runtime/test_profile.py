@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.cost_fits import fit_points
+from tltlab.calibration.costs import fit_points
+from tltlab.calibration.measurements.steps import read_step_times
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine import Engine
 from tltlab.runtime.profile_command import _learned, _setting, profile, write_table
 from tltlab.runtime.profile_engine import Cell, ForcedDrafter, Grid, Profile, held_out_error, start_engine
 from tltlab.runtime.profile_engine import profile as measure
-from tltlab.step_times import read_step_times
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)

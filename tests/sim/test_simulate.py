@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.acceptance.load import FittedAcceptance, FittedDepth
-from tltlab.calibrate import calibrate
+from tltlab.calibration.api import calibrate
 from tltlab.costs.base import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal

@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.isotonic import non_negative
+from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
+from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
+from tltlab.calibration.robust import FloatArray
+from tltlab.calibration.table import from_kernels
+from tltlab.calibration.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
-from tltlab.fit import FloatArray
-from tltlab.fit_table import from_kernels
-from tltlab.growing import non_negative
 from tltlab.hardware import model
-from tltlab.kernel_tables import Kernels, leave_one_out
-from tltlab.measured_data import fits_kv_cache, measured_table
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.transfer import SWITCH_NOTE, SWITCH_S
 
 GPUS = ("H100", "H200", "A100")
 _TERMS = ("kernels", "prefill", "base_s", "per_request_s")

@@ -10,13 +10,15 @@ import numpy.typing as npt
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.calibration.measurements.kernels import Kernels
 from tltlab.costs.base import CalibratedRange, CostModel
 from tltlab.costs.table import Roofline, TableCosts, TokenKnot
+from tltlab.errors import ConfigError
+from tltlab.hardware import kv_capacity_tokens, model
+from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from .errors import ConfigError
-from .fit import FloatArray, fit
-from .growing import (
+from .isotonic import (
     LEAST_S,
     attention_knots,
     context_columns,
@@ -25,10 +27,8 @@ from .growing import (
     forward_knots,
     non_negative,
 )
-from .hardware import kv_capacity_tokens, model
-from .kernel_tables import Kernels
 from .residuals import NUM_BANDS, band, residuals, worker_sums
-from .strategy import NO_SPECULATION, Strategy
+from .robust import FloatArray, fit
 
 FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 """Knots of a table from kernels."""

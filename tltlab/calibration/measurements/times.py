@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from .errors import ConfigError
-from .strategy import MODEL_FREE
+from tltlab.errors import ConfigError
+from tltlab.strategy import MODEL_FREE
 
 COLUMNS = (
     "kind", "source", "gpu", "model", "tp", "batch", "tokens_to_verify", "draft_depth", "draft_levels", "top_k",

@@ -11,26 +11,26 @@ import pandas as pd
 import typer
 
 from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance, Freshness
+from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
+from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
+from tltlab.calibration.acceptance.measured import fit_acceptance
+from tltlab.calibration.measurements.steps import read_step_times
+from tltlab.console import Json, emit
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.spot_training import SpotTraining
 from tltlab.traces.trace import Trace, read
 
-from .acceptance_fits import KINDS as ACCEPTANCE_KINDS
-from .acceptance_fits import AcceptanceFit, fit_kind
-from .console import Json, emit
-from .cost_fits import CostFit, fit_points, fit_trace
-from .cost_ways import KINDS, Hardware, iterations_of
-from .errors import ConfigError
-from .files import write_json
-from .fit import FloatArray
-from .fit_acceptance import fit_acceptance
-from .fit_linear import fit_rows, predict, rows_of
-from .fit_spot import SpotFit, fit_spot
-from .fit_stages import StageFit, fit_stages
+from .costs import CostFit, fit_points, fit_trace
+from .estimators import KINDS, Hardware, iterations_of
+from .idle_training import SpotFit, fit_spot
+from .linear import fit_rows, predict, rows_of
 from .residuals import held_out_table, table
-from .spot_training import SpotTraining
-from .step_times import read_step_times
+from .robust import FloatArray
+from .stages import StageFit, fit_stages
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.calibration.isotonic import attention_knots, context_columns, fixed_columns, non_negative
+from tltlab.calibration.robust import FloatArray
 from tltlab.costs.table import AttentionKnot, smooth_max
+from tltlab.errors import ConfigError
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
 
-from .errors import ConfigError
-from .fit import FloatArray
-from .growing import attention_knots, context_columns, fixed_columns, non_negative
-from .hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
-from .measured_data import measured_table
+from .folder import measured_table
 
 _GRAPH = "vLLM_custom_graph"
 

@@ -20,9 +20,8 @@ from tltlab.costs.roofline import (
     forward_s,
     prefill_token_s,
 )
-
-from .errors import ConfigError
-from .hardware import gpu, model
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, model
 
 FloatArray = npt.NDArray[np.float64]
 UNKNOWN_CONTEXT = (1024.0, 16384.0)
@@ -79,7 +78,7 @@ class Fitted:
 def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     """Fit all constants that these measurements speak about; the same for every GPU, model and tp in them.
 
-    The table is one of `tltlab.measurements`, or several put together. Relative errors, softened beyond 10 %; a weak
+    The table is one of `tltlab.calibration.measurements.times`, or several put together. Relative errors, softened beyond 10 %; a weak
     pull (a factor e off weighs as much as an error of 0.3 % of one row) holds what the data leave open near typical
     values. Each of `folds` is a column of `measurements`: for each of its values the rows that have it are predicted by
     a fit to the others; rows without one are never left out.

@@ -20,11 +20,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from tltlab.drafters.base import Drafter
+from tltlab.errors import ConfigError
 from tltlab.traces.schema import TABLES, UNIQUE
 from tltlab.traces.token_times import RecordedResponse, recorded_responses
 from tltlab.traces.trace import Trace
-
-from .errors import ConfigError
 
 MAX_DEPTH = 255
 """Accepted lengths are stored in a byte."""

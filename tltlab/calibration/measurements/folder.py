@@ -11,8 +11,8 @@ import pandas as pd
 import pyarrow as pa
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
-from .errors import ConfigError
-from .hardware import gpu, kv_capacity_tokens, model
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, kv_capacity_tokens, model
 
 
 def measured_table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:

@@ -13,10 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.errors import ConfigError
+from tltlab.spot_training import SpotTraining
 from tltlab.traces.trace import Trace
-
-from .errors import ConfigError
-from .spot_training import SpotTraining
 
 Floats = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
 
 REQUIRED = ("batch", "tokens_to_verify", "context_tokens", "seconds")
 OPTIONAL = {"draft_depth": 0.0, "top_k": 1.0, "prefill_tokens": 0.0}

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from tltlab.calibration.measurements.kernels import Kernels
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
-
-from .hardware import gpu, kv_capacity_tokens, model
-from .kernel_tables import Kernels
+from tltlab.hardware import gpu, kv_capacity_tokens, model
 
 SHAPES = (("Qwen2.5-7B", 1), ("Qwen2.5-32B", 4), ("Llama-3.3-70B", 4))
 """Models, and the number of GPUs each runs on, that presets are made for."""

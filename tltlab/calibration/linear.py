@@ -10,9 +10,9 @@ import pandas as pd
 
 from tltlab.costs.base import FAR_TOKENS, CalibratedRange, LinearCosts
 
-from .fit import FloatArray, fit
-from .growing import non_negative
+from .isotonic import non_negative
 from .residuals import NUM_BANDS, band, regimes
+from .robust import FloatArray, fit
 
 _ENOUGH_FAR = 200
 """Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""
@@ -65,7 +65,7 @@ def rows_of(table: pd.DataFrame, steps: pd.DataFrame | None) -> Rows:
 
 
 def rows_of_points(points: pd.DataFrame) -> Rows:
-    """Rows of a table that `tltlab.step_times` has read; a row's time holds its own drafting."""
+    """Rows of a table that `tltlab.calibration.measurements.steps` has read; a row's time holds its own drafting."""
     batch, verify, context, prefill, depth, seconds = (
         points[name].to_numpy(np.float64)
         for name in ("batch", "tokens_to_verify", "context_tokens", "prefill_tokens", "draft_depth", "seconds")
@@ -96,7 +96,7 @@ def covered(rows: Rows) -> CalibratedRange:
 def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
     """The costs of recorded iterations, and notes on terms that are None or inside others.
 
-    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.fit` does: robust to outliers,
+    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.calibration.robust` does: robust to outliers,
     and with sums that are right.
     """
     notes: list[str] = []

@@ -13,7 +13,7 @@ from sklearn.linear_model import LinearRegression
 
 from tltlab.costs.table import AttentionKnot, TokenKnot
 
-from .fit import FloatArray, identified
+from .robust import FloatArray, identified
 
 LEAST_S = 1e-9
 

@@ -16,8 +16,7 @@ import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.acceptance.freshness import Freshness, Measured
-
-from .errors import ConfigError, TraceError
+from tltlab.errors import ConfigError, TraceError
 
 Floats = npt.NDArray[np.float64]
 

@@ -11,9 +11,8 @@ from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-
 
 from tltlab.acceptance.base import FloatArray
 from tltlab.acceptance.by_request import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance, progress
+from tltlab.errors import ConfigError
 from tltlab.traces.schema import KEY
-
-from .errors import ConfigError
 
 CELL_TOKENS = 16
 """Drafts of one request that begin within so many tokens of each other are counted together."""

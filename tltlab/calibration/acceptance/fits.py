@@ -29,14 +29,14 @@ from tltlab.acceptance.load import (
     FreshAcceptance,
     SiblingAcceptance,
 )
+from tltlab.errors import ConfigError
+from tltlab.strategy import MODEL_FREE
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
-from .errors import ConfigError
-from .fit_acceptance import fit_acceptance
-from .fit_freshness import fit_freshness, measured_state
-from .fit_requests import fit_requests, fit_siblings
-from .strategy import MODEL_FREE
+from .by_request import fit_requests, fit_siblings
+from .freshness import fit_freshness, measured_state
+from .measured import fit_acceptance
 
 _ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
 KINDS = ("by-batch", "per-request", "siblings", "fresh")

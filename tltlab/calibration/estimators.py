@@ -9,18 +9,20 @@ from typing import Generic, TypeVar
 import numpy as np
 import pandas as pd
 
+from tltlab.calibration.measurements.times import COLUMNS, from_iterations
 from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import Roofline
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, model
+from tltlab.strategy import MODEL_FREE, NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
-from . import fit_linear, fit_roofline, fit_table
-from .errors import ConfigError
-from .fit import FloatArray
-from .hardware import gpu, model
-from .measurements import COLUMNS, from_iterations
+from . import linear as fit_linear
+from . import roofline as fit_roofline
+from . import table as fit_table
 from .residuals import REGIMES, regimes, worker_sums
-from .strategy import MODEL_FREE, NO_SPECULATION, Strategy
+from .robust import FloatArray
 
 KINDS = ("linear", "roofline", "table")
 _LEVEL = 0.02
@@ -82,7 +84,7 @@ def way_of_trace(kind: str, hardware: Hardware | None) -> Way[Trace]:
 
 
 def way_of_points(kind: str, hardware: Hardware | None) -> Way[pd.DataFrame]:
-    """For a table that `tltlab.step_times` has checked; ConfigError as `way_of_trace`."""
+    """For a table that `tltlab.calibration.measurements.steps` has checked; ConfigError as `way_of_trace`."""
     if kind == "linear":
         _refuse(hardware, "linear costs")
         return Way(

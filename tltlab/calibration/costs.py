@@ -14,12 +14,12 @@ import pandas as pd
 
 from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise, fit_noise
+from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
-from .cost_ways import Data, Hardware, Way, iterations_of, table_of_points, way_of_points, way_of_trace
-from .errors import ConfigError
-from .fit import FloatArray
+from .estimators import Data, Hardware, Way, iterations_of, table_of_points, way_of_points, way_of_trace
 from .residuals import MOST_FOLDS, coverage, folds, held_out_errors, regimes, residuals, worker_sums
+from .robust import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def fit_trace(
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
-    """Fit costs to a table that `tltlab.step_times` has checked; each batch size is left out in turn.
+    """Fit costs to a table that `tltlab.calibration.measurements.steps` has checked; each batch size is left out in turn.
 
     `hardware` is needed for kind "roofline", and gives a table the roofline's shape between its knots. Raises
     ConfigError for data that cannot tell what the kind needs.
