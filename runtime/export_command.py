@@ -13,7 +13,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from tltlab.graph_pool import GraphPool
+    from tltlab.planning.graph_pool import GraphPool
 
     from .graph_plan import GraphPlan
 
@@ -74,8 +74,8 @@ def export_policy(
 
 def graph_pool(shape: str, tp: int, bytes_per_layer: float) -> GraphPool:
     """The pool of a model given by its folder or by a name that `tltlab.hardware` knows."""
-    from tltlab.graph_pool import GraphPool
     from tltlab.hardware import model
+    from tltlab.planning.graph_pool import GraphPool
 
     folder = Path(shape)
     if folder.is_dir():

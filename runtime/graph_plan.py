@@ -17,7 +17,7 @@ from typing import Any
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
+from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
 from tltlab.policies.policy import Policy
 from tltlab.strategy import Strategy
 

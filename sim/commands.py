@@ -14,9 +14,9 @@ from tltlab.costs.base import LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
+from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.systems import SYSTEMS
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import read
 

@@ -14,8 +14,8 @@ from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit, made_by
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import load_policy
-from tltlab.systems import SYSTEMS, find_systems
 from tltlab.traces.trace import Trace, read
 
 from .placement import PLACEMENTS

@@ -20,9 +20,9 @@ import numpy as np
 from tltlab.acceptance.load import Acceptance, AcceptanceModel, fresh
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
-from tltlab.logged_decisions import Logged, logged_decisions
-from tltlab.off_policy import estimate, folds_of
-from tltlab.off_policy_targets import Chances, chances
+from tltlab.planning.decisions import Logged, logged_decisions
+from tltlab.planning.off_policy import estimate, folds_of
+from tltlab.planning.targets import Chances, chances
 from tltlab.policies.policy import Policy
 from tltlab.policies.reward import Reward, RewardKind
 from tltlab.state import DrafterState, StepOutcome

@@ -24,11 +24,11 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind
+from tltlab.planning.systems import System, find_systems
 from tltlab.state import DrafterState
 from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
-from tltlab.system_binding import BoundSystem, PerDrafter, bind
-from tltlab.systems import System, find_systems
 from tltlab.traces.trace import Trace
 
 from .scenario import Scenario

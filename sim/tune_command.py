@@ -17,7 +17,7 @@ from tltlab.config import faults
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
-from tltlab.graph_pool import GraphPool, sglang_sizes
+from tltlab.planning.graph_pool import GraphPool, sglang_sizes
 from tltlab.traces.trace import Trace, read
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from tltlab.buckets import plan_buckets
-from tltlab.graph_pool import GraphPool, plan_for
+from tltlab.planning.buckets import plan_buckets
+from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy
 
 from .errors import TltlabError
 from .files import read_json
-from .graph_pool import GraphPool, plan_for, sglang_sizes
 from .signatures_evidence import RunEvidence
 from .signatures_finding import Finding, NotChecked, span
 

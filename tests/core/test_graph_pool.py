@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tltlab.bench.graph_pool import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.errors import ConfigError
-from tltlab.graph_pool import (
+from tltlab.planning.graph_pool import (
     CapturePlan,
     GraphPool,
     padding_waste,

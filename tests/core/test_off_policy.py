@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.logged_decisions import Logged, logged_decisions
-from tltlab.off_policy import estimate, evaluate, folds_of
-from tltlab.off_policy_targets import chances
+from tltlab.planning.decisions import Logged, logged_decisions
+from tltlab.planning.off_policy import estimate, evaluate, folds_of
+from tltlab.planning.targets import chances
 from tltlab.policies.policy import (
     SHIPPED,
     Activation,

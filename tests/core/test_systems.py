@@ -13,10 +13,10 @@ from tltlab.acceptance.load import (
 )
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
+from tltlab.planning.system_binding import PerDrafter, bind, knows
+from tltlab.planning.systems import SYSTEMS, Rung, System, find_systems, length_aware, one_strategy, strategies
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.system_binding import PerDrafter, bind, knows
-from tltlab.systems import SYSTEMS, Rung, System, find_systems, length_aware, one_strategy, strategies
 
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=0.0, per_token_s=1e-4, per_context_s=2e-8, sd_base_s=0.0, sd_idle_s=0.0,

@@ -12,7 +12,7 @@ import pytest
 
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.graph_pool import GraphPool
+from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import Activation, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.export_command import graph_pool
 from tltlab.runtime.graph_plan import (

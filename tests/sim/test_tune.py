@@ -17,8 +17,8 @@ from tltlab.cli import main
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
-from tltlab.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.lengths.generate import log_normal
+from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate
 from tltlab.sim.off_costs import OffAcceptance, OffCosts, corners

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.buckets import BucketPlan, plan_buckets
-from tltlab.graph_pool import GraphPool, plan_bucketed, sglang_sizes
+from tltlab.planning.buckets import BucketPlan, plan_buckets
+from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tltlab.errors import ConfigError
-from tltlab.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
 from tltlab.strategy import Strategy
 
 GIB = 2**30

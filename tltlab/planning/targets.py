@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tltlab.errors import ConfigError
 from tltlab.policies.activation import ElasticActivation
 from tltlab.policies.bandits import Ucb1
 from tltlab.policies.beg_mab import BegMab
@@ -20,11 +21,10 @@ from tltlab.policies.goodput import Goodput
 from tltlab.policies.policy import Policy, UniformBudgetSpec
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Explore
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .errors import ConfigError
-from .logged_decisions import Logged
-from .state import StepState
-from .strategy import NO_SPECULATION, Strategy
+from .decisions import Logged
 
 Chances = dict[Strategy, float]
 

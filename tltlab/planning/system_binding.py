@@ -22,11 +22,11 @@ from tltlab.acceptance.load import (
     fresh,
 )
 from tltlab.costs.base import CostModel
+from tltlab.errors import ConfigError
 from tltlab.policies.policy import Bucket, Policy
+from tltlab.spot_training import SpotTraining
+from tltlab.strategy import MODEL_FREE, Strategy
 
-from .errors import ConfigError
-from .spot_training import SpotTraining
-from .strategy import MODEL_FREE, Strategy
 from .systems import Rung, System, strategies
 
 _MOST_REQUESTS = 4096

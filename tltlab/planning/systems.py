@@ -15,6 +15,7 @@ import numpy as np
 
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec
+from tltlab.errors import ConfigError
 from tltlab.policies.policy import (
     Activation,
     BegMabSpec,
@@ -27,10 +28,8 @@ from tltlab.policies.policy import (
     TableSpec,
 )
 from tltlab.policies.specs import SelectorSpec
-
-from .errors import ConfigError
-from .spot_training import SpotTraining
-from .strategy import NO_SPECULATION, Strategy
+from tltlab.spot_training import SpotTraining
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 Shape = tuple[int, int, int]
 """Draft depth, top-k, tokens to verify."""

@@ -29,13 +29,12 @@ from typing import Annotated
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from tltlab.errors import ConfigError
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import BatchTable
-
-from .errors import ConfigError
-from .strategy import MODEL_FREE, NO_SPECULATION, Strategy
+from tltlab.strategy import MODEL_FREE, NO_SPECULATION, Strategy
 
 Count = Annotated[int, Field(gt=0)]
 

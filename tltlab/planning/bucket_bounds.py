@@ -19,8 +19,9 @@ import numpy.typing as npt
 import scipy.sparse as sp
 from scipy.optimize import linprog
 
+from tltlab.strategy import Strategy
+
 from .graph_pool import DrafterRunner, GraphPool, TargetRunner, plan_single
-from .strategy import Strategy
 
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.uint64]

@@ -14,9 +14,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
-
-from .errors import ConfigError
 
 BatchPlacement = Literal["contiguous", "round_robin", "recorded"]
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
 from .bucket_bounds import Floats, Problem
 from .bucket_labels import cheapest
-from .errors import ConfigError
 from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
-from .strategy import Strategy
 
 MAX_RUNNERS = 63
 

@@ -26,14 +26,14 @@ import numpy.typing as npt
 from scipy.stats import norm, t
 from sklearn.linear_model import Ridge
 
+from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.reward import RewardKind
+from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .errors import ConfigError
-from .logged_decisions import Logged, logged_decisions
-from .off_policy_targets import Chances, chances
-from .strategy import Strategy
+from .decisions import Logged, logged_decisions
+from .targets import Chances, chances
 
 Floats = npt.NDArray[np.float64]
 

@@ -13,12 +13,11 @@ import numpy as np
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.errors import ConfigError, TraceError
 from tltlab.policies.reward import Reward, RewardKind
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
-
-from .errors import ConfigError, TraceError
-from .state import StepOutcome, StepState
-from .strategy import NO_SPECULATION, Strategy
 
 PLACE = ["rl_step", "worker"]
 
