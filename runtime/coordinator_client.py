@@ -1,4 +1,4 @@
-"""A worker's link to the coordinator: `tltlab.coordinator_agent.WorkerAgent` behind a ZeroMQ DEALER, in a thread."""
+"""A worker's link to the coordinator: `tltlab.coordination.agent.WorkerAgent` behind a ZeroMQ DEALER, in a thread."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import zmq
 
-from tltlab.coordinator_agent import Hold, Order, WorkerAgent
-from tltlab.coordinator_messages import WorkerReport
+from tltlab.coordination.agent import Hold, Order, WorkerAgent
+from tltlab.coordination.messages import WorkerReport
 
 from .coordinator_keys import ClientKeys, check_endpoint
 from .coordinator_thread import SocketThread, prepare

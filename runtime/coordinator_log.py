@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from tltlab.coordinator import CoordinatorState, Phase
-from tltlab.coordinator_messages import Command, Event, Tick, WorkerReport
+from tltlab.coordination.machine import CoordinatorState, Phase
+from tltlab.coordination.messages import Command, Event, Tick, WorkerReport
 
 NUM_RECORDS, NUM_PERIODS = 100_000, 10_000
 """How many of the newest a log keeps: a long run of many workers has millions of messages."""

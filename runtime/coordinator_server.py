@@ -1,4 +1,4 @@
-"""The worker coordinator at work: `tltlab.coordinator.advance` behind a ZeroMQ ROUTER, in a thread of the driver."""
+"""The worker coordinator at work: `tltlab.coordination.machine.advance` behind a ZeroMQ ROUTER, in a thread of the driver."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from tltlab.coordinator import CoordinatorConfig, CoordinatorState, Phase, WorkerState, advance, restarted, wakeup_s
-from tltlab.coordinator_messages import (
+from tltlab.coordination.machine import (
+    CoordinatorConfig,
+    CoordinatorState,
+    Phase,
+    WorkerState,
+    advance,
+    restarted,
+    wakeup_s,
+)
+from tltlab.coordination.messages import (
     Command,
     Event,
     Kill,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from tltlab.coordinator_messages import StopTraining, Train, WorkerReport
+from tltlab.coordination.messages import StopTraining, Train, WorkerReport
 
 MAX_BYTES = 1 << 16
 """A longer message is not read; a `Train` of 1,000 members takes 5 kB."""

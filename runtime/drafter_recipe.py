@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from tltlab.canary import CanaryConfig
-from tltlab.coordinator import CoordinatorConfig
-from tltlab.training_schedule import ScheduleConfig
+from tltlab.coordination.canary import CanaryConfig
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.schedule import ScheduleConfig
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]

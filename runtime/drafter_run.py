@@ -19,12 +19,12 @@ from typing import Any
 import ray
 from torch import Tensor
 
-from tltlab.canary import Verdict, check_chances
+from tltlab.coordination.canary import Verdict, check_chances
+from tltlab.coordination.schedule import TrainingSchedule
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.state import DrafterState
-from tltlab.training_schedule import TrainingSchedule
 
 from .coordinator_keys import ClientKeys, ServerKeys, make_keys
 from .coordinator_log import Membership, PeriodRecord

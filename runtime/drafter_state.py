@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tltlab.canary import Verdict
+from tltlab.coordination.canary import Verdict
 from tltlab.errors import ConfigError
 
 WEIGHTS = "drafter.safetensors"

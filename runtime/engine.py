@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tltlab.canary import CanaryConfig, check_chances
+from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tltlab.coordinator_agent import TrainIn
+from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
 
 from .buffer_file import TrainerData, data_path, read_data, write_data

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 import torch
 
-from tltlab.canary import CanaryConfig
+from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy

@@ -18,9 +18,9 @@ from tltlab.acceptance.load import (
     AcceptanceModel,
     FreshAcceptance,
 )
+from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.spot_training import SpotTraining
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 

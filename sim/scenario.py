@@ -21,7 +21,8 @@ from tltlab.acceptance.load import (
     load_acceptance,
 )
 from tltlab.config import faults
-from tltlab.coordinator import CoordinatorConfig
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.drafters.budget import DraftBudget, UniformBudget
@@ -29,7 +30,6 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
-from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.traces.trace import Trace

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from tltlab.coordinator import CoordinatorConfig, CoordinatorState, Period, advance, wakeup_s
-from tltlab.coordinator_messages import (
+from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Period, advance, wakeup_s
+from tltlab.coordination.messages import (
     Event,
     Released,
     RolloutEnded,
@@ -25,8 +25,8 @@ from tltlab.coordinator_messages import (
     WorkerGone,
     WorkerReport,
 )
+from tltlab.coordination.progress import Progress, SpotTraining, Trained
 from tltlab.errors import ConfigError
-from tltlab.spot_training import Progress, SpotTraining, Trained
 from tltlab.state import DrafterState
 
 

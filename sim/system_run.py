@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.acceptance.load import Acceptance, TraceAcceptance
+from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import BoundSystem, bind
 from tltlab.planning.systems import System, find_systems
-from tltlab.spot_training import SpotTraining
 from tltlab.traces.trace import Trace
 
 from .replay import SimResult, simulate

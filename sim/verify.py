@@ -18,9 +18,9 @@ import pandas as pd
 
 from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
+from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.spot_training import SpotTraining
 from tltlab.traces.trace import Trace, read
 
 from . import verify_spot

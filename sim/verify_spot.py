@@ -18,9 +18,9 @@ from tltlab.acceptance.load import Band, BatchAcceptance, FreshAcceptance
 from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.idle_training import fit_spot, recorded_updates
-from tltlab.coordinator import CoordinatorConfig
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
-from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from tltlab.canary import FALSE_ALARM, NUM_VERDICTS, Canary, CanaryConfig, DraftCounts
+from tltlab.coordination.canary import FALSE_ALARM, NUM_VERDICTS, Canary, CanaryConfig, DraftCounts
 from tltlab.errors import ConfigError
 
 drafts = st.integers(1, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))

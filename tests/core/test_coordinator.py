@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from pydantic import ValidationError
 
-from tltlab.coordinator import CoordinatorConfig, CoordinatorState, Phase, advance, restarted, wakeup_s
-from tltlab.coordinator_agent import Hold, TrainIn, WorkerAgent
-from tltlab.coordinator_messages import (
+from tltlab.coordination.agent import Hold, TrainIn, WorkerAgent
+from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Phase, advance, restarted, wakeup_s
+from tltlab.coordination.messages import (
     Kill,
     Released,
     RolloutEnded,

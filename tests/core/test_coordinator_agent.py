@@ -2,8 +2,8 @@
 
 import pytest
 
-from tltlab.coordinator_agent import Hold, TrainIn, WorkerAgent
-from tltlab.coordinator_messages import StopTraining, Train
+from tltlab.coordination.agent import Hold, TrainIn, WorkerAgent
+from tltlab.coordination.messages import StopTraining, Train
 
 
 def idle_agent(first_seq=1000, **settings):

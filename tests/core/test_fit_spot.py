@@ -10,9 +10,9 @@ import pytest
 from tltlab.acceptance.load import FreshAcceptance, load_acceptance
 from tltlab.calibration.api import command
 from tltlab.calibration.idle_training import fit_spot, recorded_updates
+from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
-from tltlab.spot_training import SpotTraining
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tltlab.coordination.progress import CHECKPOINT_S, Progress, SpotTraining, Trained
 from tltlab.errors import ConfigError
-from tltlab.spot_training import CHECKPOINT_S, Progress, SpotTraining, Trained
 
 SIMPLE = SpotTraining(
     padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tltlab.coordination.schedule import Decision, ScheduleConfig, TrainingSchedule
 from tltlab.state import DrafterState
-from tltlab.training_schedule import Decision, ScheduleConfig, TrainingSchedule
 
 TRAINED = DrafterState(updates=1)
 

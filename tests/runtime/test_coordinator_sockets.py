@@ -15,9 +15,9 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.coordinator import CoordinatorConfig
-from tltlab.coordinator_agent import Hold, TrainIn
-from tltlab.coordinator_messages import Kill, StopTraining, Train, WorkerReport
+from tltlab.coordination.agent import Hold, TrainIn
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.messages import Kill, StopTraining, Train, WorkerReport
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime import coordinator_thread
 from tltlab.runtime.coordinator_client import CoordinatorClient

@@ -23,7 +23,7 @@ import ray
 import torch
 
 import tltlab
-from tltlab.canary import CanaryConfig
+from tltlab.coordination.canary import CanaryConfig
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime import trainer_processes

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tltlab.canary import CanaryConfig
+from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError

@@ -9,7 +9,7 @@ from dataclasses import asdict
 
 import pytest
 
-from tltlab.canary import CanaryConfig
+from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tltlab.coordinator import CoordinatorConfig
+from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.runtime import drafter_checkpoint
 from tltlab.runtime.coordinator_server import CoordinatorServer
 from tltlab.runtime.drafter_recipe import DrafterConfig, OptimConfig

@@ -12,13 +12,13 @@ import pytest
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import CurveAcceptance, FreshAcceptance, GeometricAcceptance, RequestCurve
 from tltlab.bench.simulator import COSTS
+from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
 from tltlab.sim.scenario import load_spot_training
-from tltlab.spot_training import SpotTraining
 from tltlab.state import DrafterState, StepState
 from tltlab.strategy import Strategy
 

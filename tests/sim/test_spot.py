@@ -11,7 +11,8 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.coordinator import CoordinatorConfig
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import NoSpeculation
 from tltlab.sim.batch import FluidBatch
@@ -19,7 +20,6 @@ from tltlab.sim.engine import Engine
 from tltlab.sim.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.spot import SpotTrainer
-from tltlab.spot_training import SpotTraining
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import SPAN_KINDS, Manifest
 from tltlab.traces.trace import Trace

@@ -9,12 +9,12 @@ import pytest
 
 from tltlab.acceptance.load import FreshAcceptance, Freshness, GeometricAcceptance
 from tltlab.bench.simulator import COSTS
+from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.sim import simulate
 from tltlab.sim.verify import text, verify
 from tltlab.sim.verify_spot import SpotRun
-from tltlab.spot_training import SpotTraining
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 from tltlab.verify_command import verify as command

@@ -16,12 +16,12 @@ from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.measurements.steps import read_step_times
 from tltlab.console import Json, emit
+from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.spot_training import SpotTraining
 from tltlab.traces.trace import Trace, read
 
 from .costs import CostFit, fit_points, fit_trace

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
-from tltlab.spot_training import SpotTraining
 from tltlab.traces.trace import Trace
 
 Floats = npt.NDArray[np.float64]

@@ -19,10 +19,10 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import COLORS
+from tltlab.coordination.schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError, RunError
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace, read
-from tltlab.training_schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 
 from . import EXPERIMENTS, trained_drafter
 from .panels import finish, whole_numbers, with_interval

@@ -21,10 +21,10 @@ from tltlab.acceptance.load import (
     TreeAcceptance,
     fresh,
 )
+from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Bucket, Policy
-from tltlab.spot_training import SpotTraining
 from tltlab.strategy import MODEL_FREE, Strategy
 
 from .systems import Rung, System, strategies

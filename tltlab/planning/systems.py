@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 
+from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, DrafterSpec
 from tltlab.errors import ConfigError
@@ -28,7 +29,6 @@ from tltlab.policies.policy import (
     TableSpec,
 )
 from tltlab.policies.specs import SelectorSpec
-from tltlab.spot_training import SpotTraining
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 Shape = tuple[int, int, int]

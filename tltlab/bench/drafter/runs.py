@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 from tltlab.policies.policy import FixedSpec, Policy
@@ -19,7 +20,6 @@ from tltlab.runtime.train import GrpoRun
 from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
-from tltlab.training_schedule import ScheduleConfig
 
 from .texts import prompts_of, write_texts, written
 

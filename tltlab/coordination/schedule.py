@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 
-from .state import DrafterState
+from tltlab.state import DrafterState
 
 _ENOUGH_PAIRS = 4
 """Pairs of successive rollouts from which their noise can be told."""

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .coordinator_messages import (
+from .messages import (
     Command,
     Event,
     Kill,

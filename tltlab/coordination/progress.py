@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
 
 PADDED_SAMPLES_PER_S, PACKED_SAMPLES_PER_S = 13.3, 29.6
 """TLT Fig 17: drafter training with padded and with packed sequences, 2.2x apart."""

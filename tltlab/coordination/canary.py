@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from scipy.special import bdtr  # type: ignore[import-untyped, unused-ignore]
 
-from .errors import ConfigError
+from tltlab.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

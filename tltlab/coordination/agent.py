@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .coordinator_messages import StopTraining, Train, WorkerReport
+from .messages import StopTraining, Train, WorkerReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
