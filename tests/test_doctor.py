@@ -12,10 +12,10 @@ import pytest
 
 import tltlab.sim
 from tltlab.cli import main
-from tltlab.environment_check import check_environment
-from tltlab.environment_machine import GIB, Machine, _try_imports
+from tltlab.doctor.environment import check_environment
+from tltlab.doctor.machine import GIB, Machine, _try_imports
+from tltlab.doctor.signatures import diagnose
 from tltlab.policies.policy import EpsilonGreedySpec, Policy
-from tltlab.signatures import diagnose
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 

@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import typer
 
+from tltlab.doctor.environment import check_environment
+from tltlab.doctor.evidence import RunEvidence
+from tltlab.doctor.finding import Finding
+from tltlab.doctor.machine import Machine
+from tltlab.doctor.signatures import Diagnosis, examine
+
 from .console import Json, emit, progress
-from .environment_check import check_environment
-from .environment_machine import Machine
 from .errors import ConfigError
-from .signatures import Diagnosis, examine
-from .signatures_evidence import RunEvidence
-from .signatures_finding import Finding
 
 WIDTH = 120
 """Letters of the longest line."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tltlab.doctor.signatures import diagnose
 from tltlab.traces.trace import Trace
 
 from .errors import TltlabError
 from .files import read_json
 from .report_page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
-from .signatures import diagnose
 
 _MOST_EVENTS = 60
 

@@ -13,12 +13,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from tltlab.doctor.evidence import RunEvidence
+from tltlab.doctor.finding import Finding, NotChecked, span
+from tltlab.doctor.plain_decoding import _decoding_s
+from tltlab.doctor.signatures import CHECKS, diagnose, findings
 from tltlab.errors import TraceError
 from tltlab.policies.policy import BegMabSpec, Bucket, EpsilonGreedySpec, Policy
-from tltlab.signatures import CHECKS, diagnose, findings
-from tltlab.signatures_evidence import RunEvidence
-from tltlab.signatures_finding import Finding, NotChecked, span
-from tltlab.signatures_plain import _decoding_s
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace

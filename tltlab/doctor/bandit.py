@@ -6,10 +6,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.policies.beg_mab import BegMab
+from tltlab.strategy import Strategy
 
-from .signatures_evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .signatures_finding import Finding, NotChecked, span
-from .strategy import Strategy
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .finding import Finding, NotChecked, span
 
 BANDITS = ("epsilon-greedy", "ucb1", "beg-mab")
 

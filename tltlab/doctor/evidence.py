@@ -16,14 +16,14 @@ import pandas as pd
 from tltlab.calibration.linear import covered, fit_rows, predict, rows_of
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
+from tltlab.errors import TltlabError, TraceError
 from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.stats import Interval, paired_interval
+from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace, read
 
-from .errors import TltlabError, TraceError
-from .signatures_finding import NotChecked
-from .stats import Interval, paired_interval
-from .strategy import NO_SPECULATION
+from .finding import NotChecked
 
 FloatArray = npt.NDArray[np.float64]
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from .environment_machine import BESIDE_TORCH, EXTRAS, GIB, Machine
-from .signatures_finding import Finding, NotChecked
+from .finding import Finding, NotChecked
+from .machine import BESIDE_TORCH, EXTRAS, GIB, Machine
 
 ENGINE_BYTES = 1.25 * GIB
 """One engine process on a CPU: 0.95 GB measured, and 256 MiB of KV cache, tltlab's default."""

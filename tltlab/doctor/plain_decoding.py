@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from .signatures_evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .signatures_finding import Finding, NotChecked, span
-from .stats import Interval
+from tltlab.stats import Interval
+
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .finding import Finding, NotChecked, span
 
 UNSURE = 1.05
 """Time against plain decoding from which speculation surely loses: fitted plain times miss held-out rollouts by up to

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tltlab.costs.base import CostModel
+from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
-from .errors import ConfigError
-from .signatures_bandit import explores_more_than_it_finds, one_arm_per_bucket
-from .signatures_evidence import RunEvidence
-from .signatures_finding import Finding, NotChecked
-from .signatures_log import canary, deaths, serves_nobody
-from .signatures_plain import large_batches, slower_than_plain, speculation_unused
-from .signatures_run import (
+from .bandit import explores_more_than_it_finds, one_arm_per_bucket
+from .evidence import RunEvidence
+from .finding import Finding, NotChecked
+from .log import canary, deaths, serves_nobody
+from .plain_decoding import large_batches, slower_than_plain, speculation_unused
+from .run import (
     cut_at_cap,
     interrupted,
     no_graph,
@@ -27,13 +27,13 @@ from .signatures_run import (
     waiting_queue,
     workers_uneven,
 )
-from .signatures_speculation import (
+from .speculation import (
     acceptance_falling,
     acceptance_low,
     switches_often,
     target_too_fast,
 )
-from .signatures_training import drafter_never_published, idle_fragmented, training_fails
+from .training import drafter_never_published, idle_fragmented, training_fails
 
 __all__ = ["CHECKS", "Check", "Diagnosis", "Finding", "NotChecked", "diagnose", "examine", "findings"]
 

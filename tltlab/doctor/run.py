@@ -8,8 +8,8 @@ import pandas as pd
 from tltlab.costs.stages import STAGES
 from tltlab.traces import metrics
 
-from .signatures_evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .signatures_finding import Finding, NotChecked
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .finding import Finding, NotChecked
 
 HALF = 0.5
 """Below half of the RL step even a rollout in no time at all saves less than what stays."""

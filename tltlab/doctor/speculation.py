@@ -9,11 +9,12 @@ import pandas as pd
 from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 from scipy.stats import linregress
 
-from .signatures_evidence import ENOUGH_STEPS, FloatArray, RunEvidence, accepted_pairs, ratio
-from .signatures_finding import Finding, NotChecked, span
-from .signatures_plain import UNSURE, against_plain, told
-from .stats import Interval
-from .strategy import MODEL_FREE
+from tltlab.stats import Interval
+from tltlab.strategy import MODEL_FREE
+
+from .evidence import ENOUGH_STEPS, FloatArray, RunEvidence, accepted_pairs, ratio
+from .finding import Finding, NotChecked, span
+from .plain_decoding import UNSURE, against_plain, told
 
 ACCEPT_FLOOR = 1.2
 """Tokens per draft below which no engine gains: TLT's Fig 13 puts its cheapest step at 1.71 plain ones, and a free

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tltlab.errors import TltlabError
+from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy
 
-from .errors import TltlabError
-from .files import read_json
-from .signatures_evidence import RunEvidence
-from .signatures_finding import Finding, NotChecked, span
+from .evidence import RunEvidence
+from .finding import Finding, NotChecked, span
 
 GIB = 2**30
 

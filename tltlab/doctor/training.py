@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .signatures_evidence import ENOUGH_STEPS, RunEvidence
-from .signatures_finding import Finding, NotChecked, span
+from .evidence import ENOUGH_STEPS, RunEvidence
+from .finding import Finding, NotChecked, span
 
 HALF = 0.5
 """Share of the training periods, and of their time, that should bring updates: below it most is set-up."""
