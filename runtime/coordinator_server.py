@@ -1,4 +1,4 @@
-"""The worker coordinator at work: `tltlab.coordination.machine.advance` behind a ZeroMQ ROUTER, in a thread of the driver."""
+"""The worker coordinator at work: `tltlab.coordination.machine` behind a ZeroMQ ROUTER, in a thread of the driver."""
 
 from __future__ import annotations
 

@@ -127,10 +127,10 @@ class Grid:
 class Profile:
     """What was measured.
 
-    `table` has the columns of `tltlab.calibration.measurements.steps`, `drafter`, and of each row `draft_seconds`, `num_samples` and
-    `spread`, the interquartile range of its seconds. `skipped` has cells that were not measured, with `why`.
-    `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians are
-    apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
+    `table` has the columns of `tltlab.calibration.measurements.steps`, `drafter`, and of each row `draft_seconds`,
+    `num_samples` and `spread`, the interquartile range of its seconds. `skipped` has cells that were not measured, with
+    `why`. `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians
+    are apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
     """
 
     table: pd.DataFrame

@@ -501,7 +501,7 @@ def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path):
     program = textwrap.dedent(
         """
         import os, signal, sys
-        from tltlab import trace
+        from tltlab.traces import trace
         old, new = sys.argv[1:]
         def write_parquet(path, name, table, plain=trace.write_parquet):
             plain(path, name, table)

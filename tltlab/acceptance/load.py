@@ -1,8 +1,8 @@
 """How many drafted tokens the target accepts: every kind of model under one name, from a value, a name or a file.
 
-acceptance_model.py says what a model is; constant and geometric ones are there too. acceptance_measured.py holds what
-`calibrate` writes, acceptance_tree.py trees, acceptance_requests.py what differs by request, freshness.py what changes
-with the drafter's age, acceptance_trace.py the replay per position.
+base.py says what a model is; constant and geometric ones are there too. measured.py holds what `calibrate` writes,
+trees.py trees, by_request.py what differs by request, freshness.py what changes with the drafter's age, replay.py the
+replay per position.
 """
 
 from __future__ import annotations

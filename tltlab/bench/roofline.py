@@ -2,7 +2,8 @@
 
 The measurements are tables of other people, which are not part of the package: `decode_tpot_h100.csv` (AIConfigurator,
 Apache-2.0), `tlt_sd_tables.csv` and `tlt_gpu_diversity.csv` (TLT, arXiv 2511.16665: Fig. 13, Tables 1, 2, 4),
-`eagle3_speedup_by_batch.csv` (EAGLE-3, arXiv 2503.01840, Table 3) and kernel tables (`tltlab.calibration.measurements.kernels`).
+`eagle3_speedup_by_batch.csv` (EAGLE-3, arXiv 2503.01840, Table 3) and kernel tables
+(`tltlab.calibration.measurements.kernels`).
 """
 
 from __future__ import annotations

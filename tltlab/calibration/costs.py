@@ -79,7 +79,7 @@ def fit_trace(
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
-    """Fit costs to a table that `tltlab.calibration.measurements.steps` has checked; each batch size is left out in turn.
+    """Fit costs to a table that `calibration.measurements.steps` has checked; each batch size is left out in turn.
 
     `hardware` is needed for kind "roofline", and gives a table the roofline's shape between its knots. Raises
     ConfigError for data that cannot tell what the kind needs.

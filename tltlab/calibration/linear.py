@@ -96,8 +96,8 @@ def covered(rows: Rows) -> CalibratedRange:
 def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
     """The costs of recorded iterations, and notes on terms that are None or inside others.
 
-    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.calibration.robust` does: robust to outliers,
-    and with sums that are right.
+    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.calibration.robust` does:
+    robust to outliers, and with sums that are right.
     """
     notes: list[str] = []
     plain = ~rows.spec

@@ -78,10 +78,10 @@ class Fitted:
 def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     """Fit all constants that these measurements speak about; the same for every GPU, model and tp in them.
 
-    The table is one of `tltlab.calibration.measurements.times`, or several put together. Relative errors, softened beyond 10 %; a weak
-    pull (a factor e off weighs as much as an error of 0.3 % of one row) holds what the data leave open near typical
-    values. Each of `folds` is a column of `measurements`: for each of its values the rows that have it are predicted by
-    a fit to the others; rows without one are never left out.
+    The table is one of `tltlab.calibration.measurements.times`, or several put together. Relative errors, softened
+    beyond 10 %; a weak pull (a factor e off weighs as much as an error of 0.3 % of one row) holds what the data leave
+    open near typical values. Each of `folds` is a column of `measurements`: for each of its values the rows that have
+    it are predicted by a fit to the others; rows without one are never left out.
     """
     if measurements.empty:
         raise ConfigError("nothing to fit: the table of measurements is empty")

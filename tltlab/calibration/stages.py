@@ -69,11 +69,11 @@ class StageFit:
 def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
     """Fit each stage of `trace.steps` to what its RL steps worked on; `num_gpus` is noted in the costs.
 
-    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.calibration.robust`). A stage has tokens
-    and a base; attention pairs join them where they lower the left-out error by a tenth. Training is fitted to all
-    responses and to those of groups whose rewards differ, whichever errs less. These two choices are made with the same
-    left-out RL steps that the residuals report. The number of updates is not recorded and is part of the base. A stage
-    with no known time is None in the costs. Raises TraceError where no stage is known at all.
+    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.calibration.robust`). A
+    stage has tokens and a base; attention pairs join them where they lower the left-out error by a tenth. Training is
+    fitted to all responses and to those of groups whose rewards differ, whichever errs less. These two choices are made
+    with the same left-out RL steps that the residuals report. The number of updates is not recorded and is part of the
+    base. A stage with no known time is None in the costs. Raises TraceError where no stage is known at all.
     """
     works, measured = _workloads(trace)
     fits = {

@@ -1,10 +1,11 @@
 """graph-memory: what plans of captured CUDA graphs take in memory and what they cost in time.
 
 Plans: one strategy, TLT's four captured naively, the same in buckets as the released code has them, and plans chosen
-exactly, by `tltlab.planning.buckets`, within several caps. Time is the objective of those: seconds of decoding at batches up to
-`max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a trace. Memory is
-`tltlab.planning.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be fitted to. On a CUDA
-device graphs of a few chain policies are captured too and their memory is measured (`graph_memory_measured`).
+exactly, by `tltlab.planning.buckets`, within several caps. Time is the objective of those: seconds of decoding at
+batches up to `max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a
+trace. Memory is `tltlab.planning.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be
+fitted to. On a CUDA device graphs of a few chain policies are captured too and their memory is measured
+(`graph_memory_measured`).
 """
 
 from __future__ import annotations

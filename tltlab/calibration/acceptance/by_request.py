@@ -22,7 +22,7 @@ _ROUNDS = 60
 
 
 def fit_requests(drafts: pd.DataFrame) -> CurveAcceptance:
-    """Levels, spread and drift of each drafter in `drafts` (columns as in drafts.py).
+    """Levels, spread and drift of each drafter in `drafts` (columns as in traces.drafts).
 
     A logistic model with a normal level per request: the mode of the joint likelihood for the levels, given the spread;
     the spread by EM, which adds each level's own uncertainty (Breslow and Clayton 1993, penalised quasi-likelihood).
