@@ -20,11 +20,11 @@ from tltlab.charts import bars, data_uri, lines, save_figure, scatter_identity, 
 from tltlab.cli import main
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
-from tltlab.report import report
-from tltlab.report_drafter import drafter_part
-from tltlab.report_origin import command_line
-from tltlab.report_page import Absent, Section, Table, render
-from tltlab.report_speculation import acceptance_part, strategy_names
+from tltlab.report.drafter import drafter_part
+from tltlab.report.origin import command_line
+from tltlab.report.page import Absent, Section, Table, render
+from tltlab.report.speculation import acceptance_part, strategy_names
+from tltlab.report.write import report
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 

@@ -11,9 +11,9 @@ import importlib
 from typing import Any
 
 from .errors import ConfigError, RunError, TltlabError, TraceError
-from .plot import timeline
 from .policies.policy import Policy, load_policy
 from .policies.selector import Selector
+from .report.timeline import timeline
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 from .traces.trace import Trace, read

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from tltlab.bench.drafter.runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
+from tltlab.report.timeline import timeline
 from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.environment import run_json
 from tltlab.sim.verify import verify
 
 from .errors import RunError
 from .files import write_json
-from .plot import timeline
 
 
 def run_drafter(model: Path, out: Path, *, steps: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import pandas as pd
 
 from tltlab.calibration.api import Calibration, calibrate
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.report.perfetto import write_perfetto
+from tltlab.report.timeline import timeline
 from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.make_model import make_model
 from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
@@ -26,8 +28,6 @@ from .console import progress
 from .demo_drafter import run_drafter
 from .errors import RunError
 from .files import write_json
-from .perfetto import write_perfetto
-from .plot import timeline
 
 PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
 TRIALS = 12

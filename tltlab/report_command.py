@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
+from tltlab.report.write import default_out
+from tltlab.report.write import report as make
 from tltlab.traces.trace import is_trace, locate
 
 from .console import Json, emit
 from .errors import ConfigError
-from .report import default_out
-from .report import report as make
 
 
 def report(

@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from tltlab.report.perfetto import write_perfetto
+from tltlab.report.timeline import timeline as draw
 from tltlab.traces.lanes import median_step
 from tltlab.traces.trace import read
 
 from .charts import FORMATS
 from .console import Json, emit
 from .errors import ConfigError
-from .perfetto import write_perfetto
-from .plot import timeline as draw
 
 
 def timeline(

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from tltlab.errors import ConfigError, TraceError
 from tltlab.lengths.generate import log_normal
-from tltlab.perfetto import to_perfetto, write_perfetto
-from tltlab.plot import timeline
+from tltlab.report.perfetto import to_perfetto, write_perfetto
+from tltlab.report.timeline import timeline
 from tltlab.sim import simulate
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .charts import bars, scatter_identity
-from .errors import ConfigError
-from .report_origin import repeat_blocks, versions_of
-from .report_page import Absent, Block, Code, Facts, Items, Page, Part, Picture, Section, Text, number, records
-from .report_verify import from_result
+from tltlab.charts import bars, scatter_identity
+from tltlab.errors import ConfigError
+
+from .origin import repeat_blocks, versions_of
+from .page import Absent, Block, Code, Facts, Items, Page, Part, Picture, Section, Text, number, records
+from .verify import from_result
 
 SIMULATED = "Simulated: a prediction, not a measurement."
 _ROWS = ("systems", "candidates", "policies", "steps", "rows")

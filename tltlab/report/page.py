@@ -14,8 +14,8 @@ import jinja2
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from .charts import data_uri
-from .errors import InputError
+from tltlab.charts import data_uri
+from tltlab.errors import InputError
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Content security policy of the page: a browser refuses whatever is not in the file itself."""

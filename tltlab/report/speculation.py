@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from tltlab.charts import lines, shares
 from tltlab.traces.trace import Trace
 
-from .charts import lines, shares
-from .report_page import Absent, Block, Part, Picture, Section, Table, Text, number
+from .page import Absent, Block, Part, Picture, Section, Table, Text, number
 
 _MOST_ARMS = 8
 _COLUMNS = 24

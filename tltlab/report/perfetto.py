@@ -11,12 +11,11 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, step_offsets
 from tltlab.traces.trace import Trace
-
-from .errors import ConfigError, InputError, TraceError
-from .strategy import Strategy
 
 _US = 1e6
 _STEPS = "RL steps"

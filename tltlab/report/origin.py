@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.doctor.signatures import diagnose
+from tltlab.errors import TltlabError
+from tltlab.files import read_json
 from tltlab.traces.trace import Trace
 
-from .errors import TltlabError
-from .files import read_json
-from .report_page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
+from .page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
 
 _MOST_EVENTS = 60
 

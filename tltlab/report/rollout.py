@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.charts import lines, shares
+from tltlab.errors import TltlabError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import median_step
 from tltlab.traces.trace import Trace
 
-from .charts import lines, shares
-from .errors import TltlabError
-from .plot import timeline
-from .report_page import Absent, Block, Part, Picture, Section, number, records
+from .page import Absent, Block, Part, Picture, Section, number, records
+from .timeline import timeline
 
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200

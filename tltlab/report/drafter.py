@@ -8,11 +8,11 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.idle_training import recorded_updates
+from tltlab.charts import lines
 from tltlab.traces.drafts import walked_drafts
 from tltlab.traces.trace import Trace
 
-from .charts import lines
-from .report_page import Absent, Block, Part, Picture, Section, Table
+from .page import Absent, Block, Part, Picture, Section, Table
 
 _RESAMPLES = 1000
 

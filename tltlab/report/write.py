@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, read
 
-from .errors import ConfigError
-from .files import read_json
-from .report_comparison import comparison_page
-from .report_drafter import drafter_part
-from .report_origin import events_part, findings_part, origin_part, read_beside
-from .report_page import Page, number, write_page
-from .report_rollout import lengths_part, steps_part, steps_rows, timeline_part
-from .report_speculation import acceptance_part, arms_part
-from .report_verify import verify_part
+from .comparison import comparison_page
+from .drafter import drafter_part
+from .origin import events_part, findings_part, origin_part, read_beside
+from .page import Page, number, write_page
+from .rollout import lengths_part, steps_part, steps_rows, timeline_part
+from .speculation import acceptance_part, arms_part
+from .verify import verify_part
 
 RESULT = "result.json"
 

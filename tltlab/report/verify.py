@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.charts import scatter_identity
+from tltlab.console import progress
+from tltlab.errors import TltlabError
 from tltlab.traces.trace import Trace
 
-from .charts import scatter_identity
-from .console import progress
-from .errors import TltlabError
-from .report_page import Absent, Part, Picture, Section, Text, number, records
+from .page import Absent, Part, Picture, Section, Text, number, records
 
 TITLE = "Predicted against measured"
 

@@ -14,12 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from tltlab.charts import FORMATS, save_figure
+from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
 from tltlab.traces.trace import Trace
-
-from .charts import FORMATS, save_figure
-from .errors import ConfigError, TraceError
 
 # Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
 LOOKS: dict[str, tuple[str, str, str]] = {
