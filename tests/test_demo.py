@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import tltlab
-from tltlab.demo import make_room
+from tltlab.cli.demo import make_room
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 import tltlab.sim
-from tltlab.cli import main
+from tltlab.cli.app import main
 from tltlab.doctor.environment import check_environment
 from tltlab.doctor.machine import GIB, Machine, _try_imports
 from tltlab.doctor.signatures import diagnose

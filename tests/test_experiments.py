@@ -14,8 +14,8 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab import cli
 from tltlab.bench.graph_pool import MEASURED_GB
+from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace

@@ -15,7 +15,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 pytest.importorskip("tltlab.runtime")
 
-from tltlab import cli
+from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.experiments import batch_size, lossless, staleness
 from tltlab.experiments.batch_size_measured import Visit, _seconds

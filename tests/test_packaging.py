@@ -65,7 +65,9 @@ import tltlab, tltlab.testing, tltlab.traces.recorder, tltlab.calibration.api
 
 
 def test_a_missing_extra_is_one_line_with_its_cure(tmp_path: Path):
-    code = "import sys; sys.modules['simpy'] = None; from tltlab.cli import main; main(['simulate', 'no-such-trace'])"
+    code = (
+        "import sys; sys.modules['simpy'] = None; from tltlab.cli.app import main; main(['simulate', 'no-such-trace'])"
+    )
     done = run(sys.executable, "-c", code)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("pip install 'tltlab[sim]'")

@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from tltlab.charts import bars, data_uri, lines, save_figure, scatter_identity, shares
-from tltlab.cli import main
+from tltlab.cli.app import main
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import write_json
 from tltlab.report.drafter import drafter_part

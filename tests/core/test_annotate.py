@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from tltlab import cli
-from tltlab.annotate_command import parse_drafter
 from tltlab.calibration.acceptance.annotate import DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.calibration.acceptance.annotations import AgreementCheck
+from tltlab.cli import app as cli
+from tltlab.cli.annotate import parse_drafter
+from tltlab.cli.trace import app
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
-from tltlab.trace_commands import app
 from tltlab.traces.schema import KEY, Manifest
 from tltlab.traces.token_times import RecordedResponse, recorded_responses
 from tltlab.traces.trace import Trace, read

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.cost_command import costs
+from tltlab.cli.costs import costs
 from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -96,6 +96,6 @@ def test_an_unknown_name_lists_the_presets(asked):
 
 
 def test_its_help_loads_nothing_heavy():
-    code = "import sys, tltlab.cost_command; print([m for m in ('sklearn', 'scipy', 'torch') if m in sys.modules])"
+    code = "import sys, tltlab.cli.costs; print([m for m in ('sklearn', 'scipy', 'torch') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

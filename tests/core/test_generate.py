@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from tltlab import cli
+from tltlab.cli import app as cli
+from tltlab.cli.generate import generate as command
 from tltlab.errors import ConfigError
-from tltlab.generate_command import generate as command
 from tltlab.lengths.fit import _survival, fit_lengths, statistics
 from tltlab.lengths.generate import generate, generate_steps
 from tltlab.lengths.model import REGIMES, LengthModel, of_regime

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.main import get_command
 
-from tltlab import cli
+from tltlab.cli import app as cli
+from tltlab.cli.importing import import_trace
 from tltlab.errors import ConfigError, TraceError
-from tltlab.import_command import import_trace
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
 from tltlab.traces.trace import read

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tltlab import cli
+from tltlab.cli import app as cli
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):

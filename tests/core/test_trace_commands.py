@@ -6,12 +6,12 @@ import pytest
 import typer
 from typer.main import get_command
 
-from tltlab import cli
+from tltlab.cli import app as cli
+from tltlab.cli.timeline import timeline
+from tltlab.cli.trace import app
 from tltlab.errors import TraceError
 from tltlab.importers.lengths import from_csv
 from tltlab.lengths.generate import log_normal
-from tltlab.timeline_command import timeline
-from tltlab.trace_commands import app
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read

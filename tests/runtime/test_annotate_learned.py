@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from tltlab.annotate_command import parse_drafter
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
 from tltlab.calibration.acceptance.annotations import Agreement, AgreementCheck
+from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed

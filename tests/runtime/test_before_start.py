@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab import cli
+from tltlab.cli import app as cli
 from tltlab.runtime.run_checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_with(place: Path, capsys: py
 
 def test_a_dry_run_prints_its_plan_alone_and_imports_nothing_heavy(place: Path):
     program = (
-        "import sys; from tltlab import cli\ntry: cli.main()\n"
+        "import sys; from tltlab.cli import app as cli\ntry: cli.main()\n"
         "finally: print(*{'torch', 'ray'} & set(sys.modules), file=sys.stderr)"
     )
     ran = subprocess.run(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab import cli
+from tltlab.cli import app as cli
 from tltlab.experiments.own_model import own_model
 
 

@@ -14,14 +14,14 @@ import psutil
 import pytest
 
 import tltlab
+from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
+from tltlab.experiments.verify_policies import compared, named_policies, text
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.runtime.environment import run_json
 from tltlab.runtime.policy_rounds import all_drafters, explore_all, run_to_verify
 from tltlab.runtime.recipe import load_recipe
-from tltlab.verify_command import verify as command
-from tltlab.verify_policies import compared, named_policies, text
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
 

@@ -11,10 +11,10 @@ import pandas as pd
 import pytest
 
 import tltlab
-from tltlab import cli
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
+from tltlab.cli import app as cli
 from tltlab.costs.load import load_costs
 from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError

@@ -13,7 +13,7 @@ import pytest
 
 from tltlab.acceptance.load import GeometricAcceptance, load_acceptance
 from tltlab.bench.simulator import COSTS
-from tltlab.cli import main
+from tltlab.cli.app import main
 from tltlab.costs.load import load_costs
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError

@@ -11,6 +11,7 @@ import pytest
 
 import tltlab
 from tltlab.bench.simulator import COSTS
+from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
@@ -19,7 +20,6 @@ from tltlab.sim.run_files import policies_in_force
 from tltlab.sim.verify import drawn_lengths, nearest, text, verify
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
-from tltlab.verify_command import verify as command
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
 GCD = Path(__file__).parents[2] / "traces" / "gcd-small"

@@ -9,6 +9,7 @@ import pytest
 
 from tltlab.acceptance.load import FreshAcceptance, Freshness, GeometricAcceptance
 from tltlab.bench.simulator import COSTS
+from tltlab.cli.verify import verify as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy
@@ -17,7 +18,6 @@ from tltlab.sim.verify import text, verify
 from tltlab.sim.verify_spot import SpotRun
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
-from tltlab.verify_command import verify as command
 
 from ..spot_rows import frame, spot_rows
 

@@ -12,8 +12,8 @@ import typer
 from typer.exceptions import TyperException
 from typer.main import get_command
 
-from .console import progress, running, sigterm_does
-from .errors import ConfigError, TltlabError
+from tltlab.console import progress, running, sigterm_does
+from tltlab.errors import ConfigError, TltlabError
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from .console import Json, emit, progress
-from .errors import ConfigError
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
 
 
 def demo(
@@ -24,7 +24,7 @@ def demo(
     Example: tltlab demo --out demo --fast
     """
     # torch, Ray and vLLM take seconds to import: --help should not wait for them.
-    from .demo_run import FAST, FULL, run_demo, table
+    from tltlab.demo_run import FAST, FULL, run_demo, table
 
     make_room(out)
     result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)

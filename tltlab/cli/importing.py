@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
 from tltlab.importers.token_counts import token_counter
 from tltlab.traces.describe import count
-
-from .console import Json, emit, progress
-from .errors import ConfigError
 
 
 def import_trace(

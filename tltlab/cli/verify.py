@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
 from tltlab.sim.verify import text
 from tltlab.sim.verify import verify as run_verify
 from tltlab.traces.trace import read
-
-from .console import Json, emit, progress
-from .errors import ConfigError
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5
 
@@ -65,7 +64,7 @@ def verify(
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.
-    from . import verify_policies
+    from tltlab.experiments import verify_policies
 
     ran = verify_policies.verify_policies(
         run,

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .console import Json, emit
-from .errors import ConfigError
-from .strategy import NO_SPECULATION, Strategy
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 if TYPE_CHECKING:
     from tltlab.costs.base import CostModel

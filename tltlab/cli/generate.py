@@ -10,14 +10,13 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
 from tltlab.lengths.fit import MAX_RESPONSES, fit_lengths, statistics
 from tltlab.lengths.generate import StepTables, generate_steps, manifest_of
 from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.traces.stream import StreamWriter
 from tltlab.traces.trace import Trace, read
-
-from .console import Json, emit, progress
-from .errors import ConfigError
 
 MODEL_FILE = "lengths.json"
 

@@ -11,10 +11,9 @@ import typer
 
 from tltlab.console import Json, emit, made_by, progress
 from tltlab.errors import ConfigError
-
-from . import EXPERIMENTS, find
-from .result import check_replaceable
-from .settings import describe, read_settings
+from tltlab.experiments import EXPERIMENTS, find
+from tltlab.experiments.result import check_replaceable
+from tltlab.experiments.settings import describe, read_settings
 
 
 def experiment(

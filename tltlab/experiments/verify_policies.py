@@ -27,19 +27,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.agreement import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
+from tltlab.console import made_by
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
 from tltlab.sim.run_files import InForce, policies_in_force, repeats
 from tltlab.sim.verify import overhead_s
+from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
-
-from .agreement import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
-from .console import made_by
-from .errors import ConfigError
-from .files import write_json
-from .strategy import Strategy
 
 DEFAULT = ("none", "ngram:1", "ngram:2", "ngram:8", "ngram:4@1", "ngram:4@4", "ngram:4@16", "table", "beg-mab")
 WITH_SUFFIX = ("suffix:1", "suffix:8")

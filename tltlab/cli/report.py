@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
 from tltlab.report.write import default_out
 from tltlab.report.write import report as make
 from tltlab.traces.trace import is_trace, locate
-
-from .console import Json, emit
-from .errors import ConfigError
 
 
 def report(

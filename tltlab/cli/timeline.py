@@ -7,14 +7,13 @@ from typing import Annotated, Literal
 
 import typer
 
+from tltlab.charts import FORMATS
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline as draw
 from tltlab.traces.lanes import median_step
 from tltlab.traces.trace import read
-
-from .charts import FORMATS
-from .console import Json, emit
-from .errors import ConfigError
 
 
 def timeline(

@@ -10,13 +10,12 @@ from typing import Annotated, Any, get_args
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
 from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.policies.reward import RewardKind
 from tltlab.traces.trace import Trace, read
-
-from .console import Json, emit, progress
-from .errors import ConfigError
 
 CHECK_TARGETS = ("none", "fixed", "table", "beg-mab")
 

@@ -20,15 +20,14 @@ from pydantic import TypeAdapter, ValidationError
 
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.calibration.acceptance.annotations import AcceptedLengths, AgreementCheck
+from tltlab.config import faults
+from tltlab.console import Json, emit
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError, InputError
+from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.storage import fsync_file, fsync_folder, parquet_writer
 from tltlab.traces.trace import Trace, cannot_write, new_folder, read
-
-from .config import faults
-from .console import Json, emit
-from .errors import ConfigError, InputError
-from .strategy import NO_SPECULATION
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)

@@ -10,14 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
+from tltlab.console import Json, emit, progress
 from tltlab.doctor.environment import check_environment
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.finding import Finding
 from tltlab.doctor.machine import Machine
 from tltlab.doctor.signatures import Diagnosis, examine
-
-from .console import Json, emit, progress
-from .errors import ConfigError
+from tltlab.errors import ConfigError
 
 WIDTH = 120
 """Letters of the longest line."""

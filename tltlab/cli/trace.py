@@ -7,15 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from tltlab.console import Json, emit
 from tltlab.traces.describe import count
 from tltlab.traces.describe import describe as describe_trace
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.trace import Trace, read
 
-from .annotate_command import annotate_trace
-from .console import Json, emit
-from .generate_command import generate
-from .import_command import import_trace
+from .annotate import annotate_trace
+from .generate import generate
+from .importing import import_trace
 
 app = typer.Typer(
     help="Describe, validate, repair, import, generate and annotate traces.",
