@@ -42,7 +42,7 @@ from tltlab.charts import bars
 from tltlab.runtime.make_model import Size, make_model
 from tltlab.runtime.recipe import Recipe
 from tltlab.runtime.train import GrpoRun
-from tltlab.sim.tune import tune
+from tltlab.sim.tuning.tune import tune
 from tltlab.traces import metrics
 
 # %matplotlib inline

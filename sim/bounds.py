@@ -32,11 +32,10 @@ import numpy.typing as npt
 
 from tltlab.acceptance.load import FloatArray, RequestAcceptance, Settled, TraceAcceptance
 from tltlab.costs.base import CostModel
-
-from .batch import TOLERANCE_TOKENS
-from .luck import request_seeds, uniforms
-from .regime import Regime
-from .requests import Requests
+from tltlab.sim.engine.batch import TOLERANCE_TOKENS
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.regime import Regime
+from tltlab.sim.engine.requests import Requests
 
 
 def lower_bound_s(

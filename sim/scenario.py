@@ -30,20 +30,20 @@ from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
+from tltlab.sim.engine.batch import Batch, FluidBatch
+from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import Requests, requests_by_step
+from tltlab.sim.engine.worker import Engine, LeaveIdle, Rollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.traces.trace import Trace
 
-from .batch import Batch, FluidBatch
 from .bounds import largest_batch, lower_bound_s
-from .engine import Engine, LeaveIdle, Rollout
+from .idle_training import SpotTrainer
 from .placement import place
-from .rates import Rates
-from .regime import Regimes
-from .requests import Requests, requests_by_step
 from .shared_bound import shared_bound_s
-from .spot import SpotTrainer
-from .walk import ReplayBatch, SampledBatch
 
 Mode = Literal["fluid", "sampled"]
 

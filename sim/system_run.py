@@ -16,12 +16,12 @@ from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import BoundSystem, bind
 from tltlab.planning.systems import System, find_systems
+from tltlab.sim.engine.requests import Requests
 from tltlab.traces.trace import Trace
 
-from .replay import SimResult, simulate
-from .requests import Requests
-from .rl_step import RunResult, run_steps
+from .rl_steps import RunResult, run_steps
 from .scenario import Scenario, load_spot_training
+from .simulate import SimResult, simulate
 from .topology import Colocated, Separate, Topology
 
 

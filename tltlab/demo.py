@@ -19,8 +19,8 @@ from tltlab.runtime.make_model import make_model
 from tltlab.runtime.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate
-from tltlab.sim.tune import tune
-from tltlab.sim.verify import nearest, verify
+from tltlab.sim.tuning.tune import tune
+from tltlab.sim.verification.rollouts import nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
 

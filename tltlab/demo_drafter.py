@@ -12,7 +12,7 @@ from tltlab.bench.drafter.runs import Sizes, fixed_depth, recipe_of, run_steps, 
 from tltlab.report.timeline import timeline
 from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.environment import run_json
-from tltlab.sim.verify import verify
+from tltlab.sim.verification.rollouts import verify
 
 from .errors import RunError
 from .files import write_json

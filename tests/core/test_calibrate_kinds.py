@@ -23,7 +23,7 @@ from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
-from tltlab.sim.replay import simulate
+from tltlab.sim.simulate import simulate
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read

@@ -17,7 +17,7 @@ from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
-from tltlab.sim.luck import request_seeds, uniforms
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

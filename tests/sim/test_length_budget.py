@@ -14,9 +14,9 @@ from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import of_regime
 from tltlab.policies.policy import FixedSpec, LengthAwareBudgetSpec, Policy
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.rates import Rates
-from tltlab.sim.regime import Regimes
-from tltlab.sim.requests import requests_by_step
+from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import requests_by_step
 from tltlab.sim.scenario import tell_each_other
 from tltlab.state import RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy

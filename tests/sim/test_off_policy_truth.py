@@ -4,7 +4,7 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED
-from tltlab.sim.off_policy_truth import estimator_errors
+from tltlab.sim.verification.off_policy import estimator_errors
 from tltlab.traces.trace import read
 
 TRACE = read("traces/tiny")

@@ -13,17 +13,18 @@ from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth, Geometric
 from tltlab.costs.base import LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.selector import Selector
-from tltlab.sim.batch import FluidBatch
-from tltlab.sim.engine import Engine
-from tltlab.sim.luck import request_seeds, uniforms
-from tltlab.sim.oracle import expected, finish_times
+from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.worker import Engine
 from tltlab.sim.placement import PLACEMENTS, place
-from tltlab.sim.regime import Regime, Regimes
-from tltlab.sim.requests import Requests
-from tltlab.sim.walk import ReplayBatch, SampledBatch
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
+
+from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
 CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))

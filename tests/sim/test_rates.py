@@ -24,16 +24,17 @@ from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
-from tltlab.sim.batch import FluidBatch
-from tltlab.sim.engine import Engine
-from tltlab.sim.luck import request_seeds, uniforms
-from tltlab.sim.oracle import finish_times
-from tltlab.sim.rates import Rates
-from tltlab.sim.regime import Regime, Regimes
-from tltlab.sim.requests import Requests
-from tltlab.sim.walk import SampledBatch
+from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.drawn import SampledBatch
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.worker import Engine
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .slow_oracle import finish_times
 
 CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 CURVE = RequestCurve(keep_logits=(0.2, 0.6, 0.9), drift=0.3, spread=0.7)

@@ -21,7 +21,7 @@ from tltlab.costs.stages import (
 )
 from tltlab.errors import ConfigError
 from tltlab.sim import simulate
-from tltlab.sim.rl_step import RunResult, run_steps, summary
+from tltlab.sim.rl_steps import RunResult, run_steps, summary
 from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
 from tltlab.traces import metrics
 from tltlab.traces.lanes import lanes

@@ -18,7 +18,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import SimResult, simulate
-from tltlab.sim.commands import simulate as command
+from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

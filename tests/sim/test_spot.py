@@ -15,11 +15,11 @@ from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import NoSpeculation
-from tltlab.sim.batch import FluidBatch
-from tltlab.sim.engine import Engine
-from tltlab.sim.regime import Regimes
+from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.worker import Engine
+from tltlab.sim.idle_training import SpotTrainer
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.spot import SpotTrainer
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import SPAN_KINDS, Manifest
 from tltlab.traces.trace import Trace

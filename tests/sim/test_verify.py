@@ -16,8 +16,8 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
-from tltlab.sim.run_files import policies_in_force
-from tltlab.sim.verify import drawn_lengths, nearest, text, verify
+from tltlab.sim.verification.rollouts import drawn_lengths, nearest, text, verify
+from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 

@@ -14,8 +14,8 @@ from tltlab.coordination.progress import SpotTraining
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.sim import simulate
-from tltlab.sim.verify import text, verify
-from tltlab.sim.verify_spot import SpotRun
+from tltlab.sim.verification.idle_training import SpotRun
+from tltlab.sim.verification.rollouts import text, verify
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 

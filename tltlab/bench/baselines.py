@@ -13,7 +13,7 @@ import numpy as np
 import simpy
 
 from tltlab.costs.base import CostModel
-from tltlab.sim.requests import Requests
+from tltlab.sim.engine.requests import Requests
 from tltlab.strategy import NO_SPECULATION
 
 

@@ -122,7 +122,7 @@ def _check(
     as_json: bool,
 ) -> None:
     # Only the check needs the simulator; the estimates do without it.
-    from tltlab.sim.off_policy_truth import estimator_errors
+    from tltlab.sim.verification.off_policy import estimator_errors
 
     errors = estimator_errors(
         source,

@@ -10,8 +10,8 @@ import typer
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
-from tltlab.sim.verify import text
-from tltlab.sim.verify import verify as run_verify
+from tltlab.sim.verification.rollouts import text
+from tltlab.sim.verification.rollouts import verify as run_verify
 from tltlab.traces.trace import read
 
 WINDOW, SAMPLES, ROUNDS = 8, 3, 5

@@ -35,8 +35,8 @@ from tltlab.files import write_json
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
-from tltlab.sim.run_files import InForce, policies_in_force, repeats
-from tltlab.sim.verify import overhead_s
+from tltlab.sim.verification.rollouts import overhead_s
+from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 

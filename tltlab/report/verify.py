@@ -30,7 +30,7 @@ def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute:
         return Absent(title=TITLE, reason="only a recorded run with iterations and steps can be predicted")
     progress(f"predicting {len(trace.rl_steps)} RL steps from the others (--no-verify leaves this out)")
     try:
-        from tltlab.sim.verify import verify
+        from tltlab.sim.verification.rollouts import verify
 
         return from_result(verify(run).json(), "Computed for this page (tltlab verify).")
     except TltlabError as error:

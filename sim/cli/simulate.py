@@ -16,17 +16,16 @@ from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.rl_steps import RunResult, run_steps
+from tltlab.sim.rl_steps import summary as whole_steps
+from tltlab.sim.scenario import find_acceptance
+from tltlab.sim.simulate import simulate as run
+from tltlab.sim.system_run import by_name
+from tltlab.sim.topology import load_topology
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import read
-
-from .placement import PLACEMENTS
-from .replay import simulate as run
-from .rl_step import RunResult, run_steps
-from .rl_step import summary as whole_steps
-from .scenario import find_acceptance
-from .system_run import by_name
-from .topology import load_topology
 
 
 def simulate(

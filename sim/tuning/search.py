@@ -13,7 +13,7 @@ from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .tune_cases import Case
+from .cases import Case
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)

@@ -12,7 +12,7 @@ import numpy as np
 
 from .batch import TOLERANCE_TOKENS
 from .log import Columns, Floats, Ints
-from .plan import Plan
+from .memoryless import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,14 @@ from tltlab.acceptance.load import Acceptance
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.scenario import Scenario
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .regime import Regimes
-from .scenario import Scenario
-from .tune_cases import Case, Cases
-from .tune_judge import Finalists, Judged, Row, judge
-from .tune_search import Bandits, GraphMemory, Prices, Trial, elastic, fixed, search, tables
+from .cases import Case, Cases
+from .judge import Finalists, Judged, Row, judge
+from .search import Bandits, GraphMemory, Prices, Trial, elastic, fixed, search, tables
 
 DEPTHS = (1, 2, 4, 8)
 _SELECTION, _JUDGEMENT = 10_000, 20_000

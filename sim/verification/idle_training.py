@@ -21,10 +21,9 @@ from tltlab.calibration.idle_training import fit_spot, recorded_updates
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
+from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace
-
-from .spot import SpotResult
 
 Floats = npt.NDArray[np.float64]
 

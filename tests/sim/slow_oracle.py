@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from tltlab.costs.base import CostModel
 from tltlab.policies.selector import Selector
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION
-
-from .regime import Regime, Regimes
-from .requests import Requests
 
 Gain = Callable[[int, float, int, Regime], float]
 """Tokens that a request gets: (request, tokens generated, its speculative iterations so far, regime)."""

@@ -27,17 +27,17 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
+from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .batch import TOLERANCE_TOKENS, Batch, Floats, FluidBatch, Ints, MacroStep
 from .drain import Drained, drain
 from .log import Entry, WorkerLog
-from .noise_draws import NoiseDraws
-from .plan import Plan, check_known
+from .memoryless import Plan, check_known
+from .noise import NoiseDraws
 from .regime import Regime, Regimes
 from .requests import Requests
-from .spot import SpotResult
 from .view import RequestsView
 
 

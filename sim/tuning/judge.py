@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tltlab.policies.policy import Policy
+from tltlab.sim.engine.batch import Floats
 from tltlab.strategy import Strategy
 
-from .batch import Floats
-from .tune_cases import Cases
+from .cases import Cases
 
 ORDER = ("none", "fixed", "elastic", "table", "bandit")
 """From simple to complicated: of policies that are equally good the first is taken."""

@@ -21,8 +21,8 @@ from tltlab.planning.graph_pool import GraphPool, sglang_sizes
 from tltlab.traces.trace import Trace, read
 
 if TYPE_CHECKING:
-    from .tune import TuneResult
-    from .tune_search import GraphMemory
+    from tltlab.sim.tuning.search import GraphMemory
+    from tltlab.sim.tuning.tune import TuneResult
 
 _GIB = 2**30
 
@@ -79,7 +79,7 @@ def tune(
     sources = [read(path) for path in traces]
     wanted = _numbers(depths)
     graphs = _graphs(graph_memory, graph_pool, max_batch)
-    from .tune import tune as run
+    from tltlab.sim.tuning.tune import tune as run
 
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
     result = run(
@@ -161,7 +161,7 @@ def _judged(judge: str | None, sources: list[Trace]) -> list[int] | None:
 
 
 def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMemory | None:
-    from .tune_search import GraphMemory
+    from tltlab.sim.tuning.search import GraphMemory
 
     if (memory is None) != (pool is None):
         raise ConfigError("--graph-memory and --graph-pool belong together: how much there is, and what graphs take")

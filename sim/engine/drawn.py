@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tltlab.acceptance.load import TraceAcceptance
 
 from .batch import Batch, MacroStep, iterations_that_fit
-from .luck import request_seeds, uniforms
+from .random_numbers import request_seeds, uniforms
 from .regime import Regime
 from .requests import Requests
 
@@ -89,7 +89,7 @@ class WalkBatch(Batch):
 
 
 class SampledBatch(WalkBatch):
-    """Accepted tokens drawn per request and speculative iteration, with common random numbers (see luck.py)."""
+    """Accepted tokens drawn per request and speculative iteration, with common random numbers (see random_numbers.py)."""
 
     def __init__(self, requests: Requests, seed: int) -> None:
         super().__init__(requests)

@@ -11,14 +11,14 @@ import numpy as np
 from scipy.stats import t
 
 from tltlab.policies.policy import load_policy
+from tltlab.sim.engine.batch import Floats
+from tltlab.sim.engine.oracle import Expected, OraclePolicy
+from tltlab.sim.scenario import PolicyLike, Scenario
+from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import Strategy
 
-from .batch import Floats
-from .off_costs import OffCosts, corners, off
-from .oracle_policy import Expected, OraclePolicy
-from .scenario import PolicyLike, Scenario
-from .sweep import sweep
+from .misspecification import OffCosts, corners, off
 
 ORACLE = "oracle"
 ENOUGH_STEPS = 10

@@ -3,7 +3,7 @@
 Chances depend on how far a response has come and on how many of its group have finished, so they change all the time.
 A macro-step holds them fixed at what they are expected to be in its middle: it ends with the first finish, and after
 `refresh` iterations at the latest. Fluid, each request gains the expected tokens; sampled, they are drawn from these
-chances with common random numbers (luck.py). With `refresh` = 1 both are exact.
+chances with common random numbers (random_numbers.py). With `refresh` = 1 both are exact.
 
 An iteration verifies 1 + drafted tokens of each request. A cost model takes the same number for every request: it gets
 their mean, which leaves the tokens of the batch as they are. Drafting is paid as deep as the deepest request's draft.
@@ -27,7 +27,7 @@ from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
 
 from .batch import TOLERANCE_TOKENS, Batch, Floats, Ints, MacroStep, iterations_that_fit
-from .luck import request_seeds, uniforms
+from .random_numbers import request_seeds, uniforms
 from .regime import Regime
 from .requests import Requests
 

@@ -16,10 +16,9 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import load_policy
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace, read
-
-from .placement import PLACEMENTS
-from .scenario import Scenario
 
 _POLICIES = "none,table,beg-mab"
 
@@ -114,7 +113,7 @@ def _policies(
     ray_address: str | None,
     shared: dict[str, Any],
 ) -> tuple[dict[str, Any], str]:
-    from .compare import compare as run
+    from tltlab.sim.compare import compare as run
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if len(set(names)) < len(names):
@@ -132,7 +131,7 @@ def _policies(
 def _systems(
     source: Trace, names: str, settings: dict[str, Any], gpus_per_worker: int | None
 ) -> tuple[dict[str, Any], str]:
-    from .systems import compare_systems
+    from tltlab.sim.systems import compare_systems
 
     asked = find_systems(names)
     if settings["model_free_acceptance"] is not None:

@@ -17,9 +17,9 @@ import simpy
 
 from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
 from tltlab.errors import ConfigError
+from tltlab.sim.engine.worker import Rollout
 from tltlab.traces.trace import Trace
 
-from .engine import Rollout
 from .topology import Colocated, Pools, Topology
 
 

@@ -25,12 +25,11 @@ from tltlab.planning.off_policy import estimate, folds_of
 from tltlab.planning.targets import Chances, chances
 from tltlab.policies.policy import Policy
 from tltlab.policies.reward import Reward, RewardKind
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.simulate import simulate
 from tltlab.state import DrafterState, StepOutcome
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
-
-from .regime import Regimes
-from .replay import simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Noise of iteration times with common random numbers: iteration i of a worker meets the same one under every policy.
 
-A draw is a hash of (seed, RL step, worker, iteration), as in luck.py. Policies need different numbers of iterations for
+A draw is a hash of (seed, RL step, worker, iteration), as in random_numbers.py. Policies need different numbers of iterations for
 the same tokens, so what is common is the noise by number, not by token.
 """
 
@@ -12,7 +12,7 @@ from scipy.special import ndtr, ndtri
 from tltlab.costs.noise import IterationNoise
 
 from .batch import Floats
-from .luck import request_seeds, uniforms
+from .random_numbers import request_seeds, uniforms
 
 _FIRST = 512
 

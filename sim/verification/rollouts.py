@@ -21,13 +21,13 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
+from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace, read
 
-from . import verify_spot
-from .engine import Rollout
+from . import idle_training as verify_spot
+from .idle_training import SpotRun
 from .run_files import InForce, policies_in_force, repeats
-from .scenario import Scenario
-from .verify_spot import SpotRun
 
 FORECASTS = 15
 INTERVAL = (10, 90)

@@ -21,13 +21,13 @@ from tltlab.acceptance.load import (
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.sim.engine import record
+from tltlab.sim.engine.log import Columns
+from tltlab.sim.engine.regime import Regime
+from tltlab.sim.engine.worker import Rollout
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
-from . import record
-from .engine import Rollout
-from .log import Columns
-from .regime import Regime
 from .scenario import PolicyLike, Scenario, budgets_of
 
 
