@@ -40,7 +40,7 @@ import tltlab
 from tltlab import load_policy
 from tltlab.charts import bars
 from tltlab.runtime.make_model import Size, make_model
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim.tuning.tune import tune
 from tltlab.traces import metrics

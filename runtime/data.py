@@ -13,9 +13,9 @@ import pyarrow.lib
 import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import DataConfig
 
 from .dataset_rows import dataset_rows
-from .recipe import DataConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

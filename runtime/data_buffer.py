@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from .drafter_recipe import BufferConfig
+from tltlab.runtime.recipe.drafter import BufferConfig
+
 from .training_sequence import TrainingSequence
 
 LONGEST = 0.5

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from tltlab.runtime.recipe.drafter import LossConfig
+
 from .drafter_head import DrafterHead
-from .drafter_recipe import LossConfig
 from .packed_attention import causal_attention, chain_attention
 from .packing import PackedBatch
 from .target_states import FrozenTarget

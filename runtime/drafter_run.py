@@ -24,17 +24,17 @@ from tltlab.coordination.schedule import TrainingSchedule
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.state import DrafterState
 
 from .coordinator_keys import ClientKeys, ServerKeys, make_keys
 from .coordinator_log import Membership, PeriodRecord
 from .coordinator_server import CoordinatorServer
-from .drafter_recipe import DrafterConfig
 from .drafter_state import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .drafting import DrafterPool, DrafterReport
 from .heads import check_fit, load_head, new_head
 from .no_drafter import NoDrafter, Rows
-from .recipe import Recipe
 from .run_events import RunEvents
 from .spot_trainer import SpotPlace
 from .trainer_processes import TrainerProcesses

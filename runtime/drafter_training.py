@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .data_buffer import teaches
 from .drafter_head import DrafterHead
 from .drafter_loss import drafter_loss
-from .drafter_recipe import LossConfig, OptimConfig
 from .packing import pack
 from .target_states import FrozenTarget
 from .training_sequence import TrainingSequence

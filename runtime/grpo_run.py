@@ -16,15 +16,15 @@ import numpy as np
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.recipe.checks import check_policy, check_replay
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
 
-from .before_start import check_policy, check_replay
 from .drafter_data import load_tokenizer
 from .drafter_run import drafter_of
 from .engine import GenerationRequest, Rollout
-from .recipe import Recipe
 from .recovery import Recovery
 from .reward_pool import RewardPool
 from .rollouts import Collected, RolloutTools

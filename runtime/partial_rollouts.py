@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
 from .data import Prompt
@@ -19,7 +20,6 @@ from .data_order import DataOrder
 from .engine import GenerationRequest, Response
 from .left_behind import left_behind
 from .ragged_file import load_ragged, save_ragged
-from .recipe import PartialConfig, Recipe
 from .samples import Trajectory
 
 PENDING_FILE = "pending-responses.safetensors"

@@ -12,9 +12,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tltlab.errors import ConfigError
-
-from .bundles import Bundles, bundles_of
-from .recipe import Recipe
+from tltlab.runtime.recipe.gpus import Bundles, bundles_of
+from tltlab.runtime.recipe.recipe import Recipe
 
 READY_S = 30.0
 """How long Ray may take to reserve GPUs that it has: those of a run that just ended are not free at once."""

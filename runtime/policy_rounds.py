@@ -24,6 +24,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read
@@ -36,7 +37,6 @@ from .engine import GenerationRequest
 from .engine import Rollout as Part
 from .environment import run_json
 from .placement import Placement
-from .recipe import Recipe
 from .run_events import RunEvents
 from .run_manifest import run_manifest
 from .start_ray import start_ray

@@ -12,6 +12,7 @@ import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
 from .data import Prompt
@@ -20,7 +21,6 @@ from .drafter_data import load_tokenizer
 from .engine import GenerationRequest
 from .left_behind import left_behind
 from .ragged_file import load_ragged, save_ragged
-from .recipe import Recipe, ReuseConfig
 from .samples import Trajectory
 
 MAX_ROWS_BYTES = 2 << 30

@@ -9,10 +9,10 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.trace import Trace
 
 from .no_drafter import NoDrafter
-from .recipe import Recipe
 from .run_actors import RunActors
 from .run_checkpoints import RunCheckpoints
 from .run_data import RunData

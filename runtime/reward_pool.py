@@ -25,8 +25,8 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
+from tltlab.runtime.recipe.recipe import Recipe
 
-from .recipe import Recipe
 from .rewards import NotANumberError, WeightedReward, load_rewards
 
 Item = tuple[str, str, str]

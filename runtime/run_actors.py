@@ -9,12 +9,12 @@ from contextlib import ExitStack
 import ray
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
+from tltlab.runtime.recipe.recipe import Recipe
 
 from .actor_env import actor_env
 from .drafter_run import NoDrafter
 from .placement import Placement
 from .ray_calls import get
-from .recipe import Recipe
 from .run_events import RunEvents
 from .start_ray import start_ray
 from .trainer_group import TrainerDied, TrainerGroup

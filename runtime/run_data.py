@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import Recipe
 
 from .data import Prompt, load_prompts, read_prompts
 from .data_order import DataOrder
-from .recipe import Recipe
 from .rollouts import rollouts_of
 
 

@@ -21,9 +21,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import LogConfig
 
 from .log_services import EVERY_STEP, Mlflow, Wandb
-from .recipe import LogConfig
 from .run_screen import Screen, screen
 from .step_rows import StepReport
 

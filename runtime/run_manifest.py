@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.schema import Manifest
 
 from .environment import hardware, versions
-from .recipe import Recipe
 
 
 def run_manifest(recipe: Recipe, name: str, notes: str | None) -> Manifest:

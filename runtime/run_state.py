@@ -12,8 +12,8 @@ from typing import Any
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.policies.policy import Policy
+from tltlab.runtime.recipe.recipe import Recipe
 
-from .recipe import Recipe
 from .step_rows import StepReport
 
 STATE = "state.json"

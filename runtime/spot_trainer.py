@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
+from tltlab.runtime.recipe.drafter import DrafterConfig
 
 from .buffer_file import TrainerData, data_path, read_data, write_data
 from .chains import kept_along
@@ -31,7 +32,6 @@ from .coordinator_client import CoordinatorClient
 from .data_buffer import DataBuffer, prompt_of
 from .drafter_checkpoint import DrafterCheckpoint
 from .drafter_group import DrafterGroup, GroupLost
-from .drafter_recipe import DrafterConfig
 from .drafter_training import DrafterTraining, UpdateReport
 from .feed import FeedReceiver
 from .heads import DrafterHead, load_head

@@ -15,8 +15,7 @@ from ray._private.node import Node
 
 from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
-
-from .recipe import ClusterConfig
+from tltlab.runtime.recipe.recipe import ClusterConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_STARTS = 3

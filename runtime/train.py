@@ -7,10 +7,10 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.runtime.recipe.recipe import Recipe
 
 from .environment import run_json, versions
 from .grpo_run import GrpoRun
-from .recipe import Recipe
 from .run_checkpoints import step_of
 from .run_log import RunLog
 from .run_state import json_number

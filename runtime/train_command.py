@@ -32,9 +32,9 @@ def train(
     tltlab train --resume runs/first train.steps=8
     tltlab train qwen2.5-7b-tlt --dry-run
     """
-    from .before_start import check
-    from .plan import plan_of
-    from .recipe import load_recipe, resumed_recipe
+    from tltlab.runtime.recipe.checks import check
+    from tltlab.runtime.recipe.dry_run import plan_of
+    from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
 
     changes = overrides or []
     if resume is not None:

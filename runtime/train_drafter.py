@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .drafter_acceptance import acceptance_along
 from .drafter_data import (
@@ -30,7 +31,6 @@ from .drafter_data import (
 )
 from .drafter_head import DrafterHead
 from .drafter_loss import drafter_loss
-from .drafter_recipe import LossConfig, OptimConfig
 from .drafter_training import DrafterTraining
 from .heads import check_fit, fit_inputs, load_head, new_head
 from .new_folder import new_folder

@@ -60,9 +60,9 @@ def train_drafter(
     from pydantic import ValidationError
 
     from tltlab.errors import ConfigError
+    from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
     from .drafter_data import TextConfig
-    from .drafter_recipe import LossConfig, OptimConfig
     from .train_drafter import WarmUpConfig
     from .train_drafter import train_drafter as train
 

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from tltlab.errors import RunError
+from tltlab.runtime.recipe.recipe import TrainConfig
 
 from .losses import advantages, correction_weights, kl_estimate, mismatch, policy_loss, shape_rewards, token_weights
 from .micro_batches import micro_batches
 from .policy_model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
-from .recipe import TrainConfig
 from .samples import Sample
 from .target_states import FrozenTarget
 from .trainer_checkpoint import load_trainer, save_trainer

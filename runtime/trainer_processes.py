@@ -17,9 +17,9 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tltlab.errors import RunError
+from tltlab.runtime.recipe.drafter import DrafterConfig
 
 from .buffer_file import PARTIAL
-from .drafter_recipe import DrafterConfig
 from .ray_calls import get
 from .run_events import RunEvents
 from .spot_trainer import SpotPlace, SpotTrainer

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tltlab.errors import ConfigError, RunError
-
-from .recipe import TrainConfig
+from tltlab.runtime.recipe.recipe import TrainConfig
 
 
 def device_of(config: TrainConfig) -> tuple[torch.device, torch.dtype]:

@@ -35,7 +35,7 @@ def test_sdist_wheel_and_a_clean_environment_hold_all_three_packages(tmp_path: P
     zipfile.ZipFile(wheel).extractall(site)
     # Dependencies come from this environment; the editable install in it stays invisible (no .pth on PYTHONPATH).
     env = os.environ | {"PYTHONPATH": sysconfig.get_paths()["purelib"]}
-    code = "import tltlab, tltlab.sim, tltlab.runtime.recipe; print(tltlab.__file__, tltlab.sim.__file__)"
+    code = "import tltlab, tltlab.sim, tltlab.runtime.recipe.recipe; print(tltlab.__file__, tltlab.sim.__file__)"
     done = run(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(site)) == 2

@@ -1,7 +1,7 @@
 """Noise of iteration times with common random numbers: iteration i of a worker meets the same one under every policy.
 
-A draw is a hash of (seed, RL step, worker, iteration), as in random_numbers.py. Policies need different numbers of iterations for
-the same tokens, so what is common is the noise by number, not by token.
+A draw is a hash of (seed, RL step, worker, iteration), as in random_numbers.py. Policies need different numbers of
+iterations for the same tokens, so what is common is the noise by number, not by token.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tltlab.runtime.recipe import TrainConfig
+from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.samples import Sample
 from tltlab.runtime.trainer import Trainer
 

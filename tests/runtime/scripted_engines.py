@@ -13,7 +13,7 @@ from tltlab.runtime.collected import RolloutTools
 from tltlab.runtime.data import Prompt
 from tltlab.runtime.data_order import DataOrder
 from tltlab.runtime.engine import GenerationRequest, Response, Rollout
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.samples import Trajectory
 from tltlab.runtime.workers import enough
 

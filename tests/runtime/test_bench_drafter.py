@@ -32,7 +32,7 @@ from tltlab.runtime.drafter_figures import (
     length_ratio,
     live_drafts,
 )
-from tltlab.runtime.recipe import DataConfig
+from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace
 

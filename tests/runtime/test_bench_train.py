@@ -32,7 +32,7 @@ from tltlab.bench.train.run import (
 )
 from tltlab.bench.train.texts import Setting, recipe_text, script_text, written_lines
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.recipe import load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace
 

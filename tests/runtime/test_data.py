@@ -11,7 +11,7 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.data import load_prompts, read_prompts
-from tltlab.runtime.recipe import DataConfig
+from tltlab.runtime.recipe.recipe import DataConfig
 
 ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]
 CHAT = (

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tltlab.bench.drafter.checkpoint import bench_checkpoint
 from tltlab.runtime.drafter_checkpoint import PARTIAL, DrafterCheckpoint
-from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
 from tltlab.runtime.drafter_training import DrafterTraining
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .drafting_text import frozen, head, sequence
 

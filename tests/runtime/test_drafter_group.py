@@ -19,8 +19,8 @@ import torch.distributed
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter_group import DrafterGroup, GroupLost
-from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
 from tltlab.runtime.drafter_training import DrafterTraining
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import drafting_text as text
 

@@ -33,12 +33,12 @@ from tltlab.runtime.annotate_learned import learned_annotator
 from tltlab.runtime.chains import kept_along
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import DrafterLoss, drafter_loss
-from tltlab.runtime.drafter_recipe import LossConfig
 from tltlab.runtime.eagle import is_eagle_head, random_head
 from tltlab.runtime.eagle3 import Eagle3Head, default_aux_layers
 from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.runtime.heads import fit_inputs, load_head, new_head
 from tltlab.runtime.packing import pack
+from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.target_states import FrozenTarget, hidden_states_of
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.strategy import Strategy

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import drafter_loss
-from tltlab.runtime.drafter_recipe import LossConfig
 from tltlab.runtime.packing import pack
+from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.target_states import FrozenTarget
 from tltlab.runtime.training_sequence import TrainingSequence
 

@@ -28,13 +28,13 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime import trainer_processes
 from tltlab.runtime.buffer_file import read_data
-from tltlab.runtime.drafter_recipe import DrafterConfig
 from tltlab.runtime.drafter_run import DrafterRun, check_machines, drafter_of
 from tltlab.runtime.drafting import DrafterReport
 from tltlab.runtime.feed import FeedSender
 from tltlab.runtime.heads import load_head, new_head
 from tltlab.runtime.no_drafter import NoDrafter
-from tltlab.runtime.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.spot_trainer import SpotTrainer
 from tltlab.runtime.start_ray import start_ray

@@ -16,7 +16,7 @@ from tltlab.runtime.losses import (
     shape_rewards,
     token_weights,
 )
-from tltlab.runtime.recipe import TrainConfig
+from tltlab.runtime.recipe.recipe import TrainConfig
 
 CAP = 10
 LENGTHS = [3, 5, 10, 2, 4, 6]

@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.placement import Placement
-from tltlab.runtime.recipe import ClusterConfig, DataConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.recipe.recipe import ClusterConfig, DataConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.start_ray import MOST_STARTS, start_ray
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

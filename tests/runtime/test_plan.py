@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.plan import Plan, plan_of
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.dry_run import Plan, plan_of
+from tltlab.runtime.recipe.recipe import Recipe
 
 
 def recipe(model: str = "Qwen/Qwen2.5-7B", **sections: dict[str, Any]) -> Recipe:

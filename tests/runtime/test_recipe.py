@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.recipe import load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 
 RECIPE = """
 model = "m"

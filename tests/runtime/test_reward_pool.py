@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.reward_pool import RewardPool
 
 # The response says what the reward function does.
@@ -54,7 +54,7 @@ def half(prompt, response, answer):
 """
 
 KILLED = """
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.reward_pool import RewardPool
 
 if __name__ == "__main__":
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 """
 
 UNGUARDED = """
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.reward_pool import RewardPool
 
 recipe = Recipe.model_validate({"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}})

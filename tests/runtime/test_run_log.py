@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tltlab.errors import ConfigError
 from tltlab.runtime import run_log
-from tltlab.runtime.recipe import LogConfig
+from tltlab.runtime.recipe.recipe import LogConfig
 from tltlab.runtime.run_log import RunLog
 from tltlab.runtime.run_screen import PACE_STEPS, step_text
 from tltlab.runtime.step_rows import StepReport

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run_state import RunState, read_state, write_state
 from tltlab.runtime.step_rows import StepReport
 

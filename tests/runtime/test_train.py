@@ -11,7 +11,7 @@ import pytest
 import tltlab
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.runtime.recipe import load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.step_rows import StepReport
 from tltlab.runtime.train import GrpoRun, train
 

@@ -24,9 +24,9 @@ from tltlab.errors import InputError, RunError
 from tltlab.runtime.chains import kept_along
 from tltlab.runtime.drafter_acceptance import acceptance_along, walk
 from tltlab.runtime.drafter_data import Epochs, TargetStates, Text, TextConfig, load_target, read_texts, split_by_prompt
-from tltlab.runtime.drafter_recipe import LossConfig, OptimConfig
 from tltlab.runtime.heads import load_head, new_head
 from tltlab.runtime.new_folder import new_folder
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.train_drafter import MARKER, WarmUpConfig, train_drafter
 from tltlab.runtime.train_drafter_command import train_drafter as command
 from tltlab.traces.schema import Manifest

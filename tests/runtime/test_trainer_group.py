@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime import ray_calls
-from tltlab.runtime.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.samples import Sample
 from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.trainer import Trainer

@@ -21,7 +21,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.runtime.environment import run_json
 from tltlab.runtime.policy_rounds import all_drafters, explore_all, run_to_verify
-from tltlab.runtime.recipe import load_recipe
+from tltlab.runtime.recipe.recipe import load_recipe
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
 

@@ -22,7 +22,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout
-from tltlab.runtime.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.trainer_group import TrainerDied

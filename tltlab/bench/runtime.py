@@ -29,7 +29,7 @@ from tltlab.runtime.data import Prompt, load_prompts
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.make_model import MAX_RESPONSE_TOKENS, make_model
-from tltlab.runtime.recipe import DataConfig
+from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 

@@ -15,7 +15,7 @@ from tltlab.files import read_json, write_json
 from tltlab.runtime.collected import requests_of
 from tltlab.runtime.data_order import prompt_batch
 from tltlab.runtime.drafter_figures import IdleTime, idle_times
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.step_rows import StepReport
 from tltlab.runtime.train import GrpoRun
 from tltlab.traces.trace import Trace

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.train import GrpoRun
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -16,7 +16,7 @@ from tltlab.runtime.drafter_acceptance import Acceptance, acceptance_along
 from tltlab.runtime.drafter_data import TargetStates, Text, load_target
 from tltlab.runtime.heads import load_head
 from tltlab.runtime.measure import sample
-from tltlab.runtime.recipe import DataConfig
+from tltlab.runtime.recipe.recipe import DataConfig
 
 MAX_BYTES = 1 << 29
 """Hidden states of one policy that are kept at a time."""

@@ -16,10 +16,10 @@ from pydantic_core import ErrorDetails
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
+from tltlab.runtime.algorithms import ALGORITHMS
 
-from .algorithms import ALGORITHMS
-from .builtin_recipes import find_recipe
-from .drafter_recipe import Beta, DrafterConfig
+from .builtin import find_recipe
+from .drafter import Beta, DrafterConfig
 
 _SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")

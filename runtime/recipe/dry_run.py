@@ -10,8 +10,8 @@ from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu
 from tltlab.hardware import gpu as gpu_by_name
 
-from .bundles import Bundles, bundles_of, places_of
-from .memory_estimate import Part, context_tokens, drafter_training, engine_memory, trainer_states, trainer_work
+from .gpus import Bundles, bundles_of, places_of
+from .memory import Part, context_tokens, drafter_training, engine_memory, trainer_states, trainer_work
 from .model_shapes import shape_of
 from .recipe import Recipe
 
