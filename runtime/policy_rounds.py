@@ -24,6 +24,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
@@ -39,7 +40,6 @@ from .environment import run_json
 from .placement import Placement
 from .run_events import RunEvents
 from .run_manifest import run_manifest
-from .start_ray import start_ray
 from .step_rows import StepReport, step_rows
 from .worker_pool import WorkerPool
 

@@ -9,14 +9,14 @@ from contextlib import ExitStack
 import ray
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
+from tltlab.runtime.ray.actor_env import actor_env
+from tltlab.runtime.ray.calls import get
+from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 
-from .actor_env import actor_env
 from .drafter_run import NoDrafter
 from .placement import Placement
-from .ray_calls import get
 from .run_events import RunEvents
-from .start_ray import start_ray
 from .trainer_group import TrainerDied, TrainerGroup
 from .worker_pool import WorkerPool
 

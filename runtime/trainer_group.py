@@ -15,9 +15,9 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
+from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
 
-from .ray_calls import error_of
 from .samples import Sample
 from .target_states import FrozenTarget
 from .trainer import Pair, Trainer

@@ -17,10 +17,10 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tltlab.errors import RunError
+from tltlab.runtime.ray.calls import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
 from .buffer_file import PARTIAL
-from .ray_calls import get
 from .run_events import RunEvents
 from .spot_trainer import SpotPlace, SpotTrainer
 

@@ -14,13 +14,13 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.ray.actor_env import actor_env
+from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.trace import Trace
 
-from .actor_env import actor_env
 from .drafting import Response as Remembered
 from .engine import EngineDied, GenerationRequest, Response, Rollout
-from .ray_calls import error_of
 from .run_events import RunEvents
 from .trainer_group import TrainerDied
 from .workers import RolloutWorker

@@ -33,11 +33,11 @@ from tltlab.runtime.drafting import DrafterReport
 from tltlab.runtime.feed import FeedSender
 from tltlab.runtime.heads import load_head, new_head
 from tltlab.runtime.no_drafter import NoDrafter
+from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.spot_trainer import SpotTrainer
-from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.train import GrpoRun, train
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.state import DrafterState

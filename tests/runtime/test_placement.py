@@ -15,8 +15,8 @@ from ray.cluster_utils import Cluster
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.placement import Placement
+from tltlab.runtime.ray.start import MOST_STARTS, start_ray
 from tltlab.runtime.recipe.recipe import ClusterConfig, DataConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.start_ray import MOST_STARTS, start_ray
 
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
@@ -98,7 +98,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
             monkeypatch.delenv("RAY_gcs_server_port_wait_time_s")
 
     monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
-    monkeypatch.setattr("tltlab.runtime.start_ray.progress", once_more)
+    monkeypatch.setattr("tltlab.runtime.ray.start.progress", once_more)
     return said
 
 

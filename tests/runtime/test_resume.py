@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 import tltlab
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
-from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.train import train
 from tltlab.strategy import Strategy
 

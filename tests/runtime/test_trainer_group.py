@@ -18,10 +18,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime import ray_calls
+from tltlab.runtime.ray import calls as ray_calls
+from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.samples import Sample
-from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.trainer import Trainer
 from tltlab.runtime.trainer_group import TrainerDied, TrainerGroup
 

@@ -22,9 +22,9 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
-from tltlab.runtime.start_ray import start_ray
 from tltlab.runtime.trainer_group import TrainerDied
 from tltlab.runtime.worker_pool import WorkerPool, later, why_lost
 from tltlab.runtime.workers import engine_args, enough

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from .start_ray import LOOPBACK
+from .start import LOOPBACK
 
 # One thread per process: two on a busy machine stall for seconds. Numba's own threads belong to vLLM's n-gram drafter.
 _ENV = {
