@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .data import Prompt
+from tltlab.runtime.data.prompts import Prompt
+
 from .engine import GenerationRequest, Response, Rollout
 from .samples import Trajectory
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .data import Prompt
-from .data_order import DataOrder
 from .engine import GenerationRequest, Response
 from .left_behind import left_behind
 from .ragged_file import load_ragged, save_ragged

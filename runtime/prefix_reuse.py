@@ -12,11 +12,11 @@ import numpy as np
 from transformers import AutoConfig, GenerationConfig
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .data import Prompt
-from .data_order import DataOrder
 from .drafter_data import load_tokenizer
 from .engine import GenerationRequest
 from .left_behind import left_behind

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .collected import Collected, Key, RolloutTools, Rounds, requests_of, rewarded, rewards_by_key
-from .data import Prompt
-from .data_order import DataOrder
 from .left_behind import left_behind
 from .partial_rollouts import PartialRollouts
 from .prefix_reuse import ReusingRollouts

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt, load_prompts, read_prompts
 from tltlab.runtime.recipe.recipe import Recipe
 
-from .data import Prompt, load_prompts, read_prompts
-from .data_order import DataOrder
 from .rollouts import rollouts_of
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .data import Prompt
+from tltlab.runtime.data.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

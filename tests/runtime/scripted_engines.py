@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tltlab.runtime.collected import RolloutTools
-from tltlab.runtime.data import Prompt
-from tltlab.runtime.data_order import DataOrder
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.samples import Trajectory

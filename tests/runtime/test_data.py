@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.data import load_prompts, read_prompts
+from tltlab.runtime.data.prompts import load_prompts, read_prompts
 from tltlab.runtime.recipe.recipe import DataConfig
 
 ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.data_order import DataOrder, prompt_batch
+from tltlab.runtime.data.order import DataOrder, prompt_batch
 
 SIZES = st.integers(1, 12)
 # What one call asks for: how many, and which prompts not.

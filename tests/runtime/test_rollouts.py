@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tltlab.runtime.data_order import prompt_batch
+from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.partial_rollouts import PartialRollouts
 from tltlab.runtime.prefix_reuse import ReusingRollouts
 from tltlab.runtime.rollouts import SynchronousRollouts, rollouts_of

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.collected import RolloutTools
-from tltlab.runtime.data import Prompt
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.rollouts import rollouts_of
 from tltlab.runtime.workers import enough

@@ -25,7 +25,7 @@ from tltlab.policies.policy import (
     TableSpec,
     load_policy,
 )
-from tltlab.runtime.data import Prompt, load_prompts
+from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.make_model import MAX_RESPONSE_TOKENS, make_model

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.data import Prompt, load_prompts
+from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter_acceptance import Acceptance, acceptance_along
 from tltlab.runtime.drafter_data import TargetStates, Text, load_target
 from tltlab.runtime.heads import load_head

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.recipe import DataConfig
 
-from .dataset_rows import dataset_rows
+from .datasets import dataset_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
