@@ -24,13 +24,13 @@ from tltlab.coordination.schedule import TrainingSchedule
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.coordinator.keys import ClientKeys, ServerKeys, make_keys
+from tltlab.runtime.coordinator.log import Membership, PeriodRecord
+from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.state import DrafterState
 
-from .coordinator_keys import ClientKeys, ServerKeys, make_keys
-from .coordinator_log import Membership, PeriodRecord
-from .coordinator_server import CoordinatorServer
 from .drafter_state import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .drafting import DrafterPool, DrafterReport
 from .heads import check_fit, load_head, new_head

@@ -24,11 +24,11 @@ from torch import Tensor
 
 from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
+from tltlab.runtime.coordinator.client import CoordinatorClient
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
 from .buffer_file import TrainerData, data_path, read_data, write_data
 from .chains import kept_along
-from .coordinator_client import CoordinatorClient
 from .data_buffer import DataBuffer, prompt_of
 from .drafter_checkpoint import DrafterCheckpoint
 from .drafter_group import DrafterGroup, GroupLost

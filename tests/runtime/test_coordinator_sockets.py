@@ -19,11 +19,11 @@ from tltlab.coordination.agent import Hold, TrainIn
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.messages import Kill, StopTraining, Train, WorkerReport
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime import coordinator_thread
-from tltlab.runtime.coordinator_client import CoordinatorClient
-from tltlab.runtime.coordinator_keys import ClientKeys, check_endpoint, make_keys
-from tltlab.runtime.coordinator_server import CoordinatorServer
-from tltlab.runtime.coordinator_wire import MAX_BYTES, decode_command, decode_report, encode
+from tltlab.runtime.coordinator import thread as coordinator_thread
+from tltlab.runtime.coordinator.client import CoordinatorClient
+from tltlab.runtime.coordinator.keys import ClientKeys, check_endpoint, make_keys
+from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.coordinator.wire import MAX_BYTES, decode_command, decode_report, encode
 
 NUMBERS = st.integers(0, 1 << 53)
 REPORTS = st.builds(

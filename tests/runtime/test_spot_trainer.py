@@ -16,7 +16,7 @@ import torch
 
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.runtime import drafter_checkpoint
-from tltlab.runtime.coordinator_server import CoordinatorServer
+from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.feed import FeedSender
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 from tltlab.runtime.spot_trainer import HELD_OUT, SpotPlace, SpotTrainer

@@ -15,7 +15,7 @@ import zmq
 
 from tltlab.errors import RunError
 
-from .coordinator_wire import MAX_BYTES
+from .wire import MAX_BYTES
 
 _AT_ONCE = 256
 """Messages taken before timers are looked at again."""

@@ -11,9 +11,9 @@ import zmq
 from tltlab.coordination.agent import Hold, Order, WorkerAgent
 from tltlab.coordination.messages import WorkerReport
 
-from .coordinator_keys import ClientKeys, check_endpoint
-from .coordinator_thread import SocketThread, prepare
-from .coordinator_wire import decode_command, encode
+from .keys import ClientKeys, check_endpoint
+from .thread import SocketThread, prepare
+from .wire import decode_command, encode
 
 
 class CoordinatorClient(SocketThread):

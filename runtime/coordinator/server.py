@@ -31,10 +31,10 @@ from tltlab.coordination.messages import (
 )
 from tltlab.errors import ConfigError, RunError
 
-from .coordinator_keys import ServerKeys, check_endpoint, private_endpoint
-from .coordinator_log import CoordinatorLog, LogRecord, PeriodRecord
-from .coordinator_thread import SocketThread, prepare
-from .coordinator_wire import decode_report, encode
+from .keys import ServerKeys, check_endpoint, private_endpoint
+from .log import CoordinatorLog, LogRecord, PeriodRecord
+from .thread import SocketThread, prepare
+from .wire import decode_report, encode
 
 _LATE_S = 30.0
 """How late a thread that is alive may be before the driver gives it up."""
