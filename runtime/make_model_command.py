@@ -36,7 +36,7 @@ def make_model(
     Example: tltlab make-model --size tiny --task gcd --out models/gcd
     """
     # torch and transformers take seconds to import: --help should not wait for them.
-    from .make_model import make_model as make
+    from tltlab.runtime.models.make import make_model as make
 
     out = out or Path("models") / f"{task}-{size}"
     report = make(out, size=size, task=task, seed=seed, progress=progress)

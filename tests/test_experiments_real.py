@@ -28,7 +28,7 @@ DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of our own that was hardly trained: it answers anything, to the cap."""
-    from tltlab.runtime.make_model import Size, make_model
+    from tltlab.runtime.models.make import Size, make_model
 
     folder = tmp_path_factory.mktemp("model") / "subset-sum"
     size = Size(hidden=64, layers=1, mlp=64, steps=40, measured_prompts=2, samples_per_prompt=2)

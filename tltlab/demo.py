@@ -15,7 +15,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline
 from tltlab.runtime.environment import run_json, versions
-from tltlab.runtime.make_model import make_model
+from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.train import GrpoRun
 from tltlab.sim import simulate

@@ -351,7 +351,7 @@ def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, 
         recipe_of(random_model, sizes, seed=0, policy=None, drafter=None)
     model = tmp_path / "model"
     model.mkdir()
-    (model / "report.json").write_text('{"reward": "tltlab.runtime.tasks:gcd_reward"}')
+    (model / "report.json").write_text('{"reward": "tltlab.runtime.models.tasks:gcd_reward"}')
     plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
     assert (plain.rollout.policy, plain.rollout.max_draft_depth, plain.seed) == ("none", 0, 4)
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))

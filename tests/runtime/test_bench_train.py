@@ -37,8 +37,8 @@ from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace
 
 SETTING = Setting(
-    model=Path("/models/of our own"), reward="tltlab.runtime.tasks:subset_sum_reward", steps=5, prompts_per_step=24,
-    group_size=8, max_response_tokens=768, cores=2,
+    model=Path("/models/of our own"), reward="tltlab.runtime.models.tasks:subset_sum_reward", steps=5,
+    prompts_per_step=24, group_size=8, max_response_tokens=768, cores=2,
 )  # fmt: skip
 SAME_SAMPLES = Path(__file__).with_name("trl_same_samples.py")
 LINES = {OURS: 21, DEFAULTS: 28, VLLM: 32}

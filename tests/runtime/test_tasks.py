@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.runtime.measure import prompt_share
-from tltlab.runtime.tasks import TASKS, both_reward, gcd_reward, subset_sum_reward, try_success
+from tltlab.runtime.models.measure import prompt_share
+from tltlab.runtime.models.tasks import TASKS, both_reward, gcd_reward, subset_sum_reward, try_success
 
 NUMS = "nums 9 7 5 4 goal 20 go"
 

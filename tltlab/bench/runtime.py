@@ -28,7 +28,7 @@ from tltlab.policies.policy import (
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.environment import hardware, versions
-from tltlab.runtime.make_model import MAX_RESPONSE_TOKENS, make_model
+from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS, make_model
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start

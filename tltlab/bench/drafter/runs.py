@@ -13,7 +13,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter_data import TextConfig, load_target
-from tltlab.runtime.make_model import make_model
+from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.train import GrpoRun

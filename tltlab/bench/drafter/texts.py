@@ -15,7 +15,7 @@ from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.drafter_acceptance import Acceptance, acceptance_along
 from tltlab.runtime.drafter_data import TargetStates, Text, load_target
 from tltlab.runtime.heads import load_head
-from tltlab.runtime.measure import sample
+from tltlab.runtime.models.measure import sample
 from tltlab.runtime.recipe.recipe import DataConfig
 
 MAX_BYTES = 1 << 29

@@ -26,8 +26,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.drafter_data import load_tokenizer
 from tltlab.runtime.environment import hardware, versions
-from tltlab.runtime.make_model import Size, make_model
-from tltlab.runtime.measure import sample
+from tltlab.runtime.models.make import Size, make_model
+from tltlab.runtime.models.measure import sample
 from tltlab.runtime.rewards import load_reward
 from tltlab.traces.trace import read
 

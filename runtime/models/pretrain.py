@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .muon import Muon
+from tltlab.runtime.muon import Muon
+
 from .tasks import Problem, Task
 
 _IGNORED = -100

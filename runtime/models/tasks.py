@@ -144,7 +144,7 @@ SUBSET_SUM = Task(
     ),
     problem=subset_sum_problem,
     trace=subset_sum_trace,
-    reward="tltlab.runtime.tasks:subset_sum_reward",
+    reward="tltlab.runtime.models.tasks:subset_sum_reward",
 )
 
 # ---- gcd: the length is mostly decided by the problem ----------------------------------------------------------------
@@ -226,7 +226,7 @@ GCD = Task(
     words=(*map(str, range(120)), "gcd", "go", ",", "check", "+", "=", "ok", "no", "ans"),
     problem=gcd_problem,
     trace=gcd_trace,
-    reward="tltlab.runtime.tasks:gcd_reward",
+    reward="tltlab.runtime.models.tasks:gcd_reward",
 )
 
 # ---- both: one model of two tasks, told apart by the prompt's first word --------------------------------------------
@@ -260,7 +260,7 @@ BOTH = Task(
     words=tuple(dict.fromkeys((*SUBSET_SUM.words, *GCD.words))),
     problem=both_problem,
     trace=both_trace,
-    reward="tltlab.runtime.tasks:both_reward",
+    reward="tltlab.runtime.models.tasks:both_reward",
 )
 
 TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, BOTH)}

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .rewards import load_reward
+from tltlab.runtime.rewards import load_reward
+
 from .tasks import Problem
 
 

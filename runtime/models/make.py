@@ -21,9 +21,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.new_folder import new_folder
 
 from .measure import measure
-from .new_folder import new_folder
 from .pretrain import pretrain
 from .tasks import TASKS, Problem, Task
 
