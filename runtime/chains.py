@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tltlab.runtime.trainer.attention import two_part_attention
+
 from .drafter_head import DrafterHead
-from .packed_attention import two_part_attention
 from .target_states import FrozenTarget
 from .training_sequence import TrainingSequence
 

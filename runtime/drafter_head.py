@@ -20,8 +20,8 @@ from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.trainer.attention import causal_attention
 
-from .packed_attention import causal_attention
 from .target_states import FrozenTarget
 
 WEIGHTS_FILE = "model.safetensors"

@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tltlab.runtime.recipe.drafter import LossConfig
+from tltlab.runtime.trainer.attention import causal_attention, chain_attention
+from tltlab.runtime.trainer.packing import PackedBatch
 
 from .drafter_head import DrafterHead
-from .packed_attention import causal_attention, chain_attention
-from .packing import PackedBatch
 from .target_states import FrozenTarget
 
 MAX_LOGITS = 1 << 26

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.packing import pack
 
 from .data_buffer import teaches
 from .drafter_head import DrafterHead
 from .drafter_loss import drafter_loss
-from .packing import pack
 from .target_states import FrozenTarget
 from .training_sequence import TrainingSequence
 

@@ -18,6 +18,7 @@ from tltlab.files import write_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.recipe.checks import check_policy, check_replay
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
@@ -37,7 +38,6 @@ from .run_metrics import step_metrics
 from .run_state import RunState
 from .samples import Sample, Trajectory
 from .step_rows import StepReport, step_rows
-from .trainer_group import TrainerDied
 
 Done = TypeVar("Done")
 

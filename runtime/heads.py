@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.trainer.packing import PackedBatch
 
 from .drafter_head import DrafterHead, layer_config
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head, default_aux_layers
-from .packing import PackedBatch
 from .target_states import FINAL_NORM, FrozenTarget, read_config, read_weights
 
 __all__ = ["DrafterHead", "check_fit", "fit_inputs", "load_head", "new_head"]

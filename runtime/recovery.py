@@ -10,6 +10,7 @@ from typing import Any
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
 from .no_drafter import NoDrafter
@@ -18,7 +19,6 @@ from .run_checkpoints import RunCheckpoints
 from .run_data import RunData
 from .run_events import RunEvents
 from .run_state import RunState, read_state, read_workers, write_state
-from .trainer_group import TrainerDied
 
 
 class Recovery:

@@ -13,11 +13,11 @@ from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import get
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
 from .drafter_run import NoDrafter
 from .placement import Placement
 from .run_events import RunEvents
-from .trainer_group import TrainerDied, TrainerGroup
 from .worker_pool import WorkerPool
 
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.packing import pack
 
 from .drafter_acceptance import acceptance_along
 from .drafter_data import (
@@ -34,7 +35,6 @@ from .drafter_loss import drafter_loss
 from .drafter_training import DrafterTraining
 from .heads import check_fit, fit_inputs, load_head, new_head
 from .new_folder import new_folder
-from .packing import pack
 from .target_states import FrozenTarget, read_config
 from .training_sequence import TrainingSequence
 

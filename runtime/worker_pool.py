@@ -17,12 +17,12 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
 from .drafting import Response as Remembered
 from .engine import EngineDied, GenerationRequest, Response, Rollout
 from .run_events import RunEvents
-from .trainer_group import TrainerDied
 from .workers import RolloutWorker
 
 EVALUATION = 1 << 31

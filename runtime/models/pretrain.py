@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from tltlab.runtime.muon import Muon
+from tltlab.runtime.trainer.muon import Muon
 
 from .tasks import Problem, Task
 

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.runtime.algorithms import ALGORITHMS
+from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .builtin import find_recipe
 from .drafter import Beta, DrafterConfig

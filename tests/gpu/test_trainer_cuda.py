@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.samples import Sample
-from tltlab.runtime.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

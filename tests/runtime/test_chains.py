@@ -8,9 +8,9 @@ import torch
 from tltlab.runtime.chains import kept_along
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import drafter_loss
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.target_states import FrozenTarget
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.training_sequence import TrainingSequence
 
 from .small_heads import VOCABULARY, made_head, made_sequence, made_target

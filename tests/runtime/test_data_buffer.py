@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.buffer_file import TrainerData, read_data, write_data
 from tltlab.runtime.data_buffer import SHORTEST_STRETCH, DataBuffer, stretch
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import BufferConfig
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.training_sequence import TrainingSequence
 
 HIDDEN = 3

@@ -37,9 +37,9 @@ from tltlab.runtime.eagle import is_eagle_head, random_head
 from tltlab.runtime.eagle3 import Eagle3Head, default_aux_layers
 from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.runtime.heads import fit_inputs, load_head, new_head
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.target_states import FrozenTarget, hidden_states_of
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.strategy import Strategy
 from tltlab.traces.token_times import RecordedResponse

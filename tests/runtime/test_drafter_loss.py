@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import drafter_loss
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.target_states import FrozenTarget
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.training_sequence import TrainingSequence
 
 from .small_heads import drafted_states, made_head, made_sequence, made_target

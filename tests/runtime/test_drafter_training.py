@@ -15,8 +15,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter_group import GroupLost
 from tltlab.runtime.drafter_loss import drafter_loss
 from tltlab.runtime.drafter_training import KEEP_EVERY, MAX_BAD, DrafterTraining, UpdateReport
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.training_sequence import TrainingSequence
 
 from .drafting_text import VOCAB, frozen, head, sequence

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from tltlab.runtime.algorithms import ALGORITHMS
-from tltlab.runtime.losses import (
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.trainer.algorithms import ALGORITHMS
+from tltlab.runtime.trainer.losses import (
     advantages,
     correction_weights,
     kl_estimate,
@@ -16,7 +17,6 @@ from tltlab.runtime.losses import (
     shape_rewards,
     token_weights,
 )
-from tltlab.runtime.recipe.recipe import TrainConfig
 
 CAP = 10
 LENGTHS = [3, 5, 10, 2, 4, 6]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.runtime.micro_batches import micro_batches
+from tltlab.runtime.trainer.batches import micro_batches
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
 

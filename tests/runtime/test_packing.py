@@ -12,8 +12,8 @@ from torch import Tensor
 
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import Chains
-from tltlab.runtime.packing import PackedBatch, pack
 from tltlab.runtime.target_states import FrozenTarget
+from tltlab.runtime.trainer.packing import PackedBatch, pack
 from tltlab.runtime.training_sequence import TrainingSequence
 
 from .small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target

@@ -16,7 +16,7 @@ from tltlab.runtime.recovery import Recovery
 from tltlab.runtime.run_checkpoints import RunCheckpoints
 from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.run_state import RunState
-from tltlab.runtime.trainer_group import TrainerDied
+from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))

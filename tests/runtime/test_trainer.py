@@ -15,10 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime import token_logprobs as of_tokens
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.samples import Sample
-from tltlab.runtime.trainer import Trainer
+from tltlab.runtime.trainer import logprobs as of_tokens
+from tltlab.runtime.trainer.trainer import Trainer
 
 TEMPERATURE = 0.8
 CAP = 64

@@ -25,7 +25,7 @@ from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
-from tltlab.runtime.trainer_group import TrainerDied
+from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.runtime.worker_pool import WorkerPool, later, why_lost
 from tltlab.runtime.workers import engine_args, enough
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -20,7 +20,7 @@ from tltlab.bench.drafter.texts import prompts_of
 from tltlab.files import write_json
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.samples import Sample
-from tltlab.runtime.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Trainer
 
 
 class SamplesGiven(GRPOTrainer):

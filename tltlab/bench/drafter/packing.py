@@ -26,9 +26,9 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_loss import drafter_loss
 from tltlab.runtime.eagle import EagleHead
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.target_states import FrozenTarget
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.stats import paired_interval
 

@@ -16,9 +16,9 @@ from tltlab.runtime.drafter_data import Epochs, TargetStates, load_target
 from tltlab.runtime.drafter_head import DrafterHead
 from tltlab.runtime.drafter_training import DrafterTraining
 from tltlab.runtime.heads import fit_inputs, new_head
-from tltlab.runtime.packing import pack
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.train_drafter import FIT_TOKENS
+from tltlab.runtime.trainer.packing import pack
 from tltlab.stats import paired_interval
 
 from .intervals import as_text, decimals, to_json

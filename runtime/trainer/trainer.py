@@ -23,14 +23,14 @@ from transformers import AutoTokenizer
 
 from tltlab.errors import RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.samples import Sample
+from tltlab.runtime.target_states import FrozenTarget
 
+from .batches import micro_batches
+from .checkpoint import load_trainer, save_trainer
 from .losses import advantages, correction_weights, kl_estimate, mismatch, policy_loss, shape_rewards, token_weights
-from .micro_batches import micro_batches
-from .policy_model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
-from .samples import Sample
-from .target_states import FrozenTarget
-from .trainer_checkpoint import load_trainer, save_trainer
-from .trainer_ranks import be_repeatable, device_of, meet
+from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
+from .ranks import be_repeatable, device_of, meet
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""

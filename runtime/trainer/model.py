@@ -19,8 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.errors import ConfigError
 
-from .packed_attention import causal_attention
-from .token_logprobs import distributions, token_logprobs
+from .attention import causal_attention
+from .logprobs import distributions, token_logprobs
 
 PACKED = "tltlab_packed"
 """Name of the attention that transformers' models are loaded with."""

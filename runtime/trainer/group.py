@@ -17,9 +17,9 @@ from ray.exceptions import RayActorError, RayError
 from tltlab.errors import RunError, TltlabError
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.samples import Sample
+from tltlab.runtime.target_states import FrozenTarget
 
-from .samples import Sample
-from .target_states import FrozenTarget
 from .trainer import Pair, Trainer
 
 NOTICE_S = 10.0
