@@ -41,9 +41,8 @@ def export_drafter(
     from pydantic import ValidationError
 
     from tltlab.errors import ConfigError
-
-    from .export_drafter import ExportConfig, find_source
-    from .export_drafter import export_drafter as export
+    from tltlab.runtime.drafter.offline.export import ExportConfig, find_source
+    from tltlab.runtime.drafter.offline.export import export_drafter as export
 
     try:
         config = ExportConfig(

@@ -16,6 +16,8 @@ import numpy as np
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.drafter.offline.data import load_tokenizer
+from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.recipe.checks import check_policy, check_replay
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer.group import TrainerDied
@@ -23,8 +25,6 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
 
-from .drafter_data import load_tokenizer
-from .drafter_run import drafter_of
 from .engine import GenerationRequest, Rollout
 from .recovery import Recovery
 from .reward_pool import RewardPool

@@ -14,12 +14,12 @@ import numpy as np
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
 from .engine import GenerationRequest, Response
 from .left_behind import left_behind
-from .ragged_file import load_ragged, save_ragged
 from .samples import Trajectory
 
 PENDING_FILE = "pending-responses.safetensors"

@@ -26,13 +26,13 @@ from tltlab.files import read_json, write_json
 from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
+from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read
 
-from .drafter_data import load_tokenizer
 from .drafting import DrafterPool
 from .engine import GenerationRequest
 from .engine import Rollout as Part

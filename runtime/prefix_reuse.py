@@ -14,13 +14,13 @@ from transformers import AutoConfig, GenerationConfig
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.drafter.offline.data import load_tokenizer
+from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .drafter_data import load_tokenizer
 from .engine import GenerationRequest
 from .left_behind import left_behind
-from .ragged_file import load_ragged, save_ragged
 from .samples import Trajectory
 
 MAX_ROWS_BYTES = 2 << 30

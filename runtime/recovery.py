@@ -9,11 +9,11 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.drafter.null import NoDrafter
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .no_drafter import NoDrafter
 from .run_actors import RunActors
 from .run_checkpoints import RunCheckpoints
 from .run_data import RunData

@@ -9,13 +9,13 @@ from contextlib import ExitStack
 import ray
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
+from tltlab.runtime.drafter.run import NoDrafter
 from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import get
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
-from .drafter_run import NoDrafter
 from .placement import Placement
 from .run_events import RunEvents
 from .worker_pool import WorkerPool

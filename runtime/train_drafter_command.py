@@ -60,11 +60,10 @@ def train_drafter(
     from pydantic import ValidationError
 
     from tltlab.errors import ConfigError
+    from tltlab.runtime.drafter.offline.data import TextConfig
+    from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig
+    from tltlab.runtime.drafter.offline.warm_up import train_drafter as train
     from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-
-    from .drafter_data import TextConfig
-    from .train_drafter import WarmUpConfig
-    from .train_drafter import train_drafter as train
 
     try:
         config = WarmUpConfig(

@@ -16,12 +16,12 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
+from tltlab.runtime.drafter.feed import FeedSender, NoFeed
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .drafting import DrafterReport
 from .drafting import Response as Remembered
 from .engine import Engine, GenerationRequest, Rollout
-from .feed import FeedSender, NoFeed
 
 
 @ray.remote

@@ -10,7 +10,7 @@ import numpy as np
 
 from tltlab.bench.drafter.runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
 from tltlab.report.timeline import timeline
-from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_times, last_third
+from tltlab.runtime.drafter.figures import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.environment import run_json
 from tltlab.sim.verification.rollouts import verify
 

@@ -15,10 +15,10 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
+from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.samples import Sample
-from tltlab.runtime.target_states import FrozenTarget
 
 from .trainer import Pair, Trainer
 

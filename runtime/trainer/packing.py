@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence
 
 
 @dataclass(frozen=True, kw_only=True)

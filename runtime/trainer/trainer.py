@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from tltlab.errors import RunError
+from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.samples import Sample
-from tltlab.runtime.target_states import FrozenTarget
 
 from .batches import micro_batches
 from .checkpoint import load_trainer, save_trainer

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tltlab.runtime.control import Live
-from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.runtime.drafter.sequences import TrainingSequence
 
 from .row_store import Ints, Rows, RowStore
 

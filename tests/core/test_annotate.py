@@ -377,8 +377,8 @@ def test_the_same_name_twice_is_refused(tltlab, tiny):
 
 
 def test_a_learned_drafter_without_the_runtime_says_what_to_install(tltlab, tiny, monkeypatch):
-    monkeypatch.delitem(sys.modules, "tltlab.runtime.annotate_learned", raising=False)
-    monkeypatch.delitem(sys.modules, "tltlab.runtime.eagle", raising=False)
+    monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.offline.annotate", raising=False)
+    monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.heads.eagle", raising=False)
     monkeypatch.setitem(sys.modules, "torch", None)
     code, _, err = tltlab("annotate", tiny, "--drafter", "eagle:some/folder")
     assert code == 2

@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from tltlab.runtime.heads import DrafterHead, new_head
-from tltlab.runtime.target_states import FrozenTarget
-from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.runtime.drafter.heads.kinds import DrafterHead, new_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
 
 VOCAB, HIDDEN = 24, 32
 

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter_head import DrafterHead
-from tltlab.runtime.eagle import EagleHead
-from tltlab.runtime.eagle3 import Eagle3Head
-from tltlab.runtime.target_states import FrozenTarget
-from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.runtime.drafter.heads.eagle import EagleHead
+from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
 
 VOCABULARY, HIDDEN, AUX = 13, 32, 3
 

@@ -22,8 +22,8 @@ from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.annotate_learned import DraftModel, Eagle, learned_annotator
-from tltlab.runtime.eagle import EagleHead, random_head
+from tltlab.runtime.drafter.heads.eagle import EagleHead, random_head
+from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.strategy import Strategy
 from tltlab.traces.schema import Manifest
@@ -149,7 +149,7 @@ def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_
 def test_an_eagle_head_keeps_what_its_chain_drafted_at_every_position_keeps(
     target, eagle_head, depth: int, chunk: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tltlab.runtime.chains.CHUNK", chunk)
+    monkeypatch.setattr("tltlab.runtime.drafter.offline.chains.CHUNK", chunk)
     head = EagleHead.load(eagle_head)
     with torch.inference_mode():
         text = text_of(eagle_chain(head, target), 48, seed=depth)

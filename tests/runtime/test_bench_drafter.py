@@ -22,8 +22,7 @@ from tltlab.bench.drafter.runs import FAST, Sizes, recipe_of, sizes_of
 from tltlab.bench.drafter.texts import policy_kl, prompts_of, written
 from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter_data import Text, load_target
-from tltlab.runtime.drafter_figures import (
+from tltlab.runtime.drafter.figures import (
     Kept,
     annotated_drafts,
     by_position,
@@ -32,6 +31,7 @@ from tltlab.runtime.drafter_figures import (
     length_ratio,
     live_drafts,
 )
+from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace

@@ -21,8 +21,8 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.runtime.vllm_adapter import llm as adapter
 from tltlab.runtime.vllm_adapter.capture import _Batch, _PinnedWay
 from tltlab.runtime.vllm_adapter.row_store import RowStore

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tltlab.runtime.chains import kept_along
-from tltlab.runtime.drafter_head import DrafterHead
-from tltlab.runtime.drafter_loss import drafter_loss
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.target_states import FrozenTarget
 from tltlab.runtime.trainer.packing import pack
-from tltlab.runtime.training_sequence import TrainingSequence
 
 from .small_heads import VOCABULARY, made_head, made_sequence, made_target
 
@@ -49,7 +49,7 @@ def agreeable(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequenc
 def test_kept_is_what_chains_drafted_one_by_one_keep(
     method: str, vocabulary: list[int] | None, chunk: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tltlab.runtime.chains.CHUNK", chunk)
+    monkeypatch.setattr("tltlab.runtime.drafter.offline.chains.CHUNK", chunk)
     head, frozen = made_head(method, vocabulary=vocabulary), made_target()
     with torch.inference_mode():
         sequence = agreeable(head, frozen, made_sequence(40, first_position=11, prompt_tokens=3))

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.buffer_file import TrainerData, read_data, write_data
-from tltlab.runtime.data_buffer import SHORTEST_STRETCH, DataBuffer, stretch
+from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, stretch
+from tltlab.runtime.drafter.buffer_file import TrainerData, read_data, write_data
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import BufferConfig
 from tltlab.runtime.trainer.packing import pack
-from tltlab.runtime.training_sequence import TrainingSequence
 
 HIDDEN = 3
 ROW_BYTES = HIDDEN * 4 + 8

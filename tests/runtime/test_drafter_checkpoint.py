@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tltlab.bench.drafter.checkpoint import bench_checkpoint
-from tltlab.runtime.drafter_checkpoint import PARTIAL, DrafterCheckpoint
-from tltlab.runtime.drafter_training import DrafterTraining
+from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint
+from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from .drafting_text import frozen, head, sequence
@@ -90,7 +90,7 @@ def test_nothing_of_an_unfinished_save_counts(tmp_path: Path):
     script = """
 import os, signal, sys, torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from tltlab.runtime.drafter_checkpoint import DrafterCheckpoint
+from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 saved = DrafterCheckpoint(sys.argv[1])
 saved.save({"head.fc.weight": torch.full((1000,), 1.0), "counters": torch.tensor([1, 0])}, wait=True)
 FileSystemWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)

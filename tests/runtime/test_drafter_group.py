@@ -18,8 +18,8 @@ import torch
 import torch.distributed
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter_group import DrafterGroup, GroupLost
-from tltlab.runtime.drafter_training import DrafterTraining
+from tltlab.runtime.drafter.group import DrafterGroup, GroupLost
+from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import drafting_text as text
@@ -27,7 +27,7 @@ from . import drafting_text as text
 TIMEOUT_S = 3.0
 # New processes, forked from one that has imported torch and nothing more: that takes seconds, once.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tltlab.runtime.drafter_training", "tltlab.runtime.heads"])
+CONTEXT.set_forkserver_preload(["tltlab.runtime.drafter.training", "tltlab.runtime.drafter.heads.kinds"])
 
 
 def _run(member: Callable[..., Any], rank: int, args: tuple[Any, ...], out: Any) -> None:

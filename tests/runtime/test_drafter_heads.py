@@ -29,18 +29,18 @@ from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.annotate_learned import learned_annotator
-from tltlab.runtime.chains import kept_along
-from tltlab.runtime.drafter_head import DrafterHead
-from tltlab.runtime.drafter_loss import DrafterLoss, drafter_loss
-from tltlab.runtime.eagle import is_eagle_head, random_head
-from tltlab.runtime.eagle3 import Eagle3Head, default_aux_layers
+from tltlab.runtime.drafter.heads.eagle import is_eagle_head, random_head
+from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head, default_aux_layers
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
+from tltlab.runtime.drafter.loss import DrafterLoss, drafter_loss
+from tltlab.runtime.drafter.offline.annotate import learned_annotator
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine import Engine, GenerationRequest
-from tltlab.runtime.heads import fit_inputs, load_head, new_head
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.target_states import FrozenTarget, hidden_states_of
 from tltlab.runtime.trainer.packing import pack
-from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.strategy import Strategy
 from tltlab.traces.token_times import RecordedResponse
 

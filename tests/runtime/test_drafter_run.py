@@ -26,20 +26,20 @@ import tltlab
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime import trainer_processes
-from tltlab.runtime.buffer_file import read_data
-from tltlab.runtime.drafter_run import DrafterRun, check_machines, drafter_of
+from tltlab.runtime.drafter import processes as trainer_processes
+from tltlab.runtime.drafter.buffer_file import read_data
+from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.null import NoDrafter
+from tltlab.runtime.drafter.run import DrafterRun, check_machines, drafter_of
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.drafting import DrafterReport
-from tltlab.runtime.feed import FeedSender
-from tltlab.runtime.heads import load_head, new_head
-from tltlab.runtime.no_drafter import NoDrafter
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.run_events import RunEvents
-from tltlab.runtime.spot_trainer import SpotTrainer
 from tltlab.runtime.train import GrpoRun, train
-from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recorder import repair

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter_group import GroupLost
-from tltlab.runtime.drafter_loss import drafter_loss
-from tltlab.runtime.drafter_training import KEEP_EVERY, MAX_BAD, DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.group import GroupLost
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import KEEP_EVERY, MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
-from tltlab.runtime.training_sequence import TrainingSequence
 
 from .drafting_text import VOCAB, frozen, head, sequence
 

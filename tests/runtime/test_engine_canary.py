@@ -14,7 +14,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.eagle import random_head
+from tltlab.runtime.drafter.heads.eagle import random_head
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import Strategy
 

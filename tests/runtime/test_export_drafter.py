@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.export_drafter import Comparison, ExportConfig, Source, compare, export_drafter, find_source
-from tltlab.runtime.heads import load_head, new_head
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.offline.export import Comparison, ExportConfig, Source, compare, export_drafter, find_source
+from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
 
 from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
 

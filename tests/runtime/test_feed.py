@@ -12,8 +12,8 @@ import pytest
 import torch
 import zmq
 
-from tltlab.runtime.feed import REPEAT_S, FeedReceiver, FeedSender
-from tltlab.runtime.training_sequence import TrainingSequence
+from tltlab.runtime.drafter.feed import REPEAT_S, FeedReceiver, FeedSender
+from tltlab.runtime.drafter.sequences import TrainingSequence
 
 from . import drafting_text as text
 

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tltlab.runtime.drafter_head import DrafterHead
-from tltlab.runtime.drafter_loss import Chains
-from tltlab.runtime.target_states import FrozenTarget
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.loss import Chains
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.trainer.packing import PackedBatch, pack
-from tltlab.runtime.training_sequence import TrainingSequence
 
 from .small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target
 

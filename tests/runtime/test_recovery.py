@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.drafter.null import NoDrafter
 from tltlab.runtime.grpo_run import GrpoRun
-from tltlab.runtime.no_drafter import NoDrafter
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recovery import Recovery
 from tltlab.runtime.run_checkpoints import RunCheckpoints

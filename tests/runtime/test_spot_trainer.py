@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from tltlab.coordination.machine import CoordinatorConfig
-from tltlab.runtime import drafter_checkpoint
 from tltlab.runtime.coordinator.server import CoordinatorServer
-from tltlab.runtime.feed import FeedSender
+from tltlab.runtime.drafter import checkpoint as drafter_checkpoint
+from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.worker import HELD_OUT, SpotPlace, SpotTrainer
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
-from tltlab.runtime.spot_trainer import HELD_OUT, SpotPlace, SpotTrainer
-from tltlab.runtime.training_sequence import TrainingSequence
 
 from . import drafting_text as text
 

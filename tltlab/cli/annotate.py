@@ -159,7 +159,7 @@ def _option(text: str, part: str) -> tuple[str, Any]:
 
 def _learned(method: str, folder: str, target: Path | None) -> Annotator:
     # By name: the core does not import the runtime.
-    runtime = importlib.import_module("tltlab.runtime.annotate_learned")
+    runtime = importlib.import_module("tltlab.runtime.drafter.offline.annotate")
     annotator: Annotator = runtime.learned_annotator(method, folder, None if target is None else str(target))
     return annotator
 

@@ -101,7 +101,7 @@ def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, pr
 def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
     """A row per RL step: the drafter's age and updates, what was kept of its drafts, how far the policy then moved."""
     from tltlab.bench.drafter.runs import DRAFTER
-    from tltlab.runtime.drafter_figures import live_drafts
+    from tltlab.runtime.drafter.figures import live_drafts
 
     assert trace.steps is not None
     steps = trace.steps.set_index("rl_step")
@@ -126,7 +126,7 @@ def same_responses(trace: Trace, stop_after: int, seed: int) -> list[dict[str, A
 
     RL steps in which either was not annotated are left out.
     """
-    from tltlab.runtime.drafter_acceptance import walk
+    from tltlab.runtime.drafter.offline.evaluate import walk
 
     rows = trace.acceptance
     if rows is None:

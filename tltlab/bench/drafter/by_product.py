@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import RunError
-from tltlab.runtime.export_drafter import ExportConfig, Source, export_drafter
+from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
 
 from .intervals import decimals
 from .runs import Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside

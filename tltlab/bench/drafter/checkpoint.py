@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter_checkpoint import DrafterCheckpoint
+from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 from tltlab.runtime.environment import hardware, versions
 from tltlab.stats import paired_interval
 

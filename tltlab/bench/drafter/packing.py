@@ -23,13 +23,13 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter_head import DrafterHead
-from tltlab.runtime.drafter_loss import drafter_loss
-from tltlab.runtime.eagle import EagleHead
+from tltlab.runtime.drafter.heads.eagle import EagleHead
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import LossConfig
-from tltlab.runtime.target_states import FrozenTarget
 from tltlab.runtime.trainer.packing import pack
-from tltlab.runtime.training_sequence import TrainingSequence
 from tltlab.stats import paired_interval
 
 TLT_RATIO = 2.2

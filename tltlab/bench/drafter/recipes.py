@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter_acceptance import acceptance_along
-from tltlab.runtime.drafter_data import Epochs, TargetStates, load_target
-from tltlab.runtime.drafter_head import DrafterHead
-from tltlab.runtime.drafter_training import DrafterTraining
-from tltlab.runtime.heads import fit_inputs, new_head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
+from tltlab.runtime.drafter.offline.data import Epochs, TargetStates, load_target
+from tltlab.runtime.drafter.offline.evaluate import acceptance_along
+from tltlab.runtime.drafter.offline.warm_up import FIT_TOKENS
+from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.train_drafter import FIT_TOKENS
 from tltlab.runtime.trainer.packing import pack
 from tltlab.stats import paired_interval
 

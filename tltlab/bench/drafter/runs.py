@@ -12,12 +12,12 @@ from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter_data import TextConfig, load_target
+from tltlab.runtime.drafter.offline.data import TextConfig, load_target
+from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.train import GrpoRun
-from tltlab.runtime.train_drafter import WarmUpConfig, train_drafter
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 

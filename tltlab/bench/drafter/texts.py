@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.prompts import Prompt, load_prompts
-from tltlab.runtime.drafter_acceptance import Acceptance, acceptance_along
-from tltlab.runtime.drafter_data import TargetStates, Text, load_target
-from tltlab.runtime.heads import load_head
+from tltlab.runtime.drafter.heads.kinds import load_head
+from tltlab.runtime.drafter.offline.data import TargetStates, Text, load_target
+from tltlab.runtime.drafter.offline.evaluate import Acceptance, acceptance_along
 from tltlab.runtime.models.measure import sample
 from tltlab.runtime.recipe.recipe import DataConfig
 

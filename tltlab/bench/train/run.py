@@ -24,7 +24,7 @@ from tltlab.bench.drafter.texts import prompts_of
 from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
-from tltlab.runtime.drafter_data import load_tokenizer
+from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.measure import sample

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tltlab.runtime.recipe.drafter import BufferConfig
 
-from .training_sequence import TrainingSequence
+from .sequences import TrainingSequence
 
 LONGEST = 0.5
 """Share of the sequences of earlier RL steps that count as their longest."""

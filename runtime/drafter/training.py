@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .data_buffer import teaches
-from .drafter_head import DrafterHead
-from .drafter_loss import drafter_loss
-from .target_states import FrozenTarget
-from .training_sequence import TrainingSequence
+from .buffer import teaches
+from .loss import drafter_loss
+from .sequences import TrainingSequence
 
 KEEP_EVERY = 16
 """Updates between copies of the state to go back to."""

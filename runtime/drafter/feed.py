@@ -15,7 +15,7 @@ import msgspec
 import torch
 import zmq
 
-from .training_sequence import TrainingSequence
+from .sequences import TrainingSequence
 
 REPEAT_S = 0.2
 QUIET_MS = 100

@@ -23,15 +23,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.heads.eagle import is_eagle_head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import load_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.traces.token_times import RecordedResponse
 
 from .chains import CHUNK, kept_along
-from .drafter_data import load_target
-from .drafter_head import DrafterHead
-from .eagle import is_eagle_head
-from .heads import load_head
-from .target_states import FrozenTarget, hidden_states_of
-from .training_sequence import TrainingSequence
+from .data import load_target
 
 Kept = npt.NDArray[np.uint8]
 

@@ -21,18 +21,18 @@ from safetensors.torch import load_file, save_file
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
+from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
+from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
+from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.vllm_adapter.stock import StockEngine, StockRun
 
 from .chains import kept_along
-from .drafter_acceptance import walk
-from .drafter_data import TextConfig, load_target, load_tokenizer, read_texts
-from .drafter_head import WEIGHTS_FILE, DrafterHead
-from .eagle3 import Eagle3Head
-from .heads import check_fit, load_head
-from .new_folder import new_folder
-from .target_states import FrozenTarget, hidden_states_of, read_config
-from .train_drafter import MARKER as TRAINED
-from .training_sequence import TrainingSequence
+from .data import TextConfig, load_target, load_tokenizer, read_texts
+from .evaluate import walk
+from .warm_up import MARKER as TRAINED
 
 MARKER = "export.json"
 ROUNDING = 0.05

@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tltlab.errors import RunError
 from tltlab.runtime.ray.calls import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.run_events import RunEvents
 
 from .buffer_file import PARTIAL
-from .run_events import RunEvents
-from .spot_trainer import SpotPlace, SpotTrainer
+from .worker import SpotPlace, SpotTrainer
 
 MOST_RESTARTS = 3
 """Times that a worker's trainer is started again in one run."""

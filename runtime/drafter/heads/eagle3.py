@@ -26,8 +26,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tltlab.errors import ConfigError
 
-from .drafter_head import WEIGHTS_FILE, DrafterHead, Layer, read_layer_config
-from .target_states import FrozenTarget
+from .head import WEIGHTS_FILE, DrafterHead, Layer, read_layer_config
+from .target import FrozenTarget
 
 SPECULATIVE_TOKENS = 5
 """The depth that a checkpoint's config proposes to who serves it by its folder alone."""

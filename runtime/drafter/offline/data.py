@@ -22,12 +22,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.buffer import stretch, teaches
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.traces.trace import is_trace, locate, read
-
-from .data_buffer import stretch, teaches
-from .engine import Engine, GenerationRequest
-from .target_states import FrozenTarget, hidden_states_of, read_config
-from .training_sequence import TrainingSequence
 
 Count = Annotated[int, Field(ge=1)]
 Item = TypeVar("Item")

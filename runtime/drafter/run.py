@@ -27,17 +27,17 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.coordinator.keys import ClientKeys, ServerKeys, make_keys
 from tltlab.runtime.coordinator.log import Membership, PeriodRecord
 from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.drafter.heads.kinds import check_fit, load_head, new_head
+from tltlab.runtime.drafting import DrafterPool, DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run_events import RunEvents
 from tltlab.state import DrafterState
 
-from .drafter_state import read_drafter, verdicts_of, verdicts_state, write_drafter
-from .drafting import DrafterPool, DrafterReport
-from .heads import check_fit, load_head, new_head
-from .no_drafter import NoDrafter, Rows
-from .run_events import RunEvents
-from .spot_trainer import SpotPlace
-from .trainer_processes import TrainerProcesses
+from .null import NoDrafter, Rows
+from .processes import TrainerProcesses
+from .state import read_drafter, verdicts_of, verdicts_state, write_drafter
+from .worker import SpotPlace
 
 MOST_LETTERS = 85
 """Of a folder that is to hold sockets: their addresses have at most 107."""

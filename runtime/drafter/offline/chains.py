@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.trainer.attention import two_part_attention
-
-from .drafter_head import DrafterHead
-from .target_states import FrozenTarget
-from .training_sequence import TrainingSequence
 
 CHUNK = 256
 """Chains followed at a time: bounds the memory of logits and attention scores."""

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
+
 from .chains import kept_along
-from .drafter_head import DrafterHead
-from .target_states import FrozenTarget
-from .training_sequence import TrainingSequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

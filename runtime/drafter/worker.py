@@ -25,18 +25,18 @@ from torch import Tensor
 from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
 from tltlab.runtime.coordinator.client import CoordinatorClient
+from tltlab.runtime.drafter.heads.kinds import DrafterHead, load_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
+from .buffer import DataBuffer, prompt_of
 from .buffer_file import TrainerData, data_path, read_data, write_data
-from .chains import kept_along
-from .data_buffer import DataBuffer, prompt_of
-from .drafter_checkpoint import DrafterCheckpoint
-from .drafter_group import DrafterGroup, GroupLost
-from .drafter_training import DrafterTraining, UpdateReport
+from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
-from .heads import DrafterHead, load_head
-from .target_states import FrozenTarget
-from .training_sequence import TrainingSequence
+from .group import DrafterGroup, GroupLost
+from .sequences import TrainingSequence
+from .training import DrafterTraining, UpdateReport
 
 POLL_S = 0.02
 """How often a trainer without data, or without orders, looks again."""

@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from .drafter_head import WEIGHTS_FILE, DrafterHead, Layer, layer_config, read_layer_config
-from .target_states import read_config
+from .head import WEIGHTS_FILE, DrafterHead, Layer, layer_config, read_layer_config
+from .target import read_config
 
 
 class EagleHead(DrafterHead):

@@ -14,11 +14,17 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .drafter_acceptance import acceptance_along
-from .drafter_data import (
+from .data import (
     Epochs,
     TargetStates,
     Text,
@@ -30,13 +36,7 @@ from .drafter_data import (
     split_by_prompt,
     usable,
 )
-from .drafter_head import DrafterHead
-from .drafter_loss import drafter_loss
-from .drafter_training import DrafterTraining
-from .heads import check_fit, fit_inputs, load_head, new_head
-from .new_folder import new_folder
-from .target_states import FrozenTarget, read_config
-from .training_sequence import TrainingSequence
+from .evaluate import acceptance_along
 
 MARKER = "training.json"
 FIT_TOKENS = 8192

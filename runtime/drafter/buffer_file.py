@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
 
-from .training_sequence import TrainingSequence
+from .sequences import TrainingSequence
 
 PARTIAL = ".partial"
 """How the name ends of a file that is being written; where its writer dies it stays."""

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from tltlab.errors import ConfigError
 from tltlab.runtime.trainer.attention import causal_attention
 
-from .target_states import FrozenTarget
+from .target import FrozenTarget
 
 WEIGHTS_FILE = "model.safetensors"
 SHARED = ("embed_tokens.weight", "lm_head.weight")

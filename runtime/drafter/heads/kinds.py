@@ -18,10 +18,10 @@ from torch.nn import functional
 from tltlab.errors import ConfigError
 from tltlab.runtime.trainer.packing import PackedBatch
 
-from .drafter_head import DrafterHead, layer_config
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head, default_aux_layers
-from .target_states import FINAL_NORM, FrozenTarget, read_config, read_weights
+from .head import DrafterHead, layer_config
+from .target import FINAL_NORM, FrozenTarget, read_config, read_weights
 
 __all__ = ["DrafterHead", "check_fit", "fit_inputs", "load_head", "new_head"]
 
