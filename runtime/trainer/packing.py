@@ -1,6 +1,6 @@
 """Sequences back to back in one row of a batch, without padding: `pack`.
 
-Attention goes over each sequence alone (`packed_attention.py`) and positions are each sequence's own, so packed
+Attention goes over each sequence alone (`attention.py`) and positions are each sequence's own, so packed
 sequences know nothing of each other. TLT (arXiv 2511.16665, Fig. 17) reports 2.2 times the samples per second of
 padding; `tltlab.bench.drafter.packing` measures ours.
 """

@@ -89,7 +89,7 @@ class WalkBatch(Batch):
 
 
 class SampledBatch(WalkBatch):
-    """Accepted tokens drawn per request and speculative iteration, with common random numbers (see random_numbers.py)."""
+    """Accepted tokens drawn per request and speculative iteration, with common random numbers (random_numbers.py)."""
 
     def __init__(self, requests: Requests, seed: int) -> None:
         super().__init__(requests)
