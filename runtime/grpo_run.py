@@ -20,6 +20,9 @@ from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.recipe.checks import check_policy, check_replay
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.reward_pool import RewardPool
+from tltlab.runtime.rollout.samples import Sample, Trajectory
+from tltlab.runtime.rollout.ways import Collected, RolloutTools
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
@@ -27,8 +30,6 @@ from tltlab.traces.trace import Trace, read
 
 from .engine import GenerationRequest, Rollout
 from .recovery import Recovery
-from .reward_pool import RewardPool
-from .rollouts import Collected, RolloutTools
 from .run_actors import RunActors
 from .run_checkpoints import RunCheckpoints, step_of
 from .run_data import RunData
@@ -36,7 +37,6 @@ from .run_events import RunEvents
 from .run_manifest import run_manifest
 from .run_metrics import step_metrics
 from .run_state import RunState
-from .samples import Sample, Trajectory
 from .step_rows import StepReport, step_rows
 
 Done = TypeVar("Done")

@@ -14,11 +14,11 @@ from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import get
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
 from .placement import Placement
 from .run_events import RunEvents
-from .worker_pool import WorkerPool
 
 
 class RunActors:

@@ -12,8 +12,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt, load_prompts, read_prompts
 from tltlab.runtime.recipe.recipe import Recipe
-
-from .rollouts import rollouts_of
+from tltlab.runtime.rollout.ways import rollouts_of
 
 
 class RunData:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tltlab.runtime.rewards import load_reward
+from tltlab.runtime.rollout.rewards import load_reward
 
 from .tasks import Problem
 

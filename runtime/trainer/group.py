@@ -18,7 +18,7 @@ from tltlab.errors import RunError, TltlabError
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.samples import Sample
+from tltlab.runtime.rollout.samples import Sample
 
 from .trainer import Pair, Trainer
 

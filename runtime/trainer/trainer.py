@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.recipe import TrainConfig
-from tltlab.runtime.samples import Sample
+from tltlab.runtime.rollout.samples import Sample
 
 from .batches import micro_batches
 from .checkpoint import load_trainer, save_trainer

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.runtime.collected import RolloutTools
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.samples import Trajectory
-from tltlab.runtime.workers import enough
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.worker import enough
 
 END = 2
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.collected import Collected
-from tltlab.runtime.partial_rollouts import PartialRollouts
-from tltlab.runtime.rollouts import rollouts_of
-from tltlab.runtime.samples import Trajectory
+from tltlab.runtime.rollout.collected import Collected
+from tltlab.runtime.rollout.partial import PartialRollouts
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
 

@@ -15,12 +15,19 @@ import pytest
 from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.collected import RolloutTools
 from tltlab.runtime.drafter.ragged import save_ragged
 from tltlab.runtime.engine import GenerationRequest, Response, Rollout
-from tltlab.runtime.prefix_reuse import EARLIER_FILE, ReusingRollouts, end_tokens, keep_chances, kept_prefix, residual
-from tltlab.runtime.rollouts import rollouts_of
-from tltlab.runtime.samples import Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.prefix_reuse import (
+    EARLIER_FILE,
+    ReusingRollouts,
+    end_tokens,
+    keep_chances,
+    kept_prefix,
+    residual,
+)
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
 

@@ -16,7 +16,7 @@ import pytest
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.reward_pool import RewardPool
+from tltlab.runtime.rollout.reward_pool import RewardPool
 
 # The response says what the reward function does.
 MODULE = """
@@ -55,7 +55,7 @@ def half(prompt, response, answer):
 
 KILLED = """
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.reward_pool import RewardPool
+from tltlab.runtime.rollout.reward_pool import RewardPool
 
 if __name__ == "__main__":
     settings = {"processes": 2, "timeout_s": 600}
@@ -70,7 +70,7 @@ if __name__ == "__main__":
 
 UNGUARDED = """
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.reward_pool import RewardPool
+from tltlab.runtime.rollout.reward_pool import RewardPool
 
 recipe = Recipe.model_validate({"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}})
 with RewardPool(recipe) as pool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.rewards import (
+from tltlab.runtime.rollout.rewards import (
     NotANumberError,
     boxed,
     boxed_format,

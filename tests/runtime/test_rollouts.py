@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.partial_rollouts import PartialRollouts
-from tltlab.runtime.prefix_reuse import ReusingRollouts
-from tltlab.runtime.rollouts import SynchronousRollouts, rollouts_of
-from tltlab.runtime.samples import Trajectory
+from tltlab.runtime.rollout.partial import PartialRollouts
+from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.ways import SynchronousRollouts, rollouts_of
 
 from .scripted_engines import ScriptedEngines, data_order, prompts, recipe
 

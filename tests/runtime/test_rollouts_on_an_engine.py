@@ -13,11 +13,11 @@ from scipy.stats import chisquare
 from transformers import AutoModelForCausalLM
 
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.collected import RolloutTools
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.rollouts import rollouts_of
-from tltlab.runtime.workers import enough
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.worker import enough
 from tltlab.strategy import Strategy
 
 from .scripted_engines import END, data_order, recipe

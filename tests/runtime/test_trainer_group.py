@@ -21,7 +21,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray import calls as ray_calls
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
-from tltlab.runtime.samples import Sample
+from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 from tltlab.runtime.trainer.trainer import Trainer
 

@@ -20,8 +20,8 @@ from tltlab.experiments.verify_policies import compared, named_policies, text
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Policy
 from tltlab.runtime.environment import run_json
-from tltlab.runtime.policy_rounds import all_drafters, explore_all, run_to_verify
 from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.rollout.policy_rounds import all_drafters, explore_all, run_to_verify
 
 NAMES = ["none", "ngram:4@8", "beg-mab"]
 

@@ -24,10 +24,10 @@ from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.rollout.pool import WorkerPool, later, why_lost
+from tltlab.runtime.rollout.worker import engine_args, enough
 from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.worker_pool import WorkerPool, later, why_lost
-from tltlab.runtime.workers import engine_args, enough
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine

@@ -19,7 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tltlab.bench.drafter.texts import prompts_of
 from tltlab.files import write_json
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.samples import Sample
+from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.trainer import Trainer
 
 

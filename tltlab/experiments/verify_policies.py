@@ -1,8 +1,8 @@
 """`tltlab verify RUN --policies`: does the simulator's order of policies hold on this machine?
 
-A session rolls out each policy for real, round by round (`tltlab.runtime.policy_rounds`), and every rollout is then
-predicted from a calibration on the session's rollouts under the *other* policies and the exploring one. Two predictions
-stand beside each measurement:
+A session rolls out each policy for real, round by round (`tltlab.runtime.rollout.policy_rounds`), and every rollout is
+then predicted from a calibration on the session's rollouts under the *other* policies and the exploring one. Two
+predictions stand beside each measurement:
 
 * own lengths: the rollout is simulated with its own recorded response lengths. It asks whether step times and
   acceptance are right.
@@ -33,7 +33,7 @@ from tltlab.console import made_by
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
-from tltlab.runtime.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
+from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
 from tltlab.sim.verification.rollouts import overhead_s
 from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats

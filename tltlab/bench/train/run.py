@@ -28,7 +28,7 @@ from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.measure import sample
-from tltlab.runtime.rewards import load_reward
+from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.traces.trace import read
 
 from .figures import Block, summarise

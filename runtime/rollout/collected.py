@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.engine import GenerationRequest, Response, Rollout
 
-from .engine import GenerationRequest, Response, Rollout
 from .samples import Trajectory
 
 Key = tuple[int, str, int, int]

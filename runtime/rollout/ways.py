@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.left_behind import left_behind
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .collected import Collected, Key, RolloutTools, Rounds, requests_of, rewarded, rewards_by_key
-from .left_behind import left_behind
-from .partial_rollouts import PartialRollouts
+from .partial import PartialRollouts
 from .prefix_reuse import ReusingRollouts
 from .samples import Trajectory
 

@@ -16,11 +16,11 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
+from tltlab.runtime.engine import GenerationRequest
+from tltlab.runtime.left_behind import left_behind
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .engine import GenerationRequest
-from .left_behind import left_behind
 from .samples import Trajectory
 
 MAX_ROWS_BYTES = 2 << 30

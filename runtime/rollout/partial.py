@@ -15,11 +15,11 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
+from tltlab.runtime.engine import GenerationRequest, Response
+from tltlab.runtime.left_behind import left_behind
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .engine import GenerationRequest, Response
-from .left_behind import left_behind
 from .samples import Trajectory
 
 PENDING_FILE = "pending-responses.safetensors"

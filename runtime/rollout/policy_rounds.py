@@ -27,21 +27,21 @@ from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer
+from tltlab.runtime.drafting import DrafterPool
+from tltlab.runtime.engine import GenerationRequest
+from tltlab.runtime.engine import Rollout as Part
+from tltlab.runtime.environment import run_json
+from tltlab.runtime.placement import Placement
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run_events import RunEvents
+from tltlab.runtime.run_manifest import run_manifest
+from tltlab.runtime.step_rows import StepReport, step_rows
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read
 
-from .drafting import DrafterPool
-from .engine import GenerationRequest
-from .engine import Rollout as Part
-from .environment import run_json
-from .placement import Placement
-from .run_events import RunEvents
-from .run_manifest import run_manifest
-from .step_rows import StepReport, step_rows
-from .worker_pool import WorkerPool
+from .pool import WorkerPool
 
 EXPLORE = "explore"
 HOLD_ITERATIONS = 10

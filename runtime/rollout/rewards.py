@@ -1,7 +1,7 @@
 """Reward functions: how they are loaded and summed, and the ones for math answers and formats.
 
 A reward function is called as reward(prompt, response, answer) -> float. Those here are for recipes to name, as in
-`reward = "tltlab.runtime.rewards:math"`. How long a response is does not count here: see `train.overlong`.
+`reward = "tltlab.runtime.rollout.rewards:math"`. How long a response is does not count here: see `train.overlong`.
 """
 
 from __future__ import annotations

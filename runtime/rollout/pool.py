@@ -14,16 +14,16 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policies.policy import Policy
+from tltlab.runtime.drafting import Response as Remembered
+from tltlab.runtime.engine import EngineDied, GenerationRequest, Response, Rollout
 from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run_events import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .drafting import Response as Remembered
-from .engine import EngineDied, GenerationRequest, Response, Rollout
-from .run_events import RunEvents
-from .workers import RolloutWorker
+from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
 """Stands for the RL step in an evaluation's seed: no RL step has this number."""

@@ -17,11 +17,10 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import FeedSender, NoFeed
+from tltlab.runtime.drafting import DrafterReport
+from tltlab.runtime.drafting import Response as Remembered
+from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
-
-from .drafting import DrafterReport
-from .drafting import Response as Remembered
-from .engine import Engine, GenerationRequest, Rollout
 
 
 @ray.remote
