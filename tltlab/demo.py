@@ -17,7 +17,7 @@ from tltlab.report.timeline import timeline
 from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.train import GrpoRun
+from tltlab.runtime.run.train import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.tuning.tune import tune
 from tltlab.sim.verification.rollouts import nearest, verify

@@ -12,7 +12,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.drafting import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.run_checkpoints import checkpoints_in, fault_of
+from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
 from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
 from tltlab.traces.trace import read
 
@@ -43,7 +43,7 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     check_folder(out)
     if resume:
         # Imported here: it brings torch, which takes long, and most runs do not need it.
-        from tltlab.runtime.run_state import read_state
+        from tltlab.runtime.run.state import read_state
 
         found = reversed(checkpoints_in(out / "checkpoints"))
         whole = next((folder for folder in found if fault_of(folder) is None), None)

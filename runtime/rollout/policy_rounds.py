@@ -31,12 +31,12 @@ from tltlab.runtime.drafting import DrafterPool
 from tltlab.runtime.engine import GenerationRequest
 from tltlab.runtime.engine import Rollout as Part
 from tltlab.runtime.environment import run_json
-from tltlab.runtime.placement import Placement
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run_events import RunEvents
-from tltlab.runtime.run_manifest import run_manifest
-from tltlab.runtime.step_rows import StepReport, step_rows
+from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.manifest import run_manifest
+from tltlab.runtime.run.placement import Placement
+from tltlab.runtime.run.rows import StepReport, step_rows
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read

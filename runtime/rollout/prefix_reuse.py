@@ -17,8 +17,8 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
 from tltlab.runtime.engine import GenerationRequest
-from tltlab.runtime.left_behind import left_behind
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
+from tltlab.runtime.run.left_behind import left_behind
 
 from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
 from .samples import Trajectory

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.cli import app as cli
-from tltlab.runtime.run_checkpoints import RunCheckpoints
+from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.run_checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, step_of
+from tltlab.runtime.run.checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, step_of
 
 
 def writer(number: int, size: int = 100):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.runtime.run_events import RunEvents
+from tltlab.runtime.run.events import RunEvents
 
 
 def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

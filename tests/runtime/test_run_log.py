@@ -15,11 +15,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tltlab.errors import ConfigError
-from tltlab.runtime import run_log
 from tltlab.runtime.recipe.recipe import LogConfig
-from tltlab.runtime.run_log import RunLog
-from tltlab.runtime.run_screen import PACE_STEPS, step_text
-from tltlab.runtime.step_rows import StepReport
+from tltlab.runtime.run import logging as run_log
+from tltlab.runtime.run.logging import RunLog
+from tltlab.runtime.run.rows import StepReport
+from tltlab.runtime.run.screen import PACE_STEPS, step_text
 
 RECORDS = """
 import json, os

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from tltlab.runtime.engine import GenerationRequest, Response, Rollout
-from tltlab.runtime.run_metrics import step_metrics
-from tltlab.runtime.step_rows import Row, StepReport, step_rows
+from tltlab.runtime.run.metrics import step_metrics
+from tltlab.runtime.run.rows import Row, StepReport, step_rows
 from tltlab.traces import metrics
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace

@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run_state import RunState, read_state, write_state
-from tltlab.runtime.step_rows import StepReport
+from tltlab.runtime.run.rows import StepReport
+from tltlab.runtime.run.state import RunState, read_state, write_state
 
 
 def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Path):

@@ -16,8 +16,8 @@ from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.figures import IdleTime, idle_times
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
-from tltlab.runtime.step_rows import StepReport
-from tltlab.runtime.train import GrpoRun
+from tltlab.runtime.run.rows import StepReport
+from tltlab.runtime.run.train import GrpoRun
 from tltlab.traces.trace import Trace
 
 from .intervals import as_text, mean_over_orders, to_json

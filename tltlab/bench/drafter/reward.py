@@ -9,7 +9,7 @@ from typing import Any
 
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.train import GrpoRun
+from tltlab.runtime.run.train import GrpoRun
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .intervals import as_text, mean_of_few, to_json

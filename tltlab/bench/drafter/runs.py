@@ -17,7 +17,7 @@ from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.train import GrpoRun
+from tltlab.runtime.run.train import GrpoRun
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 

@@ -24,8 +24,8 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.recipe import LogConfig
 
 from .log_services import EVERY_STEP, Mlflow, Wandb
-from .run_screen import Screen, screen
-from .step_rows import StepReport
+from .rows import StepReport
+from .screen import Screen, screen
 
 
 class RunLog:

@@ -9,7 +9,7 @@ import numpy as np
 
 from tltlab.traces.metrics import ROLLOUT_KINDS, tail_start
 
-from .step_rows import Row, StepReport
+from .rows import Row, StepReport
 
 LENGTH_PERCENTILES = (50, 90, 99)
 

@@ -14,7 +14,7 @@ from tltlab.files import read_json, write_json
 from tltlab.policies.policy import Policy
 from tltlab.runtime.recipe.recipe import Recipe
 
-from .step_rows import StepReport
+from .rows import StepReport
 
 STATE = "state.json"
 FORMAT, VERSION = "tltlab-checkpoint", 1

@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tltlab.runtime.environment import hardware, versions
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.schema import Manifest
-
-from .environment import hardware, versions
 
 
 def run_manifest(recipe: Recipe, name: str, notes: str | None) -> Manifest:

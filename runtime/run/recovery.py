@@ -14,11 +14,11 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .run_actors import RunActors
-from .run_checkpoints import RunCheckpoints
-from .run_data import RunData
-from .run_events import RunEvents
-from .run_state import RunState, read_state, read_workers, write_state
+from .actors import RunActors
+from .checkpoints import RunCheckpoints
+from .data import RunData
+from .events import RunEvents
+from .state import RunState, read_state, read_workers, write_state
 
 
 class Recovery:

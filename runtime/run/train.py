@@ -7,13 +7,13 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.runtime.environment import run_json, versions
 from tltlab.runtime.recipe.recipe import Recipe
 
-from .environment import run_json, versions
-from .grpo_run import GrpoRun
-from .run_checkpoints import step_of
-from .run_log import RunLog
-from .run_state import json_number
+from .checkpoints import step_of
+from .grpo import GrpoRun
+from .logging import RunLog
+from .state import json_number
 
 __all__ = ["GrpoRun", "train"]
 

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tltlab.console import progress
 
-from .run_metrics import LENGTH_PERCENTILES, STAGES
-from .step_rows import StepReport
+from .metrics import LENGTH_PERCENTILES, STAGES
+from .rows import StepReport
 
 PACE_STEPS = 8
 """The time left follows from so many of the newest RL steps: responses grow, and what the first took says little."""

@@ -18,6 +18,7 @@ from tltlab.files import write_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
+from tltlab.runtime.engine import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import check_policy, check_replay
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool
@@ -28,16 +29,15 @@ from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
 
-from .engine import GenerationRequest, Rollout
+from .actors import RunActors
+from .checkpoints import RunCheckpoints, step_of
+from .data import RunData
+from .events import RunEvents
+from .manifest import run_manifest
+from .metrics import step_metrics
 from .recovery import Recovery
-from .run_actors import RunActors
-from .run_checkpoints import RunCheckpoints, step_of
-from .run_data import RunData
-from .run_events import RunEvents
-from .run_manifest import run_manifest
-from .run_metrics import step_metrics
-from .run_state import RunState
-from .step_rows import StepReport, step_rows
+from .rows import StepReport, step_rows
+from .state import RunState
 
 Done = TypeVar("Done")
 
