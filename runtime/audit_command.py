@@ -49,7 +49,7 @@ def audit(
     Example: tltlab audit --fast --vllm max_num_seqs=64
     """
     # vLLM takes seconds to import: --help should not wait for it.
-    from .audit_run import run_audit, text
+    from tltlab.runtime.audit.run import run_audit, text
 
     found = run_audit(
         fast=fast,

@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.audit_cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
+from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
+from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
+from tltlab.runtime.audit.models import EOS, TinyModels, make_tiny_models
+from tltlab.runtime.audit.statistics import Check, cells_check, pooled, ranks_check, together
 from tltlab.runtime.audit_command import audit, vllm_settings
-from tltlab.runtime.audit_exact import ExactModel, Sampling, probabilities
-from tltlab.runtime.audit_models import EOS, TinyModels, make_tiny_models
-from tltlab.runtime.audit_statistics import Check, cells_check, pooled, ranks_check, together
 
 PROMPT = (0, 1, 2, 3, 1, 0)
 

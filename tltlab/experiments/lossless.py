@@ -84,7 +84,7 @@ def _tokens(settings: Settings, seed: int, progress: Callable[[str], None]) -> d
     """What `tltlab audit` reports."""
     import torch
 
-    from tltlab.runtime.audit_run import run_audit
+    from tltlab.runtime.audit.run import run_audit
 
     torch.set_num_threads(1)
     return dict(

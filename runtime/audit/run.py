@@ -14,14 +14,14 @@ from typing import Any
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.engine import Engine
 from tltlab.runtime.vllm_adapter import on_cpu
 from tltlab.runtime.vllm_adapter.plugin import unmended_sampling
 
-from .audit import Auditor, unsampled
-from .audit_cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of, tiny_drafters
-from .audit_engine import AuditedEngine, settings
-from .audit_models import TinyModels, make_tiny_models
-from .engine import Engine
+from .cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of, tiny_drafters
+from .engine import AuditedEngine, settings
+from .models import TinyModels, make_tiny_models
+from .samples import Auditor, unsampled
 
 MAX_DEPTH = 8
 """The deepest draft of the default cases, and what their engines are built for."""

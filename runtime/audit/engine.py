@@ -9,11 +9,11 @@ import torch
 
 from tltlab.drafters.base import Key
 from tltlab.policies.policy import Policy
+from tltlab.runtime.engine import Engine, GenerationRequest
 from tltlab.runtime.vllm_adapter import on_cpu
 
-from .audit import PROMPTS, Answer, Answers, Asked
-from .audit_models import MAX_POSITIONS
-from .engine import Engine, GenerationRequest
+from .models import MAX_POSITIONS
+from .samples import PROMPTS, Answer, Answers, Asked
 
 _UPDATE_AFTER = 3
 """Iterations after which a weight update arrives in a running batch: prompts are through, few responses have ended."""

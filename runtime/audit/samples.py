@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 
 from tltlab.policies.policy import Policy
 
-from .audit_cases import TEMPERATURES, Case
-from .audit_exact import ExactModel, Floats, Sampling, probabilities
-from .audit_models import TinyModels
-from .audit_statistics import Check, cells_check, ranks_check, together
+from .cases import TEMPERATURES, Case
+from .exact import ExactModel, Floats, Sampling, probabilities
+from .models import TinyModels
+from .statistics import Check, cells_check, ranks_check, together
 
 JOINT_TOKENS = 4
 RESPONSE_TOKENS = 12

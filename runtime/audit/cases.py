@@ -11,8 +11,8 @@ from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec, NgramSpe
 from tltlab.policies.policy import AcceptanceBudgetSpec, ExploreSpec, FixedSpec, Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .audit_exact import Sampling
-from .audit_models import TinyModels
+from .exact import Sampling
+from .models import TinyModels
 
 Composition = Literal[
     "batch", "alone", "mixed", "queue", "budgets", "switching", "updates", "updates while running", "greedy"
