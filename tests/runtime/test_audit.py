@@ -16,7 +16,7 @@ from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, 
 from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
 from tltlab.runtime.audit.models import EOS, TinyModels, make_tiny_models
 from tltlab.runtime.audit.statistics import Check, cells_check, pooled, ranks_check, together
-from tltlab.runtime.audit_command import audit, vllm_settings
+from tltlab.runtime.cli.audit import audit, vllm_settings
 
 PROMPT = (0, 1, 2, 3, 1, 0)
 

@@ -14,7 +14,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import Activation, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
-from tltlab.runtime.export_command import graph_pool
+from tltlab.runtime.cli.export_policy import graph_pool
 from tltlab.runtime.graph_plan import (
     GIB,
     GraphPlan,
@@ -219,7 +219,7 @@ def test_vllms_batch_sizes_end_with_the_largest():
 
 
 def test_the_command_writes_arguments_of_vllm(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from tltlab.runtime.export_command import export_policy
+    from tltlab.runtime.cli.export_policy import export_policy
 
     table((1, 8), (5, 2), (17, 0)).write(tmp_path / "policy.json")
     export_policy(str(tmp_path / "policy.json"), 32, False, tmp_path / "vllm.json", "Llama-3-8B", 64.0, 1, 1.0, True)

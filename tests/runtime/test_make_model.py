@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.make_model_command import make_model as command
+from tltlab.runtime.cli.make_model import make_model as command
 from tltlab.runtime.models.make import NUM_HELDOUT_PROMPTS, NUM_TRAIN_PROMPTS, SIZES, Size, make_model, make_tokenizer
 from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
 from tltlab.runtime.models.tasks import TASKS

@@ -13,8 +13,8 @@ import pytest
 from tltlab.calibration.costs import fit_points
 from tltlab.calibration.measurements.steps import read_step_times
 from tltlab.errors import ConfigError
+from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
 from tltlab.runtime.engine import Engine
-from tltlab.runtime.profile_command import _learned, _setting, profile, write_table
 from tltlab.runtime.profile_engine import Cell, ForcedDrafter, Grid, Profile, held_out_error, start_engine
 from tltlab.runtime.profile_engine import profile as measure
 from tltlab.strategy import NO_SPECULATION, Strategy

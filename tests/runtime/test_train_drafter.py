@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tltlab.errors import InputError, RunError
+from tltlab.runtime.cli.train_drafter import train_drafter as command
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.data import (
@@ -36,7 +37,6 @@ from tltlab.runtime.drafter.offline.evaluate import acceptance_along, walk
 from tltlab.runtime.drafter.offline.warm_up import MARKER, WarmUpConfig, train_drafter
 from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
-from tltlab.runtime.train_drafter_command import train_drafter as command
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 

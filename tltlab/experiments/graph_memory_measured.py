@@ -50,7 +50,7 @@ def measured_rows(
     """
     if model is None or not cuda():
         return []
-    from tltlab.runtime.export_command import graph_pool
+    from tltlab.runtime.cli.export_policy import graph_pool
     from tltlab.runtime.graph_plan import GIB, memory_bytes, plan_graphs
 
     eager_bytes = _engine_bytes(model, max_batch, {"enforce_eager": True}, depth=0)
