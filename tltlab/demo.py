@@ -14,7 +14,7 @@ from tltlab.calibration.api import Calibration, calibrate
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline
-from tltlab.runtime.environment import run_json, versions
+from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.run.train import GrpoRun

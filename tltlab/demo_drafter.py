@@ -11,7 +11,7 @@ import numpy as np
 from tltlab.bench.drafter.runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
 from tltlab.report.timeline import timeline
 from tltlab.runtime.drafter.figures import annotated_drafts, by_position, idle_times, last_third
-from tltlab.runtime.environment import run_json
+from tltlab.runtime.engine.environment import run_json
 from tltlab.sim.verification.rollouts import verify
 
 from .errors import RunError

@@ -14,7 +14,7 @@ from typing import Any
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.runtime.engine import Engine
+from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.vllm_adapter import on_cpu
 from tltlab.runtime.vllm_adapter.plugin import unmended_sampling
 

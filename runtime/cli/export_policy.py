@@ -14,7 +14,7 @@ from tltlab.files import read_json, write_json
 
 if TYPE_CHECKING:
     from tltlab.planning.graph_pool import GraphPool
-    from tltlab.runtime.graph_plan import GraphPlan
+    from tltlab.runtime.engine.graphs import GraphPlan
 
 _MB = 1e6
 
@@ -47,7 +47,7 @@ def export_policy(
     Example: tltlab export-policy policy.json --max-batch 64 --model-shape Qwen2.5-7B --memory-gb 4 --out vllm.json
     """
     from tltlab.policies.policy import load_policy
-    from tltlab.runtime.graph_plan import GIB, check_memory, plan_graphs
+    from tltlab.runtime.engine.graphs import GIB, check_memory, plan_graphs
 
     if memory_gb is not None and model_shape is None:
         raise ConfigError("--memory-gb needs --model-shape: a model's folder, or a name such as Qwen2.5-7B")

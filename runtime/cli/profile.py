@@ -58,9 +58,9 @@ def profile(
     # As the workers of a run have it: an engine with two threads stalls where the machine is busy.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # vLLM and torch take seconds to import: wrong options should not wait for them.
-    from tltlab.runtime.environment import hardware, versions
-    from tltlab.runtime.profile_engine import Grid, engine_settings, start_engine
-    from tltlab.runtime.profile_engine import profile as measure
+    from tltlab.runtime.engine.environment import hardware, versions
+    from tltlab.runtime.engine.profile import Grid, engine_settings, start_engine
+    from tltlab.runtime.engine.profile import profile as measure
 
     grid = Grid(**numbers, contexts=_numbers("--contexts", contexts), iterations=iterations)
     started = time.perf_counter()

@@ -28,7 +28,7 @@ from tltlab.runtime.coordinator.keys import ClientKeys, ServerKeys, make_keys
 from tltlab.runtime.coordinator.log import Membership, PeriodRecord
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head, new_head
-from tltlab.runtime.drafting import DrafterPool, DrafterReport
+from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.events import RunEvents

@@ -10,7 +10,7 @@ from pathlib import Path
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.runtime.drafting import DrafterPool
+from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
 from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 
 from .samples import Trajectory
 

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
-from tltlab.runtime.engine import GenerationRequest, Response
+from tltlab.runtime.engine.engine import GenerationRequest, Response
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 from tltlab.runtime.run.left_behind import left_behind
 

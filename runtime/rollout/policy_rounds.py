@@ -27,10 +27,10 @@ from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.drafting import DrafterPool
-from tltlab.runtime.engine import GenerationRequest
-from tltlab.runtime.engine import Rollout as Part
-from tltlab.runtime.environment import run_json
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.engine import GenerationRequest
+from tltlab.runtime.engine.engine import Rollout as Part
+from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.events import RunEvents

@@ -14,8 +14,8 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError, TltlabError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.drafting import Response as Remembered
-from tltlab.runtime.engine import EngineDied, GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.drafter_pool import Response as Remembered
+from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
 from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
-from tltlab.runtime.engine import GenerationRequest
+from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 from tltlab.runtime.run.left_behind import left_behind
 

@@ -17,9 +17,9 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import FeedSender, NoFeed
-from tltlab.runtime.drafting import DrafterReport
-from tltlab.runtime.drafting import Response as Remembered
-from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.drafter_pool import DrafterReport
+from tltlab.runtime.engine.drafter_pool import Response as Remembered
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 
 

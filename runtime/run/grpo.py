@@ -18,7 +18,7 @@ from tltlab.files import write_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
-from tltlab.runtime.engine import GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import check_policy, check_replay
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool

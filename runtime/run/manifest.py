@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.schema import Manifest
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tltlab.runtime.engine import GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 
 Row = dict[str, Any]
 

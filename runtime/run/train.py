@@ -7,7 +7,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.runtime.environment import run_json, versions
+from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .checkpoints import step_of

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tltlab.runtime.control import Live
 from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.control import Live
 
 from .row_store import Ints, Rows, RowStore
 

@@ -14,7 +14,7 @@ import torch._dynamo
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.control import Control
+from tltlab.runtime.engine.control import Control
 
 from . import TESTED_VLLM, keep_quiet
 from .capture import Capture, Sink

@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
-from tltlab.runtime.control import Control
-from tltlab.runtime.drafting import DrafterPool
-from tltlab.runtime.graph_plan import plan_graphs
+from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.graphs import plan_graphs
 
 _HERE = __package__
 

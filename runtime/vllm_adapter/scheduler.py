@@ -25,9 +25,9 @@ from vllm.v1.request import Request
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.runtime.control import Control, Live, Scheduled
-from tltlab.runtime.environment import hardware
-from tltlab.runtime.live_recording import LiveRecording
+from tltlab.runtime.engine.control import Control, Live, Scheduled
+from tltlab.runtime.engine.environment import hardware
+from tltlab.runtime.engine.recording import LiveRecording
 
 from .capture import NoCapture
 from .options import Attachment

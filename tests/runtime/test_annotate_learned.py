@@ -24,7 +24,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.eagle import EagleHead, random_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
-from tltlab.runtime.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.strategy import Strategy
 from tltlab.traces.schema import Manifest
 from tltlab.traces.token_times import RecordedResponse

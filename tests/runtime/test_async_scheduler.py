@@ -16,7 +16,7 @@ from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector
-from tltlab.runtime.engine import Engine
+from tltlab.runtime.engine.engine import Engine
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -40,7 +40,7 @@ class Overlapped:
     """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
 
     def __init__(self, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> None:
-        from tltlab.runtime.control import Control
+        from tltlab.runtime.engine.control import Control
         from tltlab.runtime.vllm_adapter.scheduler import AsyncPolicyScheduler
 
         core = engine.llm.llm_engine.engine_core.engine_core

@@ -10,7 +10,7 @@ import pytest
 from tltlab.bench.runtime import bench_runtime, measured, modes
 from tltlab.bench.speedups import Measured, PlainSteps, summarise, text
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine import Response, Rollout
+from tltlab.runtime.engine.engine import Response, Rollout
 
 
 def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> Measured:

@@ -22,7 +22,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.vllm_adapter import llm as adapter
 from tltlab.runtime.vllm_adapter.capture import _Batch, _PinnedWay
 from tltlab.runtime.vllm_adapter.row_store import RowStore
@@ -360,7 +360,7 @@ import torch
 from test_capture import check, load, rollout_of, requests, switching
 from pathlib import Path
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.runtime.engine import Engine
+from tltlab.runtime.engine.engine import Engine
 
 model = {model!r}
 engine = Engine(

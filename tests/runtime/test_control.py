@@ -13,8 +13,8 @@ from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector
-from tltlab.runtime.control import Control, Scheduled
-from tltlab.runtime.drafting import DrafterPool
+from tltlab.runtime.engine.control import Control, Scheduled
+from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -34,7 +34,7 @@ from tltlab.runtime.drafter.null import NoDrafter
 from tltlab.runtime.drafter.run import DrafterRun, check_machines, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.worker import SpotTrainer
-from tltlab.runtime.drafting import DrafterReport
+from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe

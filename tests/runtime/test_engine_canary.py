@@ -15,7 +15,7 @@ from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter.heads.eagle import random_head
-from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import Strategy
 
 pytestmark = pytest.mark.engine

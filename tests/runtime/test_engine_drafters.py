@@ -13,7 +13,7 @@ import tltlab.runtime
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, LengthAwareBudgetSpec, Policy, load_policy
-from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine

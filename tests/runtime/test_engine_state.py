@@ -12,8 +12,8 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy
-from tltlab.runtime.drafting import DrafterPool
-from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))

@@ -15,7 +15,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import Activation, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.cli.export_policy import graph_pool
-from tltlab.runtime.graph_plan import (
+from tltlab.runtime.engine.graphs import (
     GIB,
     GraphPlan,
     check_memory,

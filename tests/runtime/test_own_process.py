@@ -15,7 +15,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
 from tltlab.policies.simple import NoSpeculation
-from tltlab.runtime.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine

@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.ragged import save_ragged
-from tltlab.runtime.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.rollout.collected import RolloutTools
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,

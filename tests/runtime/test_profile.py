@@ -14,9 +14,9 @@ from tltlab.calibration.costs import fit_points
 from tltlab.calibration.measurements.steps import read_step_times
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
-from tltlab.runtime.engine import Engine
-from tltlab.runtime.profile_engine import Cell, ForcedDrafter, Grid, Profile, held_out_error, start_engine
-from tltlab.runtime.profile_engine import profile as measure
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.profile import Cell, ForcedDrafter, Grid, Profile, held_out_error, start_engine
+from tltlab.runtime.engine.profile import profile as measure
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
@@ -158,7 +158,7 @@ def test_the_command_writes_the_table_and_what_it_is_of(
     engine: Engine, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ):
     # The engine of the other tests, which they still need.
-    monkeypatch.setattr("tltlab.runtime.profile_engine.start_engine", lambda *args: engine)
+    monkeypatch.setattr("tltlab.runtime.engine.profile.start_engine", lambda *args: engine)
     monkeypatch.setattr(engine, "close", lambda: None)
     out = tmp_path / "table.parquet"
     profile(str(random_model), out, "1,2", "0,2", "16,48", drafter=None, vllm=[], iterations=4, seed=0, as_json=True)

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.runtime.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.run.metrics import step_metrics
 from tltlab.runtime.run.rows import Row, StepReport, step_rows
 from tltlab.traces import metrics

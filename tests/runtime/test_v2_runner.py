@@ -17,7 +17,7 @@ import triton_on_cpu
 import json
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import ExploreSpec, Policy
-from tltlab.runtime.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 model = {model!r}

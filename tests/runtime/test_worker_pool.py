@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
-from tltlab.runtime.engine import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.pool import WorkerPool, later, why_lost

@@ -26,8 +26,8 @@ from tltlab.policies.policy import (
     load_policy,
 )
 from tltlab.runtime.data.prompts import Prompt, load_prompts
-from tltlab.runtime.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS, make_model
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.strategy import NO_SPECULATION, Strategy

@@ -51,7 +51,7 @@ def measured_rows(
     if model is None or not cuda():
         return []
     from tltlab.runtime.cli.export_policy import graph_pool
-    from tltlab.runtime.graph_plan import GIB, memory_bytes, plan_graphs
+    from tltlab.runtime.engine.graphs import GIB, memory_bytes, plan_graphs
 
     eager_bytes = _engine_bytes(model, max_batch, {"enforce_eager": True}, depth=0)
     pool = graph_pool(model, 1, bytes_per_layer)
@@ -79,7 +79,7 @@ def _engine_bytes(model: str, max_batch: int, args: Mapping[str, Any], *, depth:
     """Bytes of device memory that an engine holds after its start, in its own process."""
     import torch
 
-    from tltlab.runtime.engine import Engine
+    from tltlab.runtime.engine.engine import Engine
 
     free_before, _ = torch.cuda.mem_get_info()
     vllm_args = {"max_num_seqs": max_batch, "kv_cache_memory_bytes": KV_CACHE_BYTES, **args}

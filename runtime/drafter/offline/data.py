@@ -25,7 +25,7 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.buffer import stretch, teaches
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.traces.trace import is_trace, locate, read
 
 Count = Annotated[int, Field(ge=1)]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
-from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.stats import paired_interval
 
 TLT_MS = {"full": 893.0, "full, async": 280.0, "selective, async": 97.0}

@@ -15,7 +15,7 @@ import torch
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.runtime.drafter.offline.data import load_target
-from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.traces.trace import read
 
 from . import adaptive as bench_adaptive

@@ -25,7 +25,7 @@ from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.environment import hardware, versions
+from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.measure import sample
 from tltlab.runtime.rollout.rewards import load_reward

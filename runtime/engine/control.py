@@ -25,7 +25,7 @@ from tltlab.policies.selector import Selector
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .drafting import DrafterPool, Response
+from .drafter_pool import DrafterPool, Response
 
 Row = dict[str, Any]
 

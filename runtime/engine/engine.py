@@ -24,8 +24,8 @@ from tltlab.runtime.vllm_adapter.options import Attachment, check_drafter, check
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
-from .drafting import DrafterCollapsed, DrafterPool, DrafterReport
-from .drafting import Response as Remembered
+from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
+from .drafter_pool import Response as Remembered
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
