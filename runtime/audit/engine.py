@@ -10,7 +10,7 @@ import torch
 from tltlab.drafters.base import Key
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
-from tltlab.runtime.vllm_adapter import on_cpu
+from tltlab.runtime.engine.vllm import on_cpu
 
 from .models import MAX_POSITIONS
 from .samples import PROMPTS, Answer, Answers, Asked

@@ -18,9 +18,9 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
-from tltlab.runtime.vllm_adapter import llm as adapter
-from tltlab.runtime.vllm_adapter.capture import Captured, NoCapture, Sink
-from tltlab.runtime.vllm_adapter.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
+from tltlab.runtime.engine.vllm import llm as adapter
+from tltlab.runtime.engine.vllm.capture import Captured, NoCapture, Sink
+from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from tltlab.runtime.engine.vllm import installed_vllm
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.vllm_adapter import installed_vllm
 
 
 def run_json(recipe: Recipe) -> dict[str, Any]:

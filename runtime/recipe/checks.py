@@ -11,9 +11,9 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
-from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
 from tltlab.traces.trace import read
 
 from .gpus import bundles_of

@@ -41,7 +41,7 @@ class Overlapped:
 
     def __init__(self, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> None:
         from tltlab.runtime.engine.control import Control
-        from tltlab.runtime.vllm_adapter.scheduler import AsyncPolicyScheduler
+        from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler
 
         core = engine.llm.llm_engine.engine_core.engine_core
         stock = core.scheduler
@@ -227,7 +227,7 @@ def test_a_key_that_is_none_ends_no_engine(engine: Engine, key: object):
 
 
 def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    from tltlab.runtime.vllm_adapter import scheduler
+    from tltlab.runtime.engine.vllm import scheduler
 
     monkeypatch.setattr(scheduler, "NAMELESS_PER_STEP", 3)
     worker = Overlapped(engine, Told())

@@ -23,9 +23,9 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.vllm_adapter import llm as adapter
-from tltlab.runtime.vllm_adapter.capture import _Batch, _PinnedWay
-from tltlab.runtime.vllm_adapter.row_store import RowStore
+from tltlab.runtime.engine.vllm import llm as adapter
+from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedWay
+from tltlab.runtime.engine.vllm.row_store import RowStore
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 BLOCK = 32

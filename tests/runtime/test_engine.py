@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.vllm_adapter.plugin import speculative_sampling_is_sound, unmended_sampling
+from tltlab.runtime.engine.vllm.plugin import speculative_sampling_is_sound, unmended_sampling
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -14,7 +14,7 @@ from tltlab.drafters.specs import HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
-from tltlab.runtime.vllm_adapter.options import check_drafter, check_sampled_drafts
+from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 pytestmark = pytest.mark.engine

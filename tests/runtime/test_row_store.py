@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.runtime.vllm_adapter.row_store import PAGE, RowStore
+from tltlab.runtime.engine.vllm.row_store import PAGE, RowStore
 
 WIDTH = 3
 CONTEXT = 6 * PAGE

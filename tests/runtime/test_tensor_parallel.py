@@ -13,7 +13,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
-from tltlab.runtime.vllm_adapter import llm as adapter
+from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.strategy import Strategy
 
 pytestmark = pytest.mark.engine

@@ -14,8 +14,8 @@ from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
-from tltlab.runtime.vllm_adapter import keep_quiet
-from tltlab.runtime.vllm_adapter.options import Attachment, serve_arguments
+from tltlab.runtime.engine.vllm import keep_quiet
+from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
 from tltlab.strategy import Strategy
 
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]

@@ -26,8 +26,8 @@ from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 from tltlab.runtime.new_folder import new_folder
-from tltlab.runtime.vllm_adapter.stock import StockEngine, StockRun
 
 from .chains import kept_along
 from .data import TextConfig, load_target, load_tokenizer, read_texts

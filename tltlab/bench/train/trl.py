@@ -17,7 +17,7 @@ from typing import Any
 from transformers import TrainerCallback, trainer
 
 from tltlab.files import write_json
-from tltlab.runtime.vllm_adapter import keep_linear_weights
+from tltlab.runtime.engine.vllm import keep_linear_weights
 
 
 class Clock(TrainerCallback):  # type: ignore[misc, unused-ignore]
