@@ -28,7 +28,7 @@ from tltlab.traces.schema import KEY, Manifest
 from tltlab.traces.token_times import RecordedResponse, recorded_responses
 from tltlab.traces.trace import Trace, read
 
-TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
+TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
 
 
 class Copycat(Drafter):

@@ -25,7 +25,7 @@ from tltlab.hardware import gpu, model
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-TRACES = Path(__file__).resolve().parents[2] / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "traces"
 H100_7B = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8)
 
 

@@ -29,7 +29,7 @@ from tltlab.hardware import gpu, model
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-TRACES = Path(__file__).resolve().parents[2] / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "traces"
 CHAIN = Strategy.chain("learned", 4)
 TABLE = {
     "kind": "table",

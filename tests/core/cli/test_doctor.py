@@ -19,7 +19,7 @@ from tltlab.policies.policy import EpsilonGreedySpec, Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-TRACES = Path(__file__).resolve().parents[1] / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "traces"
 
 SOUND = Machine(
     python="3.11.7",

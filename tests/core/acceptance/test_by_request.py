@@ -29,7 +29,7 @@ CHAIN = Strategy.chain("ngram", 4)
 CURVE = RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)
 CURVES = CurveAcceptance(curves={"ngram": CURVE, "learned": CURVE})
 KEYS = [(0, f"p{i}", s, 0) for i in range(200) for s in range(2)]
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 def survival(model, strategy=CHAIN, level=0.0, generated=0.0, siblings=0.0):

@@ -39,7 +39,7 @@ CONSTANTS = Constants(
 )  # fmt: skip
 H100 = Hardware(gpu="H100", model="Qwen2.5-7B", tp=1)
 ROOFLINE = RooflineCosts(gpu="H100", model="Qwen2.5-7B", tp=1, constants=CONSTANTS)
-SHIPPED = Path(__file__).resolve().parents[2] / "traces"
+SHIPPED = Path(__file__).resolve().parents[3] / "traces"
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 RECORDED = ((1, 4), (2, 2), (5, 4), (12, 2), (24, 0))
 MEASURED = tuple(product((1, 4, 32), (0, 1, 3, 7)))

@@ -17,7 +17,7 @@ from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-from ..spot_rows import frame, spot_rows
+from ...spot_rows import frame, spot_rows
 
 TRUTH = SpotTraining(
     padded_samples_per_s=20, packed=False, samples_per_update=4, sample_tokens=300, scaling_efficiency=0.6,

@@ -28,7 +28,7 @@ from tltlab.report.write import report
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-TINY = Path(__file__).parent.parent / "traces" / "tiny"
+TINY = Path(__file__).parents[3] / "traces" / "tiny"
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )

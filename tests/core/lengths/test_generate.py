@@ -24,7 +24,7 @@ from tltlab.traces.csv import tables_of_lengths
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-TRACES = Path(__file__).resolve().parents[2] / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "traces"
 HEAVY = LengthModel(
     quantiles=((0.1, 150), (0.5, 500), (0.9, 1100), (0.99, 4000)), prompt_share=0.3, max_response_tokens=16384
 )

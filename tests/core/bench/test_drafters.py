@@ -8,7 +8,7 @@ from tltlab.drafters.specs import NgramSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.traces.trace import read
 
-TRACES = Path(__file__).parents[2] / "traces"
+TRACES = Path(__file__).parents[3] / "traces"
 
 
 def test_a_replay_counts_what_an_engine_would_accept():
