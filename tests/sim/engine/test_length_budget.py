@@ -21,7 +21,7 @@ from tltlab.sim.scenario import tell_each_other
 from tltlab.state import RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-TRACES = Path(__file__).resolve().parents[2] / "traces"
+TRACES = Path(__file__).resolve().parents[3] / "traces"
 # Verified tokens are dear: 80 of them take as long as all else.
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=4e-5, per_token_s=1e-4, per_context_s=2e-8, sd_base_s=0.0, sd_idle_s=0.0,

@@ -19,7 +19,7 @@ from tltlab.sim.verification.rollouts import text, verify
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 
-from ..spot_rows import frame, spot_rows
+from ...spot_rows import frame, spot_rows
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3)))
 QUICK = SpotTraining(

@@ -22,7 +22,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
 
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
-GCD = Path(__file__).parents[2] / "traces" / "gcd-small"
+GCD = Path(__file__).parents[3] / "traces" / "gcd-small"
 
 
 @pytest.fixture(scope="module")
