@@ -13,7 +13,7 @@ from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .small_heads import VOCABULARY, made_head, made_sequence, made_target
+from ..small_heads import VOCABULARY, made_head, made_sequence, made_target
 
 HEADS = [("eagle", None), ("eagle3", None), ("eagle3", [1, 2, 5, 7, 8, 12])]
 

@@ -16,7 +16,7 @@ from tltlab.runtime.drafter.loss import Chains
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.trainer.packing import PackedBatch, pack
 
-from .small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target
+from ..drafter.small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target
 
 METHODS = ["eagle", "eagle3"]
 

@@ -44,7 +44,7 @@ from tltlab.runtime.trainer.packing import pack
 from tltlab.strategy import Strategy
 from tltlab.traces.token_times import RecordedResponse
 
-from .small_heads import made_head, made_sequence, made_target
+from ..small_heads import made_head, made_sequence, made_target
 
 WORDS = 24
 KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, bool]] = {
