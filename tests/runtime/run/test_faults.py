@@ -1,6 +1,6 @@
 """A run whose processes are killed at random moments, against one that nobody disturbs.
 
-`TLTLAB_FAULTS=30 pytest tests/runtime/run/test_faults.py` kills thirty times; by default each kind of process dies once.
+`TLTLAB_FAULTS=30 pytest tests/runtime/run/test_faults.py` kills thirty times; by default each kind dies once.
 The run trains a drafter and never drafts with it, so that its responses are those of a run that trains none.
 """
 
