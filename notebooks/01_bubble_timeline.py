@@ -27,10 +27,10 @@ import pandas as pd
 from IPython.display import display
 
 import tltlab
-from tltlab import metrics
 from tltlab.charts import lines
-from tltlab.perfetto import write_perfetto
+from tltlab.report.perfetto import write_perfetto
 from tltlab.sim import simulate
+from tltlab.traces import metrics
 
 # %matplotlib inline
 

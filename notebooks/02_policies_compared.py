@@ -25,10 +25,10 @@ from IPython.display import display
 
 import tltlab
 from tltlab import Policy, Strategy, load_policy
-from tltlab.acceptance import load_acceptance
+from tltlab.acceptance.load import load_acceptance
 from tltlab.charts import bars, lines
-from tltlab.cost_files import load_costs
-from tltlab.policy import Activation, FixedSpec
+from tltlab.costs.load import load_costs
+from tltlab.policies.policy import Activation, FixedSpec
 from tltlab.sim import Scenario, compare, simulate
 
 # %matplotlib inline

@@ -23,7 +23,7 @@ from pathlib import Path
 from IPython.display import display
 
 import tltlab
-from tltlab.calibrate import calibrate
+from tltlab.calibration.api import calibrate
 from tltlab.charts import bars
 from tltlab.sim import simulate, verify
 

@@ -28,13 +28,14 @@ import pandas as pd
 from IPython.display import display
 
 import tltlab
-from tltlab import Policy, Strategy, metrics
-from tltlab.acceptance import FreshAcceptance, GeometricAcceptance
+from tltlab import Policy, Strategy
+from tltlab.acceptance.load import FreshAcceptance, GeometricAcceptance
 from tltlab.charts import lines
-from tltlab.generate import log_normal
-from tltlab.policy import FixedSpec
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import FixedSpec
 from tltlab.sim import Scenario, simulate
 from tltlab.state import DrafterState
+from tltlab.traces import metrics
 
 # %matplotlib inline
 

@@ -37,12 +37,13 @@ import pandas as pd
 from IPython.display import display
 
 import tltlab
-from tltlab import load_policy, metrics
+from tltlab import load_policy
 from tltlab.charts import bars
-from tltlab.runtime.make_model import Size, make_model
-from tltlab.runtime.recipe import Recipe
-from tltlab.runtime.train import GrpoRun
-from tltlab.sim.tune import tune
+from tltlab.runtime.models.make import Size, make_model
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.train import GrpoRun
+from tltlab.sim.tuning.tune import tune
+from tltlab.traces import metrics
 
 # %matplotlib inline
 
@@ -110,7 +111,7 @@ if not model.exists():
 recipe = Recipe.model_validate(
     {
         "model": str(model),
-        "reward": "tltlab.runtime.tasks:subset_sum_reward",
+        "reward": "tltlab.runtime.models.tasks:subset_sum_reward",
         "data": {"train": str(model / "train.jsonl")},
         "rollout": {
             "num_workers": 1,

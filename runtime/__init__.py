@@ -3,6 +3,6 @@
 if __name__ == "runtime":
     raise ImportError("import this package as tltlab.runtime")
 
-from .vllm_adapter.options import serve_arguments, vllm_options
+from .engine.vllm.options import serve_arguments, vllm_options
 
 __all__ = ["serve_arguments", "vllm_options"]

@@ -4,12 +4,12 @@ if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
 from .compare import compare
-from .replay import SimResult, simulate
-from .rl_step import RunResult, run_steps
+from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
+from .simulate import SimResult, simulate
 from .sweep import sweep
 from .topology import Colocated, Separate
-from .verify import Verification, verify
+from .verification.rollouts import Verification, verify
 
 __all__ = [
     "Colocated",

@@ -30,13 +30,12 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from tltlab.acceptance import FloatArray, RequestAcceptance, Settled, TraceAcceptance
-from tltlab.cost import CostModel
-
-from .batch import TOLERANCE_TOKENS
-from .luck import request_seeds, uniforms
-from .regime import Regime
-from .requests import Requests
+from tltlab.acceptance.load import FloatArray, RequestAcceptance, Settled, TraceAcceptance
+from tltlab.costs.base import CostModel
+from tltlab.sim.engine.batch import TOLERANCE_TOKENS
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.regime import Regime
+from tltlab.sim.engine.requests import Requests
 
 
 def lower_bound_s(

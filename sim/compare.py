@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from tltlab.bootstrap import paired_interval
 from tltlab.errors import ConfigError
+from tltlab.stats import paired_interval
 
 from .scenario import PolicyLike, Scenario, budgets_of
 from .sweep import sweep

@@ -6,8 +6,7 @@ import heapq
 from typing import Literal, get_args
 
 from tltlab.errors import ConfigError
-
-from .requests import Requests
+from tltlab.sim.engine.requests import Requests
 
 Placement = Literal["contiguous", "round_robin", "least_loaded", "longest_first", "recorded"]
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)

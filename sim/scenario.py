@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from pydantic import ValidationError
 
-from tltlab.acceptance import (
+from tltlab.acceptance.load import (
     Acceptance,
     AcceptanceModel,
     RequestAcceptance,
@@ -20,36 +20,36 @@ from tltlab.acceptance import (
     fresh,
     load_acceptance,
 )
-from tltlab.budget import DraftBudget, UniformBudget
-from tltlab.cli import read_json
-from tltlab.complaints import faults
-from tltlab.coordinator import CoordinatorConfig
-from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
+from tltlab.config import faults
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
+from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
-from tltlab.policy import Policy
-from tltlab.selector import Selector
-from tltlab.spot_training import SpotTraining
+from tltlab.files import read_json
+from tltlab.policies.policy import Policy
+from tltlab.policies.selector import Selector
+from tltlab.sim.engine.batch import Batch, FluidBatch
+from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import Requests, requests_by_step
+from tltlab.sim.engine.worker import Engine, LeaveIdle, Rollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
-from .batch import Batch, FluidBatch
 from .bounds import largest_batch, lower_bound_s
-from .engine import Engine, LeaveIdle, Rollout
+from .idle_training import SpotTrainer
 from .placement import place
-from .rates import Rates
-from .regime import Regimes
-from .requests import Requests, requests_by_step
 from .shared_bound import shared_bound_s
-from .spot import SpotTrainer
-from .walk import ReplayBatch, SampledBatch
 
 Mode = Literal["fluid", "sampled"]
 
 
 class PolicyLike(Protocol):
-    """What the simulator needs of a policy; `tltlab.policy.Policy` is one."""
+    """What the simulator needs of a policy; `tltlab.policies.policy.Policy` is one."""
 
     @property
     def strategies(self) -> tuple[Strategy, ...]: ...

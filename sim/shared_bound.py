@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tltlab.cost import CostModel
-
-from .batch import TOLERANCE_TOKENS, Floats
-from .regime import Regimes
-from .requests import Requests
+from tltlab.costs.base import CostModel
+from tltlab.sim.engine.batch import TOLERANCE_TOKENS, Floats
+from tltlab.sim.engine.regime import Regimes
+from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
 

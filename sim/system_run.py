@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tltlab.acceptance import Acceptance, TraceAcceptance
-from tltlab.cost import CostModel
+from tltlab.acceptance.load import Acceptance, TraceAcceptance
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.base import CostModel
+from tltlab.costs.stage_files import load_stages
+from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
-from tltlab.spot_training import SpotTraining
-from tltlab.stage_files import load_stages
-from tltlab.stages import StageCosts
-from tltlab.system_binding import BoundSystem, bind
-from tltlab.systems import System, find_systems
-from tltlab.trace import Trace
+from tltlab.planning.system_binding import BoundSystem, bind
+from tltlab.planning.systems import System, find_systems
+from tltlab.sim.engine.requests import Requests
+from tltlab.traces.trace import Trace
 
-from .replay import SimResult, simulate
-from .requests import Requests
-from .rl_step import RunResult, run_steps
+from .rl_steps import RunResult, run_steps
 from .scenario import Scenario, load_spot_training
+from .simulate import SimResult, simulate
 from .topology import Colocated, Separate, Topology
 
 

@@ -12,17 +12,24 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
-from tltlab.acceptance import Acceptance, AcceptanceModel, RequestAcceptance, TraceAcceptance, fresh, load_acceptance
-from tltlab.bootstrap import paired_interval
-from tltlab.cost import CostModel
+from tltlab.acceptance.load import (
+    Acceptance,
+    AcceptanceModel,
+    RequestAcceptance,
+    TraceAcceptance,
+    fresh,
+    load_acceptance,
+)
+from tltlab.costs.base import CostModel
+from tltlab.costs.stage_files import load_stages
+from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
-from tltlab.stage_files import load_stages
-from tltlab.stages import StageCosts
+from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind
+from tltlab.planning.systems import System, find_systems
 from tltlab.state import DrafterState
+from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
-from tltlab.system_binding import BoundSystem, PerDrafter, bind
-from tltlab.systems import System, find_systems
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 from .scenario import Scenario
 from .system_run import generating_workers, partly_recorded, replayable, simulate_system

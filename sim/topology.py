@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
-from tltlab.stages import StageCosts
 
 
 @dataclass(frozen=True, kw_only=True)

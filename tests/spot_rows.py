@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from tltlab.spot_training import SpotTraining
+from tltlab.coordination.progress import SpotTraining
 
 
 def spot_rows(

@@ -35,7 +35,7 @@ def test_sdist_wheel_and_a_clean_environment_hold_all_three_packages(tmp_path: P
     zipfile.ZipFile(wheel).extractall(site)
     # Dependencies come from this environment; the editable install in it stays invisible (no .pth on PYTHONPATH).
     env = os.environ | {"PYTHONPATH": sysconfig.get_paths()["purelib"]}
-    code = "import tltlab, tltlab.sim, tltlab.runtime.recipe; print(tltlab.__file__, tltlab.sim.__file__)"
+    code = "import tltlab, tltlab.sim, tltlab.runtime.recipe.recipe; print(tltlab.__file__, tltlab.sim.__file__)"
     done = run(tmp_path / "venv" / "bin" / "python", "-c", code, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(str(site)) == 2
@@ -58,14 +58,16 @@ class Missing:
             raise ModuleNotFoundError(name, name=name)
 
 sys.meta_path.insert(0, Missing())
-import tltlab, tltlab.testing, tltlab.recorder, tltlab.calibrate
+import tltlab, tltlab.testing, tltlab.traces.recorder, tltlab.calibration.api
 """
     done = run(sys.executable, "-c", code)
     assert done.returncode == 0, done.stderr
 
 
 def test_a_missing_extra_is_one_line_with_its_cure(tmp_path: Path):
-    code = "import sys; sys.modules['simpy'] = None; from tltlab.cli import main; main(['simulate', 'no-such-trace'])"
+    code = (
+        "import sys; sys.modules['simpy'] = None; from tltlab.cli.app import main; main(['simulate', 'no-such-trace'])"
+    )
     done = run(sys.executable, "-c", code)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].endswith("pip install 'tltlab[sim]'")

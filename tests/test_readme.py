@@ -9,7 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from tltlab.runtime.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -11,12 +11,12 @@ import importlib
 from typing import Any
 
 from .errors import ConfigError, RunError, TltlabError, TraceError
-from .plot import timeline
-from .policy import Policy, load_policy
-from .selector import Selector
+from .policies.policy import Policy, load_policy
+from .policies.selector import Selector
+from .report.timeline import timeline
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
-from .trace import Trace, read
+from .traces.trace import Trace, read
 
 __all__ = [
     "NO_SPECULATION",

@@ -1,6 +1,6 @@
 """`python -m tltlab`."""
 
-from .cli import main
+from tltlab.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -1,42 +1,240 @@
-"""`tltlab demo`."""
+"""The whole loop on this machine: make a model, train, record, calibrate, predict, tune a policy, train on with it."""
 
 from __future__ import annotations
 
-from itertools import count
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import typer
+import numpy as np
+import pandas as pd
 
-from .cli import Json, emit, progress
-from .errors import ConfigError
+from tltlab.calibration.api import Calibration, calibrate
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.report.perfetto import write_perfetto
+from tltlab.report.timeline import timeline
+from tltlab.runtime.engine.environment import run_json, versions
+from tltlab.runtime.models.make import make_model
+from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.run.train import GrpoRun
+from tltlab.sim import simulate
+from tltlab.sim.tuning.tune import tune
+from tltlab.sim.verification.rollouts import nearest, verify
+from tltlab.traces.metrics import mean_accept_length, summary
+from tltlab.traces.trace import Trace, read
+
+from .console import progress
+from .demo_drafter import run_drafter
+from .errors import RunError
+from .files import write_json
+
+PLAIN, EXPLORE, TUNED = "none", "explore", "tuned"
+TRIALS = 12
 
 
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for everything; it becomes a RUN.")] = Path("demo"),
-    fast: Annotated[bool, typer.Option("--fast", help="A tiny model and few steps: 3 minutes instead of 10.")] = False,
-    task: Annotated[str, typer.Option(help="The task of the model: subset-sum or gcd.")] = "subset-sum",
-    seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the policies.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """The whole loop on this machine's CPU: train, record, calibrate, predict, pick a policy, run it, compare.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """How much of everything: RL steps without speculation, exploring, under the tuned policy, and with a drafter."""
 
-    Example: tltlab demo --out demo --fast
-    """
-    # torch, Ray and vLLM take seconds to import: --help should not wait for them.
-    from .demo_run import FAST, FULL, run_demo, table
+    size: str
+    plain_steps: int
+    explore_steps: int
+    tuned_steps: int
+    drafter_steps: int
+    heldout: int
 
-    make_room(out)
-    result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
-    emit(result, as_json=as_json, text=table(result))
+    def policies(self) -> list[str]:
+        """The policy of each RL step. Plain and exploring steps alternate, so neither owns a stage of training."""
+        plain, explore = [PLAIN] * self.plain_steps, [EXPLORE] * self.explore_steps
+        mixed = [p for pair in zip(explore, plain, strict=False) for p in pair]
+        return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps]
 
 
-def make_room(out: Path) -> None:
-    """Move an earlier demo at `out` aside, to `out.1`, `out.2`, ...; ConfigError where something else is there."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return
-    if not (out / "model" / "report.json").exists():
-        raise ConfigError(f"{out} is there already and is no earlier demo; choose another --out")
-    aside = next(path for n in count(1) if not (path := out.with_name(f"{out.name}.{n}")).exists())
-    out.rename(aside)
-    progress(f"the earlier {out} is now {aside}")
+FULL = Setting(size="small", plain_steps=4, explore_steps=6, tuned_steps=6, drafter_steps=12, heldout=512)
+FAST = Setting(size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, drafter_steps=6, heldout=256)
+
+
+def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
+    """Run every stage into `out`; returns what `summary.json` says."""
+    began = time.perf_counter()
+
+    def say(message: str) -> None:
+        progress(f"[{time.perf_counter() - began:4.0f} s] {message}")
+
+    say(f"1/7 training a {setting.size} model from scratch on {task}")
+    model = make_model(out / "model", size=setting.size, task=task, seed=seed, progress=say)
+    recipe = demo_recipe(out / "model", setting, model, seed)
+    say("2/7 starting Ray, two vLLM engines and the trainer")
+    with GrpoRun(recipe, out) as run:
+        write_json(out / "run.json", run_json(recipe))
+        reward_first = run.evaluate()
+        say(f"held-out reward {reward_first:.3f} before training; 3/7 GRPO, recorded")
+        names = setting.policies()
+        for name in names[: -setting.tuned_steps]:
+            run.set_policy(load_policy(name), name)
+            say(str(run.step()))
+        recorded = run.trace()
+        say("4/7 calibrating and tuning a policy in the simulator")
+        # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
+        recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
+        fitted = calibrate(recorded.select(recent))
+        if fitted.acceptance is None:
+            raise RunError("nothing was drafted while exploring, so there is no policy to tune")
+        fitted.costs.write(out / "costs.json")
+        fitted.acceptance.write(out / "acceptance.json")
+        found = tune(
+            recorded.select(recent),
+            costs=fitted.costs,
+            acceptance=fitted.acceptance,
+            placement="recorded",
+            trials=TRIALS,
+            seed=seed,
+            provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
+        )
+        found.policy.write(out / "policy.json")
+        for candidate in found.candidates[:3]:
+            say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
+        say(found.verdict)
+        say(f"5/7 GRPO goes on under {found.name}, from {out / 'policy.json'}")
+        tuned = load_policy(out / "policy.json")
+        run.set_policy(tuned, TUNED)
+        for _ in range(setting.tuned_steps):
+            say(str(run.step()))
+        reward_last = run.evaluate()
+        say(f"held-out reward {reward_last:.3f} after {len(names)} steps; 6/7 predicting every step from the others")
+        reports = run.reports
+        run.save()
+    trace = read(out / "trace")
+    verification = verify(out, seed=seed)
+    predicted = verification.rows.set_index("rl_step")["predicted_s"]
+    tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
+    without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
+    pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, out, seed)
+    say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
+    drafter = run_drafter(out / "model", out / "adaptive", steps=setting.drafter_steps, seed=seed, say=say)
+    result = {
+        "grpo_steps": len(reports),
+        "reward_first": reward_first,
+        "reward_last": reward_last,
+        "heldout_prompts": setting.heldout,
+        "steps": [
+            {
+                "rl_step": r.rl_step,
+                "policy": r.policy,
+                "reward": r.reward_mean,
+                "num_tokens": r.num_tokens,
+                "rollout_s": r.rollout_s,
+                "predicted_rollout_s": float(predicted[r.rl_step]),
+                "tokens_per_s": r.num_tokens / r.rollout_s,
+                "mean_accept_length": mean_accept_length(trace.select([r.rl_step])),
+                "bubble_fraction": summary(trace.select([r.rl_step]))["bubble_fraction"],
+                "train_s": r.train_s,
+                "mismatch_kl": r.metrics["mismatch_kl"],
+                "recorder_s": r.recorder_s,
+            }
+            for r in reports
+        ],
+        "mean_accept_length": mean_accept_length(trace),
+        "median_prediction_error": verification.median_error,
+        "verify": verification.json(),
+        "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
+        "predicted_rollout_s_without_speculation": float(np.mean(list(without.values()))),
+        "drafter": drafter,
+        "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in found.candidates],
+        "model": model,
+        "trace": "trace",
+        "policy": "policy.json",
+        "costs": "costs.json",
+        "timeline": "timeline.png",
+        "wall_s": time.perf_counter() - began,
+        "versions": versions(),
+    }
+    write_json(out / "summary.json", result)
+    say(f"done: {out / 'summary.json'}, {out / 'timeline.png'}")
+    return result
+
+
+def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int) -> Recipe:
+    """The recipe of the demo's training run on the model that it just made."""
+    return Recipe(
+        model=str(model),
+        reward=report["reward"],
+        data=DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
+        rollout=RolloutConfig(max_draft_depth=8, repeat_every=2, vllm={"max_num_seqs": 256}),
+        train=TrainConfig(steps=setting.plain_steps + setting.explore_steps + setting.tuned_steps),
+        eval=EvalConfig(num_prompts=setting.heldout),
+        seed=seed,
+    )
+
+
+def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, seed: int) -> float:
+    """Rollout seconds of a step from its recorded lengths: the mean of five sampled simulations."""
+    step = trace.select([rl_step])
+    return float(
+        np.mean(
+            [
+                simulate(
+                    step,
+                    policy,
+                    costs=fitted.costs,
+                    acceptance=fitted.acceptance,
+                    placement="recorded",
+                    mode="sampled",
+                    seed=seed + repeat,
+                ).makespan_s
+                for repeat in range(5)
+            ]
+        )
+    )
+
+
+def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) -> None:
+    """Write the recorded step above its simulation from the steps around it, as a picture and for Perfetto."""
+    fitted = calibrate(trace.select(nearest(trace.rl_steps, rl_step, 8)))
+    simulated = simulate(
+        trace.select([rl_step]),
+        tuned,
+        costs=fitted.costs,
+        acceptance=fitted.acceptance,
+        placement="recorded",
+        mode="sampled",
+        seed=seed,
+    )
+    timeline(trace.select([rl_step]), compare=simulated, out=out / "timeline.png", rollout_only=True)
+    write_perfetto(out / "timeline.json", trace)
+
+
+def table(result: dict[str, Any]) -> str:
+    """The demo's result for a terminal: a row per policy, then what it comes to."""
+    steps = pd.DataFrame(result["steps"])
+    drafter = result["drafter"]
+    spread = result["verify"]["repeat_spread"]
+    steps["error"] = (steps["predicted_rollout_s"] / steps["rollout_s"] - 1).abs()
+    lines = [
+        f"{'policy':9s}{'steps':>6s}{'reward':>8s}{'tokens/s':>10s}{'rollout s':>11s}{'predicted s':>13s}"
+        f"{'accept len':>12s}{'bubbles':>9s}"
+    ]
+    for name, rows in steps.groupby("policy", sort=False):
+        accept = rows["mean_accept_length"].dropna()
+        lines.append(
+            f"{name:9s}{len(rows):6d}{rows['reward'].mean():8.3f}"
+            f"{rows['num_tokens'].sum() / rows['rollout_s'].sum():10.0f}{rows['rollout_s'].mean():11.2f}"
+            f"{rows['predicted_rollout_s'].mean():13.2f}"
+            f"{accept.mean() if len(accept) else 1.0:12.2f}{rows['bubble_fraction'].mean():9.1%}"
+        )
+    lines += [
+        "",
+        f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
+        f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",
+        f"rollout time of a step predicted from the other steps: median error {result['median_prediction_error']:.1%}, "
+        f"worst {result['verify']['worst_error']:.1%}; the same rollout run twice varies by "
+        f"{'an unknown amount' if spread is None else format(spread, '.1%')}",
+        f"the tuned steps took {result['tuned_rollout_s']:.2f} s each; the same responses without speculation would "
+        f"take {result['predicted_rollout_s_without_speculation']:.2f} s (simulated)",
+        f"a drafter trained on idle workers: {drafter['adaptive_accept_length']:.2f} tokens per draft in the last "
+        f"third of {len(drafter['steps'])} steps, the one it was at first {drafter['frozen_accept_length']:.2f} on the "
+        f"same responses; {drafter['updates']} updates",
+        f"{result['wall_s']:.0f} s in all",
+    ]
+    return "\n".join(lines)

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.runtime.bench_runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
-from tltlab.runtime.drafter_figures import annotated_drafts, by_position, idle_times, last_third
-from tltlab.runtime.environment import run_json
-from tltlab.sim.verify import verify
+from tltlab.bench.drafter.runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
+from tltlab.report.timeline import timeline
+from tltlab.runtime.drafter.figures import annotated_drafts, by_position, idle_times, last_third
+from tltlab.runtime.engine.environment import run_json
+from tltlab.sim.verification.rollouts import verify
 
-from .cli import write_json
 from .errors import RunError
-from .plot import timeline
+from .files import write_json
 
 
 def run_drafter(model: Path, out: Path, *, steps: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -19,9 +19,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from .budget import DraftBudget
-from .drafter import Draft, Drafter, Key
-from .selector import Selector
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.budget import DraftBudget
+from tltlab.policies.selector import Selector
+
 from .state import DrafterState, RequestState, StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tltlab.trace import read
+from tltlab.traces.trace import read
 
 pytestmark = [
     pytest.mark.gpu,
@@ -62,7 +62,7 @@ def test_the_smoke_recipe_trains_two_steps_and_swaps_the_drafter(model: Path, tm
 def test_an_engine_sleeps_and_wakes_with_the_weights_it_is_given(model: Path):
     from transformers import AutoModelForCausalLM
 
-    from tltlab.runtime.engine import Engine, GenerationRequest
+    from tltlab.runtime.engine.engine import Engine, GenerationRequest
 
     vllm_args = {"max_model_len": 256, "max_num_seqs": 8, "gpu_memory_utilization": 0.3, "enable_sleep_mode": True}
     engine = Engine(str(model), max_draft_depth=4, vllm_args=vllm_args)

@@ -13,9 +13,9 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from tltlab.runtime.recipe import TrainConfig
-from tltlab.runtime.samples import Sample
-from tltlab.runtime.trainer import Trainer
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.rollout.samples import Sample
+from tltlab.runtime.trainer.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
+from tltlab.sim.engine.requests import Requests
 from tltlab.sim.placement import PLACEMENTS, place
-from tltlab.sim.requests import Requests
 
 
 def requests(lengths: list[int], prompts: list[int] | None = None) -> Requests:

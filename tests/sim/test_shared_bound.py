@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.acceptance import GeometricAcceptance
-from tltlab.cost import LinearCosts
-from tltlab.lengths import of_lengths
-from tltlab.policy import load_policy
-from tltlab.sim.bench import COSTS, example_table
+from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.bench.simulator import COSTS, example_table
+from tltlab.costs.base import LinearCosts
+from tltlab.importers.lengths import of_lengths
+from tltlab.policies.policy import load_policy
 from tltlab.sim.bounds import largest_batch, lower_bound_s
+from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
-from tltlab.sim.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.shared_bound import envelope, shared_bound_s
 from tltlab.strategy import NO_SPECULATION

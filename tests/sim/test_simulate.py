@@ -10,21 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab import metrics
-from tltlab.acceptance import FittedAcceptance, FittedDepth
-from tltlab.calibrate import calibrate
-from tltlab.cost import CalibratedRange, LinearCosts
+from tltlab.acceptance.load import FittedAcceptance, FittedDepth
+from tltlab.calibration.api import calibrate
+from tltlab.costs.base import CalibratedRange, LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
-from tltlab.policy import Activation, FixedSpec, Policy
-from tltlab.schema import Manifest
-from tltlab.selector import Selector
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import Activation, FixedSpec, Policy
+from tltlab.policies.selector import Selector
 from tltlab.sim import SimResult, simulate
-from tltlab.sim.commands import simulate as command
+from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces import metrics
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
 
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
+from tltlab.bench.simulator import COSTS, example_bandit, random_tables
 from tltlab.errors import ConfigError
-from tltlab.generate import log_normal
-from tltlab.policy import load_policy
-from tltlab.sim.bench import COSTS, example_bandit, random_tables
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import load_policy
 from tltlab.sim.compare import compare
 from tltlab.sim.scenario import Scenario
 from tltlab.sim.sweep import sweep

@@ -11,20 +11,20 @@ import pandas as pd
 import pytest
 
 import tltlab
-from tltlab import cli
-from tltlab.acceptance import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
-from tltlab.cost_files import load_costs
+from tltlab.acceptance.freshness import Freshness
+from tltlab.acceptance.load import FittedAcceptance, FittedDepth, FreshAcceptance, load_acceptance
+from tltlab.bench.simulator import COSTS
+from tltlab.cli import app as cli
+from tltlab.costs.load import load_costs
+from tltlab.costs.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
 from tltlab.errors import ConfigError
-from tltlab.freshness import Freshness
-from tltlab.generate import log_normal
+from tltlab.lengths.generate import log_normal
+from tltlab.planning.system_binding import bind
+from tltlab.planning.systems import SYSTEMS, Rung, System, one_strategy
 from tltlab.sim import Colocated, Separate, run_steps, simulate
-from tltlab.sim.bench import COSTS
 from tltlab.sim.system_run import on_gpus, simulate_system
 from tltlab.sim.systems import compare_systems
-from tltlab.stages import InferenceCosts, RewardCosts, StageCosts, SyncCosts, TrainCosts
-from tltlab.system_binding import bind
-from tltlab.systems import SYSTEMS, Rung, System, one_strategy
-from tltlab.trace import Trace
+from tltlab.traces.trace import Trace
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
 STAGES = StageCosts(

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.charts import COLORS, draw_bars
-from tltlab.cli import read_json
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 
 from . import EXPERIMENTS
 from .baseline_predicted import LONG_TAIL, PAPER_RANGE, Published, predicted_rows
@@ -40,7 +40,7 @@ class Settings:
 
     `model` is a folder of `tltlab make-model`, else one of `size` is trained; `measured` is a file that `tltlab bench
     runtime --out` wrote, taken instead of measuring. `models` and what follows are the predicted part's: `lengths` are
-    regimes of `tltlab.length_model` or "long-tail", `decision_block` is how many iterations a bandit's decision holds.
+    regimes of `tltlab.lengths.model` or "long-tail", `decision_block` is how many iterations a bandit's decision holds.
     """
 
     parts: tuple[Part, ...] = ("measured", "predicted")
@@ -132,7 +132,7 @@ def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[s
         if not isinstance(found, dict) or not {"modes", "speedups", "goals", "policies"} <= set(found):
             raise ConfigError(f"{settings.measured} is not what `tltlab bench runtime --out` writes")
         return found
-    from tltlab.runtime.bench_runtime import bench_runtime
+    from tltlab.bench.runtime import bench_runtime
 
     return dict(
         bench_runtime(

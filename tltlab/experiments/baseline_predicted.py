@@ -4,7 +4,7 @@ What the paper says (arXiv 2511.16665, set-up): 64 H100 and, apart, A100; GRPO, 
 parallelism 2, 4 or 8 by size. Its released recipe: 32 prompts a node of 8 GPUs, 8 responses each, a reference model.
 What it does not say, and what is taken here: 64 A100 too, the same prompts for 7B, TP 2 for 7B and 4 for 32B, stages
 by a roofline, acceptance of its 32B drafter for 7B too. Lengths decide most and are not published, so there are two
-kinds: those of open reasoning models (`tltlab.length_model`), and `LONG_TAIL`, which reaches the cap in every RL step,
+kinds: those of open reasoning models (`tltlab.lengths.model`), and `LONG_TAIL`, which reaches the cap in every RL step,
 as its figure 2 shows of a production run.
 """
 
@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
-from tltlab.generate import generate, log_normal
 from tltlab.hardware import gpu as find_gpu
 from tltlab.hardware import kv_capacity_tokens
 from tltlab.hardware import model as find_model
-from tltlab.length_model import REGIMES
-from tltlab.roofline import RooflineCosts
-from tltlab.stage_files import load_stages
-from tltlab.trace import Trace
+from tltlab.lengths.generate import generate, log_normal
+from tltlab.lengths.model import REGIMES
+from tltlab.traces.trace import Trace
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
 PAPER_RANGE = (1.7, 2.1)

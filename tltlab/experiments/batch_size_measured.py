@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.drafter import Key
-from tltlab.drafters import DEFAULT_DRAFTERS
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError, RunError
-from tltlab.policy import Policy
-from tltlab.selectors import Fixed
+from tltlab.policies.policy import Policy
+from tltlab.policies.simple import Fixed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 TEMPERATURE = 1.0
@@ -70,7 +70,7 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
     import torch
     from transformers import AutoConfig
 
-    from tltlab.runtime.engine import Engine
+    from tltlab.runtime.engine.engine import Engine
 
     torch.set_num_threads(1)
     config = AutoConfig.from_pretrained(model)
@@ -95,8 +95,8 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
 
 def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     """Token ids to go on from: prompts, each with the first half of a response among the longest."""
-    from tltlab.runtime.bench_texts import prompts_of
-    from tltlab.runtime.engine import GenerationRequest
+    from tltlab.bench.drafter.texts import prompts_of
+    from tltlab.runtime.engine.engine import GenerationRequest
 
     prompts = prompts_of(model, "train", 4 * max(work.batches))
     cap = min(4 * work.tokens, room // 2)
@@ -186,7 +186,7 @@ class _Bench:
 
     def _generate(self, batch: int, starts: Sequence[list[int]]) -> tuple[list[dict[str, Any]], Sequence[Any]]:
         """Rows that count, and the responses; it ends after the `tokens` of the work for each request on average."""
-        from tltlab.runtime.engine import GenerationRequest
+        from tltlab.runtime.engine.engine import GenerationRequest
 
         self.number += 1
         requests = [

@@ -1,10 +1,11 @@
 """graph-memory: what plans of captured CUDA graphs take in memory and what they cost in time.
 
 Plans: one strategy, TLT's four captured naively, the same in buckets as the released code has them, and plans chosen
-exactly, by `tltlab.buckets`, within several caps. Time is the objective of those: seconds of decoding at batches up to
-`max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a trace. Memory is
-`tltlab.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be fitted to. On a CUDA
-device graphs of a few chain policies are captured too and their memory is measured (`graph_memory_measured`).
+exactly, by `tltlab.planning.buckets`, within several caps. Time is the objective of those: seconds of decoding at
+batches up to `max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a
+trace. Memory is `tltlab.planning.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be
+fitted to. On a CUDA device graphs of a few chain policies are captured too and their memory is measured
+(`graph_memory_measured`).
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab import graph_pool_tlt as tlt
-from tltlab.acceptance import AcceptanceModel, load_acceptance
-from tltlab.batch_times import batch_weights, mean_contexts
-from tltlab.buckets import plan_buckets
+from tltlab.acceptance.load import AcceptanceModel, load_acceptance
+from tltlab.bench import graph_pool as tlt
 from tltlab.charts import COLORS
-from tltlab.cost import CostModel
-from tltlab.cost_files import load_costs
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
-from tltlab.generate import generate
-from tltlab.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
 from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
-from tltlab.length_model import of_regime
+from tltlab.lengths.generate import generate
+from tltlab.lengths.model import of_regime
+from tltlab.planning.batch_times import batch_weights, mean_contexts
+from tltlab.planning.buckets import plan_buckets
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.trace import Trace, read
+from tltlab.traces.trace import Trace, read
 
 from . import EXPERIMENTS
 from .graph_memory_measured import cuda, measured_rows

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from tltlab.policy import FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 KV_CACHE_BYTES = 4 << 30
@@ -50,8 +50,8 @@ def measured_rows(
     """
     if model is None or not cuda():
         return []
-    from tltlab.runtime.export_command import graph_pool
-    from tltlab.runtime.graph_plan import GIB, memory_bytes, plan_graphs
+    from tltlab.runtime.cli.export_policy import graph_pool
+    from tltlab.runtime.engine.graphs import GIB, memory_bytes, plan_graphs
 
     eager_bytes = _engine_bytes(model, max_batch, {"enforce_eager": True}, depth=0)
     pool = graph_pool(model, 1, bytes_per_layer)
@@ -79,7 +79,7 @@ def _engine_bytes(model: str, max_batch: int, args: Mapping[str, Any], *, depth:
     """Bytes of device memory that an engine holds after its start, in its own process."""
     import torch
 
-    from tltlab.runtime.engine import Engine
+    from tltlab.runtime.engine.engine import Engine
 
     free_before, _ = torch.cuda.mem_get_info()
     vllm_args = {"max_num_seqs": max_batch, "kv_cache_memory_bytes": KV_CACHE_BYTES, **args}

@@ -84,7 +84,7 @@ def _tokens(settings: Settings, seed: int, progress: Callable[[str], None]) -> d
     """What `tltlab audit` reports."""
     import torch
 
-    from tltlab.runtime.audit_run import run_audit
+    from tltlab.runtime.audit.run import run_audit
 
     torch.set_num_threads(1)
     return dict(
@@ -110,8 +110,8 @@ def _rewards(
 ) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     """Rows of the differences, and the reward of every RL step of every run."""
     with prepared(settings, folder, progress, workers=settings.workers, heldout=settings.heldout) as work:
-        from tltlab.runtime.bench_reward import adaptive_policy, differences
-        from tltlab.runtime.bench_runs import recipe_of, trained_beside
+        from tltlab.bench.drafter.reward import adaptive_policy, differences
+        from tltlab.bench.drafter.runs import recipe_of, trained_beside
 
         policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
         drafted = {"policy": policy, "drafter": trained_beside(work.head, work.sizes)}
@@ -135,7 +135,7 @@ def _rewards(
 
 def _run(recipe: Any, out: Path, steps: int, progress: Callable[[str], None]) -> tuple[dict[str, float], list[float]]:
     """A run's held-out reward at the end and its mean over the RL steps, and the reward of each."""
-    from tltlab.runtime.train import GrpoRun
+    from tltlab.runtime.run.train import GrpoRun
 
     with GrpoRun(recipe, out) as grpo:
         for _ in range(steps):

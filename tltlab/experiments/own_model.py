@@ -20,7 +20,7 @@ def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable
         return given
     found = folder / "models" / f"subset-sum-{size}"
     if not (found / "config.json").is_file():
-        from tltlab.runtime.make_model import make_model
+        from tltlab.runtime.models.make import make_model
 
         progress(f"no model was given: training a {size} one into {found}")
         make_model(found, size=size, task="subset-sum", seed=0, progress=progress)

@@ -15,8 +15,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.charts import save_figure
-from tltlab.cli import write_json
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import write_json
 
 RESULT, TABLE, PICTURE = "result.json", "table.csv", "picture.png"
 _OURS = {RESULT, TABLE, PICTURE, "report.html"}

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from tltlab.complaints import faults
+from tltlab.config import faults
 from tltlab.errors import ConfigError
 
 S = TypeVar("S")

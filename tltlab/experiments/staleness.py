@@ -18,11 +18,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.bootstrap import Interval, paired_interval
 from tltlab.charts import COLORS
+from tltlab.coordination.schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError, RunError
-from tltlab.trace import Trace, read
-from tltlab.training_schedule import DriftSummary, ScheduleConfig, TrainingSchedule
+from tltlab.stats import Interval, paired_interval
+from tltlab.traces.trace import Trace, read
 
 from . import EXPERIMENTS, trained_drafter
 from .panels import finish, whole_numbers, with_interval
@@ -84,8 +84,8 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
 
 def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, progress: Callable[[str], None]) -> Trace:
     """A run whose idle workers train the drafter in the first `stop` RL steps, and never after."""
-    from tltlab.runtime.bench_runs import fixed_depth, recipe_of, trained_beside
-    from tltlab.runtime.train import GrpoRun
+    from tltlab.bench.drafter.runs import fixed_depth, recipe_of, trained_beside
+    from tltlab.runtime.run.train import GrpoRun
 
     policy = fixed_depth(work.out / "policy.json", settings.draft_depth)
     drafter = trained_beside(work.head, work.sizes).model_copy(update={"annotate": settings.annotate})
@@ -100,8 +100,8 @@ def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, pr
 
 def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
     """A row per RL step: the drafter's age and updates, what was kept of its drafts, how far the policy then moved."""
-    from tltlab.runtime.bench_runs import DRAFTER
-    from tltlab.runtime.drafter_figures import live_drafts
+    from tltlab.bench.drafter.runs import DRAFTER
+    from tltlab.runtime.drafter.figures import live_drafts
 
     assert trace.steps is not None
     steps = trace.steps.set_index("rl_step")
@@ -126,7 +126,7 @@ def same_responses(trace: Trace, stop_after: int, seed: int) -> list[dict[str, A
 
     RL steps in which either was not annotated are left out.
     """
-    from tltlab.runtime.drafter_acceptance import walk
+    from tltlab.runtime.drafter.offline.evaluate import walk
 
     rows = trace.acceptance
     if rows is None:

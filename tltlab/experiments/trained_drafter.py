@@ -68,8 +68,8 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
     import ray
     import torch
 
-    from tltlab.runtime.bench_runs import sizes_of, warmed_up
-    from tltlab.runtime.start_ray import start_ray
+    from tltlab.bench.drafter.runs import sizes_of, warmed_up
+    from tltlab.runtime.ray.start import start_ray
 
     # Two threads on a busy machine stall for seconds.
     torch.set_num_threads(1)

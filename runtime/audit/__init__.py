@@ -1,0 +1,1 @@
+"""Is speculative decoding lossless? Sampled and exact comparisons of an engine with and without it."""

@@ -1,0 +1,163 @@
+"""What an audit tries: a covering design over drafter, depth, temperature, filter and what the batch is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, product
+from typing import Any, Literal
+
+from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.policies.policy import AcceptanceBudgetSpec, ExploreSpec, FixedSpec, Policy
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .exact import Sampling
+from .models import TinyModels
+
+Composition = Literal[
+    "batch", "alone", "mixed", "queue", "budgets", "switching", "updates", "updates while running", "greedy"
+]
+
+COMPOSITIONS: dict[Composition, str] = {
+    "batch": "as many equal requests at once as the engine runs",
+    "alone": "one request at a time",
+    "mixed": "one batch of different prompts, temperatures, filters and lengths",
+    "queue": "four times as many requests as the engine runs at once",
+    "budgets": "fewer drafts than requests, shared out anew in every iteration",
+    "switching": "another drafter or depth, or none, in every iteration",
+    "updates": "the target's weights change between rollouts",
+    "updates while running": "the target's weights change while requests run, which keep their keys and values",
+}
+
+DEPTHS = (1, 2, 4, 8)
+TEMPERATURES = (0.6, 0.9, 1.0, 1.3)
+FILTERS = ((1.0, 0), (0.9, 0), (1.0, 3), (0.9, 4))
+"""(top_p, top_k)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One setting to audit. `depth` 0 leaves it to the policy."""
+
+    drafter: str
+    depth: int
+    sampling: Sampling
+    composition: Composition
+
+    def __str__(self) -> str:
+        s = self.sampling
+        parts = [self.drafter, f"depth {self.depth}" if self.depth else "", f"T {s.temperature:g}"]
+        parts += [f"top-p {s.top_p:g}" if s.top_p < 1 else "", f"top-k {s.top_k}" if s.top_k else "", self.composition]
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """A drafter under audit: the engine it needs, by its drafters and vLLM's method of drawing drafts, and its name."""
+
+    name: str
+    engine: str
+    method: Literal["eagle", "eagle3", "draft_model"] | None = None
+    probabilistic: bool = False
+
+    def specs(self, models: TinyModels) -> dict[str, DrafterSpec]:
+        """The drafters of that engine."""
+        specs: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
+        if self.method:
+            specs["learned"] = LearnedSpec(method=self.method, model=str(getattr(models, self.method)))
+        if self.method and not self.probabilistic:
+            specs["hybrid"] = HybridSpec(first="suffix", otherwise="learned", min_expected=0.5)
+        return specs
+
+
+DRAFTERS: dict[str, Drafting] = {
+    "ngram": Drafting(name="ngram", engine="model-free"),
+    "suffix": Drafting(name="suffix", engine="model-free"),
+    "eagle": Drafting(name="learned", engine="eagle", method="eagle"),
+    "hybrid": Drafting(name="hybrid", engine="eagle", method="eagle"),
+    "eagle3": Drafting(name="learned", engine="eagle3", method="eagle3"),
+    "draft_model": Drafting(name="learned", engine="draft_model", method="draft_model"),
+    "draft_model-sampled": Drafting(
+        name="learned", engine="draft_model-sampled", method="draft_model", probabilistic=True
+    ),
+}
+"""By what the audit calls them. The last one samples its drafts, which verification must know the probabilities of."""
+
+
+def cases(drafters: Sequence[str], *, fast: bool) -> list[Case]:
+    """The default audit: every pair of two factors' values occurs in some case; `fast`, every value does.
+
+    Cases of one engine stand together.
+    """
+    found = _cases(drafters, DEPTHS, 1 if fast else 2)
+    found += [greedy(d, k) for d, k in product(drafters, (1, 8) if fast else DEPTHS)]
+    return sorted(found, key=lambda case: list(DRAFTERS).index(case.drafter))
+
+
+def given_cases(drafter: str, depth: int | None) -> list[Case]:
+    """Cases for drafting that is given, each other value once; a policy, for which depth is None, varies it itself."""
+    own = ("budgets", "switching") if depth is None else ()
+    found = _cases([drafter], [depth or 0], 1)
+    return [*(case for case in found if case.composition not in own), greedy(drafter, depth or 0)]
+
+
+def _cases(drafters: Sequence[str], depths: Sequence[int], strength: int) -> list[Case]:
+    return [
+        Case(drafter=d, depth=k, sampling=Sampling(temperature=t, top_p=f[0], top_k=f[1]), composition=c)
+        for d, k, t, f, c in covering([drafters, depths, TEMPERATURES, FILTERS, list(COMPOSITIONS)], strength)
+    ]
+
+
+def greedy(drafter: str, depth: int) -> Case:
+    return Case(drafter=drafter, depth=depth, sampling=Sampling(temperature=0.0), composition="greedy")
+
+
+def covering(factors: Sequence[Sequence[Any]], strength: int) -> list[tuple[Any, ...]]:
+    """Few combinations of one value per factor such that every `strength` values of different factors meet in one.
+
+    >>> covering(["ab", "xyz"], 1)
+    [('a', 'x'), ('b', 'y'), ('a', 'z')]
+    """
+    rows = list(product(*(range(len(values)) for values in factors)))
+    pairs = {
+        row: {tuple((f, row[f]) for f in which) for which in combinations(range(len(row)), strength)} for row in rows
+    }
+    missing = set().union(*pairs.values())
+    used = [[0] * len(values) for values in factors]
+    chosen = []
+    while missing:
+        # Most new meetings first; among equals the one whose values have been used least, so that none is neglected.
+        best = max(rows, key=lambda row: (len(pairs[row] & missing), -sum(used[f][v] for f, v in enumerate(row))))
+        chosen.append(tuple(values[v] for values, v in zip(factors, best, strict=True)))
+        missing -= pairs[best]
+        for f, v in enumerate(best):
+            used[f][v] += 1
+    return chosen
+
+
+def policy_of(case: Case, drafting: Drafting, batch: int) -> Policy:
+    """What makes an engine with the drafters of `drafting` draft as `case` says, `batch` requests running at most."""
+    strategy = Strategy.chain(drafting.name, case.depth)
+    if case.composition == "budgets":
+        budget = AcceptanceBudgetSpec(min_tokens=0, max_draft_tokens=batch * 3 // 4)
+        return Policy(selector=FixedSpec(strategy=strategy), budget=budget)
+    if case.composition == "switching":
+        other = "suffix" if drafting.name == "ngram" else "ngram"
+        depths = sorted({case.depth, (case.depth + 1) // 2})
+        arms = (*(Strategy.chain(drafting.name, d) for d in depths), Strategy.chain(other, case.depth), NO_SPECULATION)
+        return Policy(selector=ExploreSpec(strategies=arms, hold_iterations=1))
+    return Policy(selector=FixedSpec(strategy=strategy))
+
+
+def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpec]:
+    """The drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
+    named = {s.drafter for s in policy.strategies if s.speculates}
+    found: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec(), **policy.drafters}
+    if "learned" in named and "learned" not in found:
+        found["learned"] = LearnedSpec(method="eagle", model=str(models.eagle))
+    return {
+        name: spec.model_copy(update={"model": str(getattr(models, spec.method))})
+        if isinstance(spec, LearnedSpec)
+        else spec
+        for name, spec in found.items()
+    }

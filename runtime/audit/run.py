@@ -1,0 +1,215 @@
+"""An audit from beginning to end: models made, engines opened one after the other, every case judged, a report."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from tltlab.drafters.specs import DrafterSpec
+from tltlab.errors import ConfigError, RunError
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.vllm import on_cpu
+from tltlab.runtime.engine.vllm.plugin import unmended_sampling
+
+from .cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of, tiny_drafters
+from .engine import AuditedEngine, settings
+from .models import TinyModels, make_tiny_models
+from .samples import Auditor, unsampled
+
+MAX_DEPTH = 8
+"""The deepest draft of the default cases, and what their engines are built for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One engine to start and the cases to run on it."""
+
+    cases: list[tuple[Case, Policy]]
+    drafters: Mapping[str, DrafterSpec]
+    max_depth: int = MAX_DEPTH
+    vllm_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_audit(
+    *,
+    fast: bool,
+    drafters: Sequence[str],
+    policy: str | None,
+    vllm_args: Mapping[str, Any],
+    num_samples: int,
+    false_alarm_rate: float,
+    without_fix: bool,
+    seed: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Audit and return the report; ConfigError for what cannot be audited.
+
+    `drafters` restricts the default cases to some of them; a `policy`, or a speculative_config among `vllm_args`,
+    replaces them.
+    """
+    started = time.perf_counter()
+    if without_fix:
+        check_there_is_a_fix()
+    # Policies speculate on small batches; 32 is where the shipped ones begin to.
+    args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
+    with tempfile.TemporaryDirectory() as folder:
+        models = make_tiny_models(Path(folder))
+        if drafters and (policy is not None or "speculative_config" in args):
+            raise ConfigError("--drafter picks from the default cases, which --policy and speculative_config replace")
+        if "speculative_config" in args:
+            args["speculative_config"] = with_model(args["speculative_config"], models)
+        if policy is not None:
+            plans = [policy_plan(policy, models, args)]
+        elif "speculative_config" in args:
+            plans = [vllm_plan(args, models)]
+        else:
+            plans = default_plans(drafters, models, args, fast=fast)
+        num_cases = sum(len(plan.cases) for plan in plans)
+        auditor = Auditor(
+            models,
+            num_samples=num_samples,
+            num_checks=2 * sum(case.composition != "greedy" for plan in plans for case, _ in plan.cases),
+            false_alarm_rate=false_alarm_rate,
+            seed=seed,
+        )
+        rows: list[dict[str, Any]] = []
+        for plan in plans:
+            engine = Engine(
+                str(models.target),
+                drafters=plan.drafters,
+                max_draft_depth=plan.max_depth,
+                seed=seed,
+                vllm_args=plan.vllm_args,
+            )
+            try:
+                with unmended_sampling() if without_fix else nullcontext():
+                    audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
+                    for row in run_plan(plan, auditor, audited):
+                        rows.append(row)
+                        progress(f"{len(rows)}/{num_cases} {row['case']}: {row['verdict']}")
+            finally:
+                engine.close()
+    return {
+        "passed": all(row["passed"] for row in rows),
+        "false_alarm_rate": false_alarm_rate,
+        "seconds": time.perf_counter() - started,
+        "cases": rows,
+    }
+
+
+def run_plan(plan: Plan, auditor: Auditor, engine: AuditedEngine) -> Iterator[dict[str, Any]]:
+    """Rows of the plan's cases. A case that the engine does not survive has failed, those after it are not tested."""
+    died = None
+    for case, policy in plan.cases:
+        try:
+            yield auditor.run(case, engine, policy) if died is None else unsampled(case, "not tested", died)
+        except RunError as error:
+            died = f"the engine died in {case}"
+            yield unsampled(case, "failed", f"the engine died: {error}")
+
+
+def check_there_is_a_fix() -> None:
+    """ConfigError on CUDA, where nothing of vLLM's sampler is mended."""
+    if not on_cpu():
+        raise ConfigError("--without-fix: on CUDA tltlab mends nothing in vLLM's sampler, so there is nothing to undo")
+
+
+def default_plans(drafters: Sequence[str], models: TinyModels, args: Mapping[str, Any], *, fast: bool) -> list[Plan]:
+    """A plan for each engine that the default cases need."""
+    unknown = [name for name in drafters if name not in DRAFTERS]
+    if unknown:
+        raise ConfigError(f"no drafter named {unknown[0]!r} to audit; there are: {', '.join(DRAFTERS)}")
+    chosen = cases(list(drafters) or list(DRAFTERS), fast=fast)
+    plans = []
+    for _, found in groupby(chosen, key=lambda case: DRAFTERS[case.drafter].engine):
+        group = list(found)
+        drafting = DRAFTERS[group[0].drafter]
+        own = {}
+        if drafting.probabilistic:
+            own["speculative_config"] = {
+                "method": drafting.method,
+                "model": str(models.draft_model),
+                "num_speculative_tokens": MAX_DEPTH,
+                "draft_sample_method": "probabilistic",
+            }
+        plans.append(
+            Plan(
+                cases=[(case, policy_of(case, DRAFTERS[case.drafter], args["max_num_seqs"])) for case in group],
+                drafters=drafting.specs(models),
+                vllm_args={**args, **own},
+            )
+        )
+    return plans
+
+
+def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Plan:
+    """The engine under a policy, which says itself what drafts and how deep."""
+    policy = load_policy(source)
+    depth = max((strategy.draft_depth for strategy in policy.strategies), default=0) or MAX_DEPTH
+    found = given_cases(Path(source).stem, None)
+    return Plan(
+        cases=[(case, policy) for case in found],
+        drafters=tiny_drafters(policy, models),
+        max_depth=depth,
+        vllm_args=args,
+    )
+
+
+def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> Plan:
+    """The engine with a speculative_config of the user's own: its method drafts, where case and scheduler say."""
+    config = args["speculative_config"]
+    drafting = Drafting(name="learned", engine="vllm", method="draft_model")
+    found = given_cases(f"vllm {config['method']}", config["num_speculative_tokens"])
+    return Plan(
+        cases=[(case, policy_of(case, drafting, args["max_num_seqs"])) for case in found],
+        drafters=drafting.specs(models),
+        max_depth=config["num_speculative_tokens"],
+        vllm_args=args,
+    )
+
+
+def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
+    """A speculative_config whose method has a model that drafts for the audit's target, where it needs one."""
+    method, depth = config.get("method"), config.get("num_speculative_tokens")
+    if not isinstance(method, str) or type(depth) is not int or depth < 1:
+        raise ConfigError(f"--vllm speculative_config needs method and num_speculative_tokens, got {dict(config)}")
+    if "model" in config:
+        raise ConfigError(
+            f"--vllm speculative_config names the model {config['model']!r}, but the audit's target has five tokens "
+            "and no other model drafts for it: leave model out, and eagle, eagle3 and draft_model get the audit's own"
+        )
+    own = {"model": str(getattr(models, method))} if method in ("eagle", "eagle3", "draft_model") else {}
+    return {**config, **own}
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The report as a table."""
+    rows = found["cases"]
+    wide = max(len(row["case"]) for row in rows)
+    lines = [
+        f"{'case':{wide}s}{'samples':>9s}{'drafted':>9s}{'kept':>8s}{'p joint':>9s}{'p ranks':>9s}{'finds TV':>9s}"
+    ]
+    for row in rows:
+        ranks = row["ranks"] or {}
+        numbers = "".join(
+            f"{'' if value is None else format(value, '.2g'):>9s}"
+            for value in (row["p_value"], ranks.get("p_value"), row["detectable_tv"])
+        )
+        kept = f"{row['num_accepted'] / max(row['num_drafted'], 1):9.0%}"
+        lines.append(
+            f"{row['case']:{wide}s}{row['sample_size']:9,d}{row['num_drafted']:9,d}{kept}{numbers}"
+            + ("" if row["passed"] else f"  {row['verdict'].upper()}: {row['reason']}")
+        )
+    bad = sum(not row["passed"] for row in rows)
+    verdict = "lossless as far as this can tell" if found["passed"] else f"{bad} of {len(rows)} cases did not pass"
+    lines.append(
+        f"{verdict}; a sound engine fails with probability {found['false_alarm_rate']:g}; {found['seconds']:.0f} s"
+    )
+    return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""`tltlab audit`: is this engine's speculative decoding lossless?"""
+
+from __future__ import annotations
+
+import json as json_module
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
+
+
+def audit(
+    fast: Annotated[bool, typer.Option("--fast", help="Every value of every factor once, not every pair.")] = False,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="Audit this drafter only: ngram, suffix, eagle, ... Repeatable.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Audit the engine under this policy: a file or a name.")] = None,
+    vllm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE",
+            help="Engine setting under vLLM's own name, the value as JSON where it is JSON. Repeatable. A "
+            "speculative_config is audited as it is; without a model, one that needs one gets the audit's own.",
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=512, help="Responses per case; more find smaller faults.")] = 4096,
+    false_alarm_rate: Annotated[
+        float, typer.Option(min=1e-9, max=0.5, help="How often a sound engine may fail the whole audit.")
+    ] = 1e-3,
+    without_fix: Annotated[
+        bool,
+        typer.Option(
+            "--without-fix",
+            help="Verify drafts with the CPU sampler as vLLM ships it, which reads memory that nobody wrote, to see "
+            "the audit fail. What that memory holds is left to chance.",
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the engine's and the policy's random numbers.")] = 0,
+    json: Json = False,
+) -> None:
+    """Sample a real engine and hold the samples against the exact distribution of its model, case by case.
+
+    The model is a random one of five tokens, made on the fly: only then can every outcome's probability be computed. A
+    case is a drafter, a depth, a temperature, top-p and top-k, and what the batch is made of. Exit code 1 where a case
+    fails, or drafts too little to be tested.
+
+    Example: tltlab audit --fast --vllm max_num_seqs=64
+    """
+    # vLLM takes seconds to import: --help should not wait for it.
+    from tltlab.runtime.audit.run import run_audit, text
+
+    found = run_audit(
+        fast=fast,
+        drafters=drafter or [],
+        policy=policy,
+        vllm_args=vllm_settings(vllm or []),
+        num_samples=min(samples, 2048) if fast else samples,
+        false_alarm_rate=false_alarm_rate,
+        without_fix=without_fix,
+        seed=seed,
+        progress=progress,
+    )
+    emit(found, as_json=json, text=text(found))
+    if not found["passed"]:
+        raise typer.Exit(1)
+
+
+def vllm_settings(texts: list[str]) -> dict[str, Any]:
+    """Settings given as KEY=VALUE, a value being JSON where it parses as JSON and text where it does not."""
+    found: dict[str, Any] = {}
+    for given in texts:
+        key, equals, value = given.partition("=")
+        if not equals or not key.isidentifier():
+            raise ConfigError(f"--vllm {given!r} is not KEY=VALUE, such as max_num_seqs=64")
+        try:
+            found[key] = json_module.loads(value)
+        except ValueError:
+            found[key] = value
+    if not isinstance(found.get("speculative_config", {}), dict):
+        raise ConfigError(f"--vllm speculative_config takes a JSON object, got {found['speculative_config']!r}")
+    return found

@@ -1,0 +1,77 @@
+"""`tltlab export-drafter`."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.console import Json, emit, progress
+
+
+def export_drafter(
+    source: Annotated[Path, typer.Argument(metavar="RUN|HEAD", help="A run that trained a drafter, or a head.")],
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
+    model: Annotated[
+        Path | None, typer.Option(help="The target's folder; default: what the run or the head's training says.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL, Parquet or trace; default: the run's held-out prompts, or the model's own."),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts on which acceptance is compared.")] = 10,
+    max_response_tokens: Annotated[int, typer.Option(min=2, help="A response's tokens there, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Compared at, beside greedily.")] = 1.0,
+    depth: Annotated[int, typer.Option(min=1, help="Tokens of a draft there.")] = 5,
+    prompt_column: Annotated[
+        str | None, typer.Option(help="Column of the prompts, text or token ids; default: the run's, or 'prompt'.")
+    ] = None,
+    chat: Annotated[
+        bool | None, typer.Option(help="Prompts go through the model's chat template; default: as in the run.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    json: Json = False,
+) -> None:
+    """Write a drafter as a checkpoint that stock vLLM serves, once stock vLLM has kept as many drafts as it should.
+
+    Example: tltlab export-drafter runs/first --out drafters/first
+    """
+    from pydantic import ValidationError
+
+    from tltlab.errors import ConfigError
+    from tltlab.runtime.drafter.offline.export import ExportConfig, find_source
+    from tltlab.runtime.drafter.offline.export import export_drafter as export
+
+    try:
+        config = ExportConfig(
+            prompts=num_prompts,
+            max_response_tokens=max_response_tokens,
+            temperature=temperature,
+            depth=depth,
+            seed=seed,
+        )
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise ConfigError(f"export-drafter: {faults}") from error
+    found = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)
+    report = export(found, out, config, progress)
+    emit(report, as_json=json, text=_text(report))
+
+
+def _text(report: dict[str, Any]) -> str:
+    lines = [f"{report['out']}: {report['method']} drafter of {report['model']}"]
+    for name in ("greedy", "sampled"):
+        found = report[name]
+        length = found["accept_length"]
+        lines.append(
+            f"  {name:8s} temperature {found['temperature']:g}: accept length {length['measured']:.2f} in stock vLLM, "
+            f"{length['expected']:.2f} expected; kept, by draft position: {_chances(found['positions']['measured'])}"
+        )
+    lines.append(f"serve it with --speculative-config '{json_module.dumps(report['speculative_config'])}'")
+    return "\n".join(lines)
+
+
+def _chances(positions: list[float | None]) -> str:
+    return " ".join("-" if chance is None else f"{chance:.2f}" for chance in positions)

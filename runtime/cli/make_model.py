@@ -1,0 +1,65 @@
+"""`tltlab make-model`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.console import Json, emit, progress
+
+
+def make_model(
+    size: Annotated[
+        str,
+        typer.Option(
+            help="tiny (half a minute on one core), small (two minutes), deep (five minutes: a target that is slow for "
+            "its size) or draft (half a minute: a draft model for deep)."
+        ),
+    ] = "small",
+    task: Annotated[
+        str,
+        typer.Option(
+            help="subset-sum (length is mostly luck within a prompt's group), gcd (the prompt decides most of it) or "
+            "both (prompts of either, in one model)."
+        ),
+    ] = "subset-sum",
+    out: Annotated[Path | None, typer.Option(help="Folder to write; default models/TASK-SIZE.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same weights on the same machine.")] = 0,
+    json: Json = False,
+) -> None:
+    """Train a small reasoning model of our own from scratch, with prompts, a checkable answer and a long tail.
+
+    The folder is a Hugging Face model that vLLM loads, with train.jsonl, heldout.jsonl and report.json beside it.
+
+    Example: tltlab make-model --size tiny --task gcd --out models/gcd
+    """
+    # torch and transformers take seconds to import: --help should not wait for them.
+    from tltlab.runtime.models.make import make_model as make
+
+    out = out or Path("models") / f"{task}-{size}"
+    report = make(out, size=size, task=task, seed=seed, progress=progress)
+    emit({"out": str(out), **report}, as_json=json, text=_text(out, report))
+
+
+def _text(out: Path, report: dict[str, Any]) -> str:
+    s = report["sampled"]
+    return "\n".join(
+        [
+            f"{out}: {report['parameters']:,} parameters, {report['task']}, trained in {report['train_s']:.0f} s, "
+            f"loss {report['final_loss']:.3f}",
+            f"sampled {s['num_prompts']} held-out prompts x {s['samples_per_prompt']} at temperature "
+            f"{s['temperature']:g} in {s['seconds']:.0f} s:",
+            f"  reward          {s['reward_mean']:.2f}",
+            f"  length, tokens  p50 {s['length_p50']:.0f}, p90 {s['length_p90']:.0f}, p95 {s['length_p95']:.0f}, "
+            f"p99 {s['length_p99']:.0f}, max {s['length_max']:.0f} of {report['max_response_tokens']}; "
+            f"p95 / p50 = {s['length_p95_over_p50']:.1f}",
+            f"  log length      {s['length_share_prompt']:.0%} of the variance between prompts, "
+            f"{s['length_share_within']:.0%} within",
+            f"  entropy         {s['entropy_nats']:.2f} nats per token",
+            f"  repetition      {s['repeated_4gram_share']:.0%} of 4-grams occurred earlier in the same response",
+            f"  clipped         {s['clipped_share']:.1%} of responses",
+            f"reward function: {report['reward']}",
+        ]
+    )

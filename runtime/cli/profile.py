@@ -1,0 +1,161 @@
+"""`tltlab profile`: measure step times of a real engine and write them as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError, InputError
+from tltlab.files import write_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from tltlab.drafters.specs import LearnedSpec
+
+_SUFFIXES = (".csv", ".parquet")
+_QUIET = 0.1
+"""Two visits to a cell are further apart than this, in the median, where something else takes the machine's time."""
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="A Hugging Face model folder.")],
+    out: Annotated[Path, typer.Option(help="Table to write, .csv or .parquet; TABLE.json beside it says of what.")],
+    batches: Annotated[str, typer.Option(help="Requests in a batch, with commas between them.")] = "1,2,4,8,16,32",
+    depths: Annotated[str, typer.Option(help="Tokens drafted per request; 0 is plain decoding.")] = "0,1,3,7",
+    contexts: Annotated[str, typer.Option(help="Tokens of prompt per request; two or more show attention.")] = "64,512",
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=METHOD:PATH",
+            help="A learned drafter: eagle, eagle3 or draft_model. [default: drafts that cost nothing, as 'ngram']",
+        ),
+    ] = None,
+    vllm: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="An argument of vllm.LLM.")] = None,
+    iterations: Annotated[int, typer.Option(min=2, help="Iterations timed per cell, over two visits.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, weights that are made up, and the order.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Time a real engine over batch x draft depth x context, for `tltlab calibrate TABLE`.
+
+    Prefills of each context are timed too. Cells that do not fit the engine are left out and named. The
+    weights do not matter to the times, so --vllm load_format=dummy does.
+
+    Example: tltlab profile models/subset-sum-small --out steps.csv --batches 1,4,16 --contexts 64,256
+    """
+    if out.suffix not in _SUFFIXES or out.is_dir():
+        raise ConfigError(f"--out is {out}: give a file that ends in {' or '.join(_SUFFIXES)}")
+    learned = None if drafter is None else _learned(drafter)
+    args = dict(_setting(text) for text in vllm or [])
+    numbers = {"batches": _numbers("--batches", batches), "depths": _numbers("--depths", depths)}
+    # As the workers of a run have it: an engine with two threads stalls where the machine is busy.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # vLLM and torch take seconds to import: wrong options should not wait for them.
+    from tltlab.runtime.engine.environment import hardware, versions
+    from tltlab.runtime.engine.profile import Grid, engine_settings, start_engine
+    from tltlab.runtime.engine.profile import profile as measure
+
+    grid = Grid(**numbers, contexts=_numbers("--contexts", contexts), iterations=iterations)
+    started = time.perf_counter()
+    engine = start_engine(model, grid, learned, args, seed)
+    try:
+        found = measure(engine, grid, seed=seed, say=progress)
+        settings = engine_settings(engine)
+    finally:
+        engine.close()
+    about = {
+        "model": model,
+        "hardware": hardware(),
+        "versions": versions(),
+        "engine": settings,
+        "vllm_args": args,
+        "drafter": drafter or "forced: arbitrary tokens that cost nothing, written as ngram",
+        "iterations": iterations,
+        "seed": seed,
+        "num_cells": int((found.table["prefill_tokens"] == 0).sum()),
+        "num_prefill_rows": int((found.table["prefill_tokens"] > 0).sum()),
+        "skipped": found.skipped,
+        "spread": found.spread,
+        "repeat_error": found.repeat_error,
+        "held_out_error": found.held_out_error,
+        "measured_s": found.seconds,
+        "seconds": time.perf_counter() - started,
+    }
+    beside = out.with_name(out.name + ".json")
+    write_json(beside, about)
+    write_table(found.table, out)
+    emit({"out": str(out), "about": str(beside), **about}, as_json=as_json, text=_text(out, about))
+
+
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """Write a `.csv` or `.parquet` file in one move; InputError where the folder does not take it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            made = Path(folder) / path.name
+            if path.suffix == ".parquet":
+                table.to_parquet(made, index=False)
+            else:
+                table.to_csv(made, index=False)
+            os.replace(made, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}: give whole numbers with commas between them, such as 1,8") from error
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value as JSON where it is JSON (numbers, lists, true), else the text itself."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--vllm is {text!r}: give KEY=VALUE, such as load_format=dummy")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _learned(text: str) -> tuple[str, LearnedSpec]:
+    from pydantic import ValidationError
+
+    from tltlab.config import faults
+    from tltlab.drafters.specs import LearnedSpec
+
+    name, _, rest = text.partition("=")
+    method, colon, model = rest.partition(":")
+    if not name or not colon:
+        raise ConfigError(f"--drafter is {text!r}: give NAME=METHOD:PATH, such as learned=eagle:heads/eagle")
+    try:
+        return name, LearnedSpec.model_validate({"method": method, "model": model})
+    except ValidationError as error:
+        raise ConfigError(f"--drafter is {text!r}: {faults(error)}") from error
+
+
+def _text(out: Path, about: dict[str, Any]) -> str:
+    def share(value: float | None) -> str:
+        return "not known" if value is None else f"{value:.1%}"
+
+    lines = [
+        f"{out}: {about['num_cells']} cells and {about['num_prefill_rows']} prefills of {about['model']} on "
+        f"{about['hardware']}, vLLM {about['versions']['vllm']}, in {about['seconds']:.0f} s",
+        f"spread of a cell (interquartile range): {share(about['spread'])} of its time; "
+        f"two visits apart: {share(about['repeat_error'])}; all medians",
+        f"a table of two thirds of the cells predicts the others within {share(about['held_out_error'])} (median)",
+    ]
+    if (about["repeat_error"] or 0.0) > _QUIET:
+        lines.append("the machine was not quiet: measure again when nothing else runs on it")
+    if about["skipped"]:
+        lines.append(f"left out: {len(about['skipped'])} cells, such as {about['skipped'][0]['why']}")
+    return "\n".join(lines)

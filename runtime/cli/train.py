@@ -1,0 +1,61 @@
+"""`tltlab train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
+
+
+def train(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A TOML recipe, or the name of one that comes with tltlab.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, over the recipe.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run's folder; must not hold a run. [default: runs/run]")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Go on with the run in this folder, by its own recipe.")] = None,
+    replay_decisions: Annotated[
+        Path | None, typer.Option(help="A trace whose strategies the policy follows while there are any.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check the recipe, print actors, GPUs and memory; start nothing.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Train with GRPO on Ray and vLLM; every rollout is recorded in OUT/trace.
+
+    Examples: tltlab train recipe.toml train.steps=4 rollout.policy=policy.json --out runs/first
+    tltlab train --resume runs/first train.steps=8
+    tltlab train qwen2.5-7b-tlt --dry-run
+    """
+    from tltlab.runtime.recipe.checks import check
+    from tltlab.runtime.recipe.dry_run import plan_of
+    from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
+
+    changes = overrides or []
+    if resume is not None:
+        if recipe is not None and "=" not in recipe:
+            raise ConfigError(f"--resume {resume} goes on by the run's own recipe: leave out {recipe}")
+        if out is not None:
+            raise ConfigError(f"--resume {resume} goes on in that folder: leave out --out {out}")
+        loaded, folder = resumed_recipe(resume, [recipe, *changes] if recipe else changes), resume
+    elif recipe is None:
+        raise ConfigError("train needs a recipe, or --resume with a run's folder")
+    else:
+        loaded, folder = load_recipe(recipe, changes), out or Path("runs/run")
+    check(loaded, folder, resume=resume is not None, replay=replay_decisions)
+    if dry_run:
+        plan = plan_of(loaded)
+        emit(plan.as_json(), as_json=as_json, text=plan.text())
+        return
+    from tltlab.runtime.run.train import train as run
+
+    summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
+    text = f"{summary['grpo_steps']} steps into {folder}"
+    if None not in (summary["reward_first"], summary["reward_last"]):
+        text += f"; held-out reward {summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"
+    emit(summary, as_json=as_json, text=text)

@@ -1,0 +1,1 @@
+"""The worker coordinator over ZeroMQ: server, client, wire format, keys, log."""

@@ -1,0 +1,205 @@
+"""The worker coordinator at work: `tltlab.coordination.machine` behind a ZeroMQ ROUTER, in a thread of the driver."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from tltlab.coordination.machine import (
+    CoordinatorConfig,
+    CoordinatorState,
+    Phase,
+    WorkerState,
+    advance,
+    restarted,
+    wakeup_s,
+)
+from tltlab.coordination.messages import (
+    Command,
+    Event,
+    Kill,
+    Released,
+    RolloutEnded,
+    RolloutStarted,
+    Tick,
+    WorkerGone,
+)
+from tltlab.errors import ConfigError, RunError
+
+from .keys import ServerKeys, check_endpoint, private_endpoint
+from .log import CoordinatorLog, LogRecord, PeriodRecord
+from .thread import SocketThread, prepare
+from .wire import decode_report, encode
+
+_LATE_S = 30.0
+"""How late a thread that is alive may be before the driver gives it up."""
+
+log = logging.getLogger(__name__)
+
+
+class CoordinatorServer(SocketThread):
+    """Decides which idle ones of workers 0 to `num_workers` - 1 train, and has them yield when the rollout ends.
+
+    `endpoint`: where workers find it, `.endpoint` then; None for an address that only this user can reach; see
+    `coordinator_keys.check_endpoint`. `on_kill(worker)` ends the process of that worker's trainer by force and returns
+    when it is dead; it runs in this thread and holds everything else up. `take_over`: an earlier coordinator died, and
+    nobody knows who trains: all are stopped first, and those that do not answer in time are killed; give it the
+    `.endpoint` of the dead one.
+
+    The rollout never waits for a trainer: `rollout_ended` returns at most `yield_timeout_s` after the call, plus the
+    time of `on_kill`, whatever messages were lost.
+
+    Raises ConfigError on an address that is not allowed, RunError where it cannot be bound.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        endpoint: str | None,
+        num_workers: int,
+        on_kill: Callable[[int], None],
+        keys: ServerKeys | None = None,
+        *,
+        take_over: bool = False,
+    ) -> None:
+        super().__init__("worker coordinator")
+        self.endpoint = endpoint or private_endpoint()
+        check_endpoint(self.endpoint, keys)
+        if keys is not None and len(keys.workers) != num_workers:
+            raise ConfigError(f"{len(keys.workers)} workers' keys for {num_workers} workers: make_keys({num_workers})")
+        self.config, self.num_workers = config, num_workers
+        self._keys, self._on_kill = keys, on_kill
+        self._events: deque[Event] = deque()
+        self._log = CoordinatorLog()
+        self._released: int | None = None
+        now, above = time.perf_counter(), time.time_ns() // 1_000_000
+        first: tuple[Command, ...] = ()
+        if take_over:
+            self._state, first = restarted(config, range(num_workers), now, above=above)
+        else:
+            workers = {worker: WorkerState(phase=Phase.BUSY, heard_s=now) for worker in range(num_workers)}
+            self._state = CoordinatorState(config=config, term=above, seq=above, workers=workers)
+        self._first = first
+        self._start()
+
+    def rollout_started(self, rl_step: int) -> None:
+        """RL step `rl_step` generates; every worker counts as busy until it says otherwise."""
+        self._tell(RolloutStarted(rl_step=rl_step))
+
+    def rollout_ended(self, rl_step: int) -> float:
+        """Take all devices back; returns the seconds waited until no trainer holds one any more.
+
+        Raises RunError where the coordinator's thread has failed, before or meanwhile: start another with `take_over`,
+        and ask it.
+        """
+        started = time.perf_counter()
+        with self._changed:
+            self._released = None
+        self._tell(RolloutEnded(rl_step=rl_step))
+        give_up_s = started + self.config.yield_timeout_s + _LATE_S
+        with self._changed:
+            while self._released != rl_step:
+                self._check()
+                now = time.perf_counter()
+                if now >= give_up_s:
+                    raise RunError(f"the coordinator did not release rollout {rl_step} in {now - started:.1f} s")
+                self._changed.wait(give_up_s - now)
+        return time.perf_counter() - started
+
+    def worker_gone(self, worker: int) -> None:
+        """The process of this worker's trainer has ended. Tell it before another one starts in its place."""
+        self._tell(WorkerGone(worker=worker))
+
+    def log(self) -> list[LogRecord]:
+        """The newest messages."""
+        with self._changed:
+            return self._log.records()
+
+    def periods(self) -> list[PeriodRecord]:
+        """The newest training periods."""
+        with self._changed:
+            return self._log.periods()
+
+    def _tell(self, event: Event) -> None:
+        self._check()
+        self._events.append(event)
+        self._wake()
+
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        socket = context.socket(zmq.ROUTER)
+        prepare(socket)
+        # A worker's new process has its old one's name.
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if self._keys is not None:
+            authenticator = ThreadAuthenticator(context)
+            authenticator.start()
+            self._cleanup.callback(authenticator.stop)
+            authenticator.configure_curve_callback(credentials_provider=_Allowed(self._keys))
+            socket.curve_publickey, socket.curve_secretkey = self._keys.public, self._keys.secret
+            socket.curve_server = True
+        try:
+            socket.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            raise RunError(f"cannot listen at {self.endpoint}: {error.strerror}") from error
+        self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        return socket
+
+    def _turn(self) -> float:
+        first, self._first = self._first, ()
+        self._carry_out(first)
+        while self._events:
+            self._advance(self._events.popleft())
+        while (due_s := wakeup_s(self._state)) <= time.perf_counter():
+            self._advance(Tick())
+        return due_s - time.perf_counter()
+
+    def _hear(self, frames: Sequence[zmq.Frame]) -> bool:
+        if len(frames) != 2:
+            return False
+        report = decode_report(frames[1].bytes)
+        if report is None or report.worker >= self.num_workers or frames[0].bytes != identity(report.worker):
+            return False
+        if self._keys is not None and frames[1].get("User-Id") != self._keys.workers[report.worker].decode():
+            return False
+        self._advance(report)
+        return True
+
+    def _advance(self, event: Event) -> None:
+        now, before = time.perf_counter(), self._state
+        self._state, commands = advance(before, event, now)
+        with self._changed:
+            self._log.add(now, event, before, self._state, commands)
+        self._carry_out(commands)
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case Released():
+                    with self._changed:
+                        self._released = command.rl_step
+                        self._changed.notify_all()
+                case Kill():
+                    log.warning("worker %d did not stop training in time: its trainer is killed", command.worker)
+                    self._on_kill(command.worker)
+                case _:
+                    self._send(identity(command.worker), encode(command))
+
+
+class _Allowed:
+    """Tells ZeroMQ's authenticator whose keys are known."""
+
+    def __init__(self, keys: ServerKeys) -> None:
+        self._known = frozenset(keys.workers)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._known
+
+
+def identity(worker: int) -> bytes:
+    """The name of a worker's socket, the same for each of its processes."""
+    return b"worker-%d" % worker

@@ -1,0 +1,157 @@
+"""A thread that owns a ZeroMQ socket: the shell around the coordinator, and around each worker's agent."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import zmq
+
+from tltlab.errors import RunError
+
+from .wire import MAX_BYTES
+
+_AT_ONCE = 256
+"""Messages taken before timers are looked at again."""
+
+_LINGER_MS = 200
+
+_CLOSE_S = 10.0
+"""How long a thread may take to end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Messages `sent` and `heard`, those `dropped` as nobody's, and what the thread took of a CPU."""
+
+    sent: int = 0
+    heard: int = 0
+    dropped: int = 0
+    cpu_s: float = 0.0
+
+
+class SocketThread(ABC):
+    """Runs `_open`, then `_turn` and `_hear` as they are due, in a daemon thread, until `close`.
+
+    What a subclass shares with its callers it guards with `_changed`. An exception in the thread ends it, and is raised
+    as RunError by `_check`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._changed = threading.Condition()
+        self._cleanup = contextlib.ExitStack()
+        self._traffic = Traffic()
+        self._failure: BaseException | None = None
+        self._closing = self._over = False
+        self._opened = threading.Event()
+        self._woken, self._bell = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._bell, False)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @abstractmethod
+    def _open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+        """The socket, bound or connected; what else it opens goes to `_cleanup`."""
+
+    @abstractmethod
+    def _turn(self) -> float:
+        """Do what is due; returns the seconds until something is due again."""
+
+    @abstractmethod
+    def _hear(self, frames: Sequence[zmq.Frame]) -> bool:
+        """Take a message; whether it was one."""
+
+    def traffic(self) -> Traffic:
+        """What has gone through the socket so far."""
+        with self._changed:
+            return self._traffic
+
+    def close(self) -> None:
+        """End the thread and free the address. May be called again. A thread that hangs is left behind."""
+        self._closing = True
+        self._wake()
+        self._thread.join(_CLOSE_S)
+
+    def _start(self) -> None:
+        self._thread.start()
+        self._opened.wait()
+        self._check()
+
+    def _check(self) -> None:
+        """Raise RunError if the thread has failed, or was closed."""
+        if isinstance(self._failure, RunError):
+            raise RunError(*self._failure.args) from self._failure
+        if self._failure is not None:
+            raise RunError(f"the {self._thread.name} failed: {self._failure!r}") from self._failure
+        if self._closing:
+            raise RunError(f"the {self._thread.name} was closed")
+
+    def _wake(self) -> None:
+        # A full pipe wakes it as well.
+        with self._changed, contextlib.suppress(BlockingIOError):
+            if not self._over:
+                os.write(self._bell, b"!")
+
+    def _send(self, *frames: bytes) -> None:
+        """Send, or lose what cannot be sent at once: every message is repeated until it is answered."""
+        with contextlib.suppress(zmq.Again):
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._count(sent=1)
+
+    def _count(self, *, sent: int = 0, heard: int = 0, dropped: int = 0) -> None:
+        was = self._traffic
+        with self._changed:
+            self._traffic = replace(
+                was, sent=was.sent + sent, heard=was.heard + heard, dropped=was.dropped + dropped,
+                cpu_s=time.thread_time(),
+            )  # fmt: skip
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._socket = self._open(context)
+            self._opened.set()
+            self._serve()
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self._cleanup.close()
+            context.destroy(linger=_LINGER_MS)
+            with self._changed:
+                self._over = True
+                os.close(self._woken)
+                os.close(self._bell)
+                self._changed.notify_all()
+            self._opened.set()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._woken, zmq.POLLIN)
+        while not self._closing:
+            wait_s = self._turn()
+            ready = dict(poller.poll(None if math.isinf(wait_s) else max(0, math.ceil(wait_s * 1000))))
+            if self._woken in ready:
+                os.read(self._woken, 4096)
+            for _ in range(_AT_ONCE if self._socket in ready else 0):
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:
+                    break
+                known = self._hear(frames)
+                self._count(heard=known, dropped=not known)
+
+
+def prepare(socket: zmq.Socket[bytes]) -> None:
+    """Options of both ends: bounded messages, and connections that are seen to break within seconds."""
+    socket.setsockopt(zmq.MAXMSGSIZE, 4 * MAX_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
+    socket.setsockopt(zmq.RECONNECT_IVL, 50)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)

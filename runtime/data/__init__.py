@@ -1,0 +1,1 @@
+"""Prompts of a run: where they come from and in which order they are rolled out."""

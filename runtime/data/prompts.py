@@ -1,0 +1,195 @@
+"""Prompts with a checkable answer, from JSONL, Parquet and Hugging Face datasets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pyarrow.lib
+import pyarrow.parquet as pq
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import DataConfig
+
+from .datasets import dataset_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One problem. `token_ids` is what the model reads, `text` what the reward function reads.
+
+    The text of a prompt of several messages is that of the user's last one.
+    """
+
+    prompt_id: str
+    text: str
+    answer: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptSet:
+    """Prompts in the order of their source, and how many were left out because they are too long."""
+
+    prompts: list[Prompt]
+    num_dropped: int
+
+
+def load_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> list[Prompt]:
+    """The prompts of `read_prompts`."""
+    return read_prompts(source, config, tokenizer, split=split).prompts
+
+
+def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> PromptSet:
+    """Read `source`: a .jsonl or .parquet file, or else the `split` of a dataset (`dataset_rows`; None: config.split).
+
+    A row without `prompt_id` gets its number. An answer that is not text becomes text: a number as Python writes it, a
+    list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
+    missing, those there are.
+    """
+    if config.system is not None and not config.chat:
+        raise ConfigError("data.system is part of a chat: set data.chat = true, or leave it out")
+    if config.chat and getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError("the model's tokenizer has no chat template: set data.chat = false, or use a chat model")
+    prompts: list[Prompt] = []
+    places: dict[str, str] = {}
+    lengths: list[int] = []
+    for number, (place, row) in enumerate(_rows(source, config, split or config.split)):
+        where = f"{source}: {place}"
+        text, token_ids = _encoded(_column(row, config.prompt_column, where), config, tokenizer, where)
+        answer = _answer(_column(row, config.answer_column, where))
+        prompt_id = str(row["prompt_id"]) if row.get("prompt_id") is not None else str(number)
+        _check_unicode(prompt_id, "prompt_id", where)
+        if prompt_id in places:
+            raise ConfigError(f"{source}: prompt_id {prompt_id!r} is not unique: {places[prompt_id]} and {place}")
+        places[prompt_id] = place
+        lengths.append(len(token_ids))
+        if config.max_prompt_tokens is None or len(token_ids) <= config.max_prompt_tokens:
+            prompts.append(Prompt(prompt_id=prompt_id, text=text, answer=answer, token_ids=token_ids))
+    if not lengths:
+        raise ConfigError(f"{source} has no rows")
+    if not prompts:
+        raise ConfigError(
+            f"{source}: all {len(lengths)} prompts have more than {config.max_prompt_tokens} tokens, the shortest "
+            f"{min(lengths)}: set data.max_prompt_tokens higher"
+        )
+    return PromptSet(prompts=prompts, num_dropped=len(lengths) - len(prompts))
+
+
+def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each row with its place in the source."""
+    path = Path(source)
+    if path.suffix == ".jsonl" and not path.is_dir():
+        yield from _jsonl_rows(path)
+    elif path.suffix == ".parquet" and not path.is_dir():
+        yield from _numbered(_parquet_rows(path))
+    else:
+        yield from _numbered(dataset_rows(source, subset=config.subset, split=split))
+
+
+def _numbered(rows: Iterator[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return ((f"row {number}", row) for number, row in enumerate(rows))
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{path}: line {number} is not a JSON object")
+                yield f"line {number}", row
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 after line {number}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: line {number} is not JSON") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, pyarrow.lib.ArrowException) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def _column(row: Mapping[str, Any], name: str, where: str) -> Any:
+    """The value of a column, of a struct's field where the name is a dotted path; never None."""
+    value: Any = row
+    if name in row:
+        value = row[name]
+    else:
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise ConfigError(f"{where} has no column {name!r}; it has {', '.join(_names(row)) or 'none'}")
+            value = value[part]
+    if value is None:
+        raise ConfigError(f"{where} has nothing in column {name!r}; fill it in, or leave the row out")
+    return value
+
+
+def _names(row: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in row.items():
+        if isinstance(value, Mapping) and value:
+            yield from _names(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _check_unicode(text: str, column: str, where: str) -> None:
+    """Half a surrogate pair is a Python string, and neither a tokenizer nor a trace takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: column {column!r} has half a surrogate pair, which is no Unicode text") from error
+
+
+def _answer(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (list, dict)) else str(value)
+
+
+def _encoded(prompt: Any, config: DataConfig, tokenizer: Any, where: str) -> tuple[str, list[int]]:
+    """A prompt's text for the reward, and its tokens for the model."""
+    text, messages = _messages(prompt, config, where)
+    for message in messages:
+        _check_unicode(message["content"], config.prompt_column, where)
+    if config.chat:
+        try:
+            encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ConfigError(f"{where}: the model's chat template refuses the prompt: {error}") from error
+    else:
+        encoded = tokenizer(text)
+    token_ids = list(encoded["input_ids"])
+    if not token_ids:
+        raise ConfigError(f"{where}: the prompt in column {config.prompt_column!r} is empty")
+    return text, token_ids
+
+
+def _messages(prompt: Any, config: DataConfig, where: str) -> tuple[str, list[Mapping[str, Any]]]:
+    if isinstance(prompt, str):
+        system = [] if config.system is None else [{"role": "system", "content": config.system}]
+        return prompt, [*system, {"role": "user", "content": prompt}]
+    column = f"{where}: column {config.prompt_column!r}"
+    if not isinstance(prompt, list):
+        raise ConfigError(f"{column} has a {type(prompt).__name__} where a text or a list of messages belongs")
+    if not config.chat:
+        raise ConfigError(f"{column} has a list of messages: set data.chat = true, to apply the model's chat template")
+    for message in prompt:
+        texts = [message.get(name) for name in ("role", "content")] if isinstance(message, Mapping) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise ConfigError(f"{column} has a message that is not {{role, content}}, both of them text")
+    asked = [message["content"] for message in prompt if message["role"] == "user"]
+    if not asked:
+        raise ConfigError(f"{column} has no message of the user")
+    return asked[-1], [{name: value for name, value in m.items() if value is not None} for m in prompt]

@@ -1,0 +1,201 @@
+"""What a worker keeps to train its drafter on: tokens and hidden states on the host, across RL steps, within bytes."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Collection
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from tltlab.runtime.recipe.drafter import BufferConfig
+
+from .sequences import TrainingSequence
+
+LONGEST = 0.5
+"""Share of the sequences of earlier RL steps that count as their longest."""
+SHORTEST_STRETCH = 32
+"""Rows below which a sequence is not cut to fill an update: a stretch without context teaches what never happens."""
+
+
+class DataBuffer:
+    """Sequences of the last RL steps, for one-step-off sampling (TLT, arXiv 2511.16665, section 4.2).
+
+    While a rollout runs only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes`
+    the oldest RL step gives way first, within a step the shortest sequences: long ones are in short supply. One thread
+    may add while another samples.
+
+    Counts since it was made: `evicted` sequences for want of bytes, `cut` ones that were larger than the whole buffer
+    and of which the end was kept, `refused` ones of which nothing can be learned (no token of the response follows two
+    states), or of which nothing would fit, or of an RL step that is over.
+    """
+
+    def __init__(self, config: BufferConfig) -> None:
+        self.config = config
+        self.evicted = 0
+        self.cut = 0
+        self.refused = 0
+        self._held: dict[int, TrainingSequence] = {}
+        self._first_out: list[tuple[int, int, int]] = []
+        self._used: set[int] = set()
+        self._nbytes = 0
+        self._num_added = 0
+        self._rl_step = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, at most `max_bytes`."""
+        return self._nbytes
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with a hidden state."""
+        with self._lock:
+            return sum(sequence.num_rows for sequence in self._held.values())
+
+    def sequences(self) -> list[TrainingSequence]:
+        """What is held, in the order in which it came: added to an empty buffer, that holds the same."""
+        with self._lock:
+            return list(self._held.values())
+
+    def begin(self, rl_step: int) -> None:
+        """RL step `rl_step` begins: what the earlier ones left is carried, what is too old goes."""
+        with self._lock:
+            self._rl_step = rl_step
+            self._used.clear()
+            while self._first_out and self._too_old(self._first_out[0][0]):
+                self._drop_first()
+
+    def add(self, sequence: TrainingSequence) -> None:
+        """Keep a sequence; it is copied to the host where it is elsewhere or a view of something larger."""
+        with self._lock:
+            most = _rows_within(sequence, self.config.max_bytes)
+            too_large = most < sequence.num_rows
+            if too_large:
+                sequence = stretch(sequence, sequence.num_rows - max(most, 0), max(most, 0))
+            if not teaches(sequence) or self._too_old(sequence.rl_step):
+                self.refused += 1
+                return
+            self.cut += too_large
+            number = self._num_added
+            self._num_added += 1
+            self._held[number] = sequence = _compact(sequence)
+            self._nbytes += sequence.nbytes
+            heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
+            while self._nbytes > self.config.max_bytes:
+                self._drop_first()
+                self.evicted += 1
+
+    def sample(self, tokens: int, rng: np.random.Generator) -> list[TrainingSequence]:
+        """Sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.
+
+        `carried_share` of the rows come from the longest half of the sequences of earlier RL steps, the rest from this
+        RL step's; what one side lacks the other gives, and the shorter half only what both lack. Each side is drawn
+        from without replacement until it is used up, then anew. A sequence that does not fit in the rows left is cut
+        to a random stretch, or left for later where they are few.
+        """
+        with self._lock:
+            current = [n for n, s in self._held.items() if s.rl_step >= self._rl_step]
+            earlier = [n for n, s in self._held.items() if s.rl_step < self._rl_step]
+            earlier.sort(key=lambda n: -self._held[n].num_rows)
+            longest = earlier[: int(np.ceil(LONGEST * len(earlier)))]
+            carried = round(tokens * self.config.carried_share)
+            drawn: dict[int, TrainingSequence] = {}
+            lacking = self._draw(longest, carried, drawn, rng)
+            lacking = self._draw(current, tokens - carried + lacking, drawn, rng)
+            lacking = self._draw(longest, lacking, drawn, rng)
+            self._draw(earlier, lacking, drawn, rng)
+            return list(drawn.values())
+
+    def _draw(
+        self, side: Collection[int], room: int, drawn: dict[int, TrainingSequence], rng: np.random.Generator
+    ) -> int:
+        """Add to `drawn` from one side; the rows that it could not fill."""
+        shortest = max(2, min(SHORTEST_STRETCH, room))
+        for _ in range(2):
+            fresh = [n for n in side if n not in self._used]
+            for n in rng.permutation(np.array(fresh, np.int64)).tolist():
+                sequence = self._held[n]
+                if sequence.num_rows > room:
+                    if room < shortest:
+                        continue
+                    sequence = stretch(sequence, _random_start(sequence, room, rng), room)
+                self._used.add(n)
+                drawn[n] = sequence
+                room -= sequence.num_rows
+            if room < 2 or any(n not in self._used for n in side):
+                break
+            self._used.difference_update(n for n in side if n not in drawn)
+        return room
+
+    def _too_old(self, rl_step: int) -> bool:
+        return rl_step <= self._rl_step - self.config.rl_steps
+
+    def _drop_first(self) -> None:
+        number = heapq.heappop(self._first_out)[2]
+        self._nbytes -= self._held.pop(number).nbytes
+        self._used.discard(number)
+
+
+def teaches(sequence: TrainingSequence) -> bool:
+    """Whether a drafter learns anything from it: two states, and a token of the response after them."""
+    return sequence.num_rows >= max(2, sequence.prompt_tokens)
+
+
+def stretch(sequence: TrainingSequence, start: int, rows: int) -> TrainingSequence:
+    """`rows` rows of a sequence from row `start` on: a view."""
+    stop = start + rows
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[start : stop + 1],
+        hidden=sequence.hidden[start:stop],
+        aux=None if sequence.aux is None else sequence.aux[start:stop],
+        first_position=sequence.first_position + start,
+        prompt_tokens=max(0, sequence.prompt_tokens - start),
+    )
+
+
+def prompt_of(sequence: TrainingSequence) -> TrainingSequence:
+    """A sequence's prompt, its states on their own: the response's are the buffer's to bound."""
+    rows = min(sequence.prompt_tokens, sequence.num_rows)
+    return replace(
+        sequence,
+        token_ids=sequence.token_ids[: rows + 1].clone(),
+        hidden=sequence.hidden[:rows].clone(),
+        aux=None if sequence.aux is None else sequence.aux[:rows].clone(),
+    )
+
+
+def _random_start(sequence: TrainingSequence, rows: int, rng: np.random.Generator) -> int:
+    """Where a stretch of `rows` begins: anywhere, but at most half is prompt where the response is long enough."""
+    last = sequence.num_rows - rows
+    return int(rng.integers(min(max(0, sequence.prompt_tokens - rows // 2), last), last + 1))
+
+
+def _rows_within(sequence: TrainingSequence, max_bytes: int) -> int:
+    """How many of its rows take at most `max_bytes`; below 0 for not even a token."""
+    token = sequence.token_ids.element_size()
+    row = token + sum(t[:1].numel() * t.element_size() for t in (sequence.hidden, sequence.aux) if t is not None)
+    return (max_bytes - token) // row
+
+
+def _compact(sequence: TrainingSequence) -> TrainingSequence:
+    aux = sequence.aux
+    return replace(
+        sequence,
+        token_ids=_own(sequence.token_ids),
+        hidden=_own(sequence.hidden),
+        aux=None if aux is None else _own(aux),
+    )
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor on the host with no more memory behind it than it shows."""
+    host = tensor.detach().cpu()
+    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()

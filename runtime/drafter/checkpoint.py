@@ -1,0 +1,183 @@
+"""Checkpoints of what a trainer trains, written while it goes on training.
+
+TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
+written beside training, so that a step is held up for the copy alone. `tltlab.bench.drafter.checkpoint` measures ours.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+PARTIAL = ".partial"
+_NAME = re.compile(r"checkpoint-(\d+)")
+# A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
+warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+
+
+class DrafterCheckpoint:
+    """Checkpoints `checkpoint-N` in a folder, the `keep` newest; one is written at a time.
+
+    A save copies the state into buffers on the host, which stay from save to save, and a thread writes it under a
+    temporary name and renames it when it is complete. A save that fails stops nothing: its sentence goes to `failures`
+    and the checkpoints before it stay.
+
+    >>> saved = DrafterCheckpoint("run/drafter")                                                    # doctest: +SKIP
+    >>> saved.save(training.live_state())                                                           # doctest: +SKIP
+    0.0048
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int = 2) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.failures: list[str] = []
+        self._writing: tuple[Path, Future[Any]] | None = None
+        self._stager: DefaultStager | None = None
+
+    def save(self, state: Mapping[str, Tensor], *, wait: bool = False) -> float:
+        """Save tensors by name; returns the seconds for which the caller could not change them.
+
+        A save still under way is waited for. With `wait` this one is too.
+        """
+        began = time.perf_counter()
+        self.finish()
+        final = self.folder / f"checkpoint-{self._newest() + 1:08d}"
+        try:
+            self._writing = (final, self._start(dict(state), final))
+        # Whatever fails, from the disk to DCP's own checks, must not end training.
+        except Exception as error:
+            self._failed(final, error)
+        if wait:
+            self.finish()
+        return time.perf_counter() - began
+
+    def finish(self) -> None:
+        """Wait until what was saved is written, or has failed."""
+        if self._writing is None:
+            return
+        final, future = self._writing
+        self._writing = None
+        error = future.exception()
+        if error is not None:
+            self._failed(final, error)
+            # The buffers may be half written.
+            self._drop_stager()
+
+    def latest(self) -> Path | None:
+        """The newest complete checkpoint."""
+        return next(iter(self._complete()), None)
+
+    def load(self, state: Mapping[str, Tensor]) -> Path | None:
+        """Read the newest checkpoint that can be read into `state`'s tensors, in place; None where there is none.
+
+        One that cannot be read goes to `failures`, and `state` stays as it was.
+        """
+        self.finish()
+        for path in self._complete():
+            read = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
+            try:
+                dcp.load(read, checkpoint_id=path, no_dist=True)
+            # DCP's own exceptions are no Exception.
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
+                self.failures.append(f"{path}: cannot be read: {_sentence(error)}")
+                continue
+            with torch.no_grad():
+                for name, value in state.items():
+                    value.copy_(read[name])
+            return path
+        return None
+
+    def close(self) -> None:
+        """Wait for what is under way and let the buffers go."""
+        self.finish()
+        self._drop_stager()
+
+    def _start(self, state: dict[str, Tensor], final: Path) -> Future[Any]:
+        on_cuda = any(value.is_cuda for value in state.values())
+        if self._stager is None:
+            # Staging in a thread would return sooner, but the caller may not change the state until it is done.
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_cuda,
+                    use_shared_memory=False,
+                    use_async_staging=False,
+                    use_non_blocking_copy=on_cuda,
+                )
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Not when a folder is opened: who only reads would take away what another is writing.
+        for left in self.folder.glob(f"checkpoint-*{PARTIAL}"):
+            shutil.rmtree(left, ignore_errors=True)
+        # DCP's process-based writer needs a process group; its thread needs none.
+        future = dcp.async_save(
+            state, storage_writer=_Writer(final, self.keep), async_stager=self._stager, no_dist=True
+        )
+        assert isinstance(future, Future)
+        return future
+
+    def _complete(self) -> list[Path]:
+        """Complete checkpoints, newest first."""
+        return _numbered(self.folder)
+
+    def _newest(self) -> int:
+        newest = self.latest()
+        return -1 if newest is None else _number(newest)
+
+    def _failed(self, final: Path, error: BaseException) -> None:
+        shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
+        self.failures.append(f"{final}: not saved, the one before it stays: {_sentence(error)}")
+
+    def _drop_stager(self) -> None:
+        if self._stager is not None:
+            self._stager.close()
+            self._stager = None
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes a checkpoint under a temporary name; complete, it is renamed, and older ones go."""
+
+    def __init__(self, final: Path, keep: int) -> None:
+        self.final, self.keep = final, keep
+        super().__init__(final.with_name(final.name + PARTIAL))
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        Path(self.path).rename(self.final)
+        for old in _numbered(self.final.parent)[self.keep :]:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _numbered(folder: Path) -> list[Path]:
+    found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=_number, reverse=True)
+
+
+def _number(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
+
+
+def _sentence(error: BaseException) -> str:
+    """The root of an error in one line: DCP wraps it, and torch's own complaint hides what the disk said."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    root: BaseException | None = error
+    while root is not None and not isinstance(root, OSError):
+        root = root.__cause__ or root.__context__
+    error = root or error
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,174 @@
+"""Figures of a learned drafter from a run's trace: what was kept of its drafts, and what its training took and gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.calibration.idle_training import recorded_updates
+from tltlab.runtime.drafter.offline.evaluate import walk
+from tltlab.stats import Interval, paired_interval
+from tltlab.traces.trace import Trace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Drafts of one RL step. `kept[i]`: how many had their first i + 1 tokens kept."""
+
+    rl_step: int
+    drafts: int
+    kept: tuple[int, ...]
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per verified draft, the bonus token included."""
+        return 1.0 + sum(self.kept) / self.drafts
+
+
+def live_drafts(trace: Trace, drafter: str) -> list[Kept]:
+    """What the engines kept of the drafts of one drafter, by RL step; those in which it drafted nothing are left out.
+
+    Iterations in which some request was drafted fewer tokens than the others, near its end, are not counted: rows do
+    not say which one.
+    """
+    rows = trace.iterations
+    if rows is None:
+        return []
+    rows = rows[(rows["drafter"] == drafter) & (rows["num_drafted"] > 0)]
+    by_step: dict[int, list[int]] = {}
+    depth = 0
+    for step, deep, drafted, accepted in zip(
+        rows["rl_step"], rows["draft_depth"], rows["num_drafted"], rows["accepted_per_request"], strict=True
+    ):
+        if drafted == deep * len(accepted):
+            by_step.setdefault(int(step), []).extend(int(n) for n in accepted)
+            depth = max(depth, int(deep))
+    return [_kept(step, accepted, depth) for step, accepted in sorted(by_step.items())]
+
+
+def annotated_drafts(trace: Trace) -> list[tuple[Kept, Kept]]:
+    """The drafter that the run began with and the one in service, on the same responses, by RL step.
+
+    From the rows of `acceptance`: the fewest and the most updates annotated of a response; RL steps in which the first
+    one was not annotated are left out. Drafts are those that an engine would verify one after the other.
+    """
+    rows = trace.acceptance
+    if rows is None:
+        return []
+    pairs = []
+    for step in sorted(set(rows["rl_step"].tolist())):
+        of_step = rows[rows["rl_step"] == step]
+        updates = of_step["drafter_updates"]
+        if updates.min() > 0:
+            continue
+        depth = int(of_step["max_depth"].max())
+        initial, in_service = (
+            _kept(int(step), _verified(of_step[updates == wanted]), depth) for wanted in (0, updates.max())
+        )
+        if initial.drafts and in_service.drafts:
+            pairs.append((initial, in_service))
+    return pairs
+
+
+def _verified(rows: pd.DataFrame) -> list[int]:
+    listed = [[int(n) for n in kept] for kept in rows["accept_if_drafted"]]
+    return [kept[at] for kept in listed for at in walk(kept)]
+
+
+def _kept(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
+    counts = np.asarray(accepted, np.int64)
+    return Kept(rl_step=rl_step, drafts=len(counts), kept=tuple(int((counts > i).sum()) for i in range(depth)))
+
+
+def by_position(steps: Sequence[Kept]) -> list[float | None]:
+    """The chance that token i of a draft is kept where those before it were; None where none was.
+
+    >>> by_position([Kept(rl_step=0, drafts=4, kept=(3, 1))])
+    [0.75, 0.3333333333333333]
+    """
+    depth = max((len(step.kept) for step in steps), default=0)
+    kept = [sum(step.kept[i] for step in steps if i < len(step.kept)) for i in range(depth)]
+    tried = [sum(step.drafts for step in steps), *kept]
+    return [k / n if n else None for k, n in zip(kept, tried, strict=False)]
+
+
+def last_third(steps: Sequence[int]) -> list[int]:
+    """The last third of some RL steps, at least one.
+
+    >>> last_third([0, 1, 2, 3, 4, 5, 6])
+    [5, 6]
+    """
+    return list(steps)[-max(len(steps) // 3, 1) :]
+
+
+def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
+    """Mean accept length of one over that of the other in the RL steps that both have; None where there is none."""
+    first, second = ({step.rl_step: step.accept_length for step in steps} for steps in (adaptive, frozen))
+    both = sorted(first.keys() & second.keys())
+    if not both:
+        return None
+    return paired_interval([first[s] for s in both], [second[s] for s in both], rng=rng)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleTime:
+    """One RL step's rollout, in seconds summed over workers: `idle` after a worker's last token, of which trainers
+    `held` the device, in which `train_s` were updates. `wait_s`: from the last token of all to the rollout's end;
+    `yield_s`: from the order to stop to the free device, of each trainer that was told to."""
+
+    rl_step: int
+    rollout_s: float
+    idle_s: float
+    held_s: float
+    train_s: float
+    wait_s: float
+    updates: int
+    yield_s: tuple[float, ...]
+
+    @property
+    def ran_s(self) -> float:
+        """From the rollout's start to its last token."""
+        return self.rollout_s - self.wait_s
+
+
+def idle_times(trace: Trace) -> list[IdleTime]:
+    """How the workers' idle time was used, by RL step, from `steps`, `iterations` and `spot_training`.
+
+    Idle time ends with the last token of the rollout: what comes after it is waiting. A trainer's period counts as far
+    as it lies in its worker's idle time, and its updates in proportion.
+    """
+    steps, iterations, training = trace.steps, trace.iterations, trace.spot_training
+    if steps is None or iterations is None:
+        return []
+    found = []
+    updates = {} if training is None else recorded_updates(training)
+    ends = (iterations["t_start"] + iterations["duration"]).groupby([iterations["rl_step"], iterations["worker"]]).max()
+    for step, rollout_s in zip(steps["rl_step"], steps["rollout_s"], strict=True):
+        if step not in ends.index.get_level_values(0):
+            continue
+        end = ends.loc[step]
+        last = float(end.max())
+        rows = [] if training is None else training[training["rl_step"] == step].to_dict("records")
+        within = [_within(row, float(end.get(row["worker"], 0.0)), last) for row in rows]
+        found.append(
+            IdleTime(
+                rl_step=int(step),
+                rollout_s=float(rollout_s),
+                idle_s=float((last - end).sum()),
+                held_s=sum(within),
+                train_s=sum(w * row["train_s"] / row["duration"] for w, row in zip(within, rows, strict=True) if w),
+                wait_s=max(float(rollout_s) - last, 0.0),
+                updates=updates.get(int(step), 0),
+                yield_s=tuple(float(row["yield_s"]) for row in rows if not pd.isna(row["yield_s"])),
+            )
+        )
+    return found
+
+
+def _within(row: dict[Any, Any], idle_from: float, idle_until: float) -> float:
+    """Seconds of a training period between two times."""
+    return max(float(min(row["t_start"] + row["duration"], idle_until) - max(row["t_start"], idle_from)), 0.0)

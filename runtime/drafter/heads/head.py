@@ -1,0 +1,207 @@
+"""What EAGLE and EAGLE-3 heads have in common: one Llama decoder layer that drafts from the target's states.
+
+Input t joins the embedding of token t + 1 with a state at t; output t is the state at t + 1, from which token t + 2
+follows. On the first step states are the target's, on later ones the head's own outputs.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.trainer.attention import causal_attention
+
+from .target import FrozenTarget
+
+WEIGHTS_FILE = "model.safetensors"
+SHARED = ("embed_tokens.weight", "lm_head.weight")
+
+
+class Attention(nn.Module):
+    """The projections of grouped-query attention with rotary positions, of inputs `width` wide."""
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, size
+        self.q_proj = nn.Linear(width, self.num_heads * size, bias=False)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * size, bias=False)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * size, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * size, hidden, bias=False)
+
+    def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of x (B, T, width): queries (B, heads, T, D), keys and values (B, KV heads, T, D)."""
+        q, k, v = (
+            p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *rotation)
+        return q, k, v
+
+
+class Layer(nn.Module):
+    """A Llama decoder layer without its input norm, whose attention reads inputs `width` wide."""
+
+    def __init__(self, config: LlamaConfig, width: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, width)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = LlamaMLP(config)
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: of the residual (B, T, H) and attended values (B, heads, T, D), states (B, T, H)."""
+        x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class DrafterHead(nn.Module, ABC):
+    """A head; its parameters carry the checkpoint's names, and neither embedding nor LM head of the target is one.
+
+    `method` is vLLM's name for its kind. `aux_layers` are the target's layers whose inputs it reads, none where it
+    reads the last hidden state. `draft_ids` (D) are the tokens it can draft, None for all.
+    """
+
+    method: ClassVar[Literal["eagle", "eagle3"]]
+    aux_layers: tuple[int, ...] = ()
+
+    @property
+    def draft_ids(self) -> Tensor | None:
+        return None
+
+    def __init__(self, config: LlamaConfig, layer: Layer) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.ModuleList([layer])
+        self.rotary = LlamaRotaryEmbedding(config)
+
+    @property
+    def layer(self) -> Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+    @abstractmethod
+    def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
+        """The states (..., H) of the first step, of the target's hidden states (..., H) or of its `aux` (..., A H)."""
+
+    @abstractmethod
+    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Of embeddings of tokens t + 1 and states at t, both (..., H): attention's inputs, and the residual."""
+
+    @abstractmethod
+    def features(self, states: Tensor) -> Tensor:
+        """What the LM head reads of states that the head has made, (..., H)."""
+
+    def output_weight(self, frozen: FrozenTarget) -> Tensor:
+        """The LM head (V, H): the target's, or (D, H) for a head that drafts D tokens only."""
+        return frozen.lm_head
+
+    def logits(self, states: Tensor, frozen: FrozenTarget) -> Tensor:
+        """Of states that the head has made (..., H): logits (..., V), or (..., D) for a head with `draft_ids`."""
+        return self.features(states) @ self.output_weight(frozen).T
+
+    def greedy(self, states: Tensor, frozen: FrozenTarget) -> Tensor:
+        """The likeliest token after each state (..., H) that the head has made: token ids (...)."""
+        best = self.logits(states, frozen).argmax(-1)
+        return best if self.draft_ids is None else self.draft_ids[best]
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, T, D) of positions (B, T)."""
+        cos, sin = self.rotary(self.layer.self_attn.o_proj.weight, positions)
+        return cos, sin
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        states: Tensor,
+        positions: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+    ) -> Tensor:
+        """One causal pass over embeddings and states (1, T, H); the states drafted, (1, T, H).
+
+        `lengths` are the rows of each sequence packed in it, by default one sequence; `positions` (1, T) are counted
+        from 0 in each where not given.
+        """
+        x, residual = self.inputs(embeddings, states)
+        lengths = (x.shape[1],) if lengths is None else lengths
+        if positions is None:
+            positions = torch.cat([torch.arange(length, device=x.device) for length in lengths])[None]
+        q, k, v = self.layer.self_attn.project(x, self.rotation(positions))
+        return self.layer.finish(residual, causal_attention(q, k, v, lengths))
+
+    def serving_weights(self) -> dict[str, Tensor]:
+        """Copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
+        return {
+            name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for name, value in self.state_dict().items()
+        }
+
+    @abstractmethod
+    def config_dict(self) -> dict[str, Any]:
+        """What `config.json` says, without the dtype."""
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the checkpoint, folder made; the weights are complete before `config.json` names them."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(self.serving_weights(), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        dtype = str(self.layer.self_attn.o_proj.weight.dtype).removeprefix("torch.")
+        (folder / "config.json").write_text(json.dumps(self.config_dict() | {"dtype": dtype}, indent=2) + "\n")
+        return folder
+
+    def take_weights(self, folder: Path, layout: str) -> None:
+        """Read the weights of a checkpoint. ConfigError where they are missing, broken or not of this `layout`."""
+        try:
+            weights = load_file(folder / WEIGHTS_FILE)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE}: {error}") from error
+        own = self.state_dict()
+        # An exported checkpoint carries what it shares with its target too.
+        weights = {name: value for name, value in weights.items() if name in own or name not in SHARED}
+        wrong = sorted(set(own) ^ set(weights)) or sorted(n for n in own if own[n].shape != weights[n].shape)
+        if wrong:
+            raise ConfigError(f"{folder}: not {layout}: {wrong[0]} is missing, unknown or of another shape")
+        self.load_state_dict(weights)
+
+
+def read_layer_config(folder: Path, part: str | None = None) -> tuple[LlamaConfig, dict[str, Any]]:
+    """The config of a head's one layer, and all that config.json says; the layer's is under `part` where one is given.
+
+    Raises ConfigError.
+    """
+    try:
+        said: dict[str, Any] = json.loads((folder / "config.json").read_text())
+        config = LlamaConfig.from_dict(dict(said if part is None else said[part]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
+    if config.num_hidden_layers != 1:
+        raise ConfigError(f"{folder}: an EAGLE head here has one layer, its config says {config.num_hidden_layers}")
+    return config, said
+
+
+def layer_config(target: PretrainedConfig) -> LlamaConfig:
+    """The config of one Llama layer of the target's own shape."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        num_hidden_layers=1,
+        hidden_act="silu",
+        tie_word_embeddings=False,
+        **{
+            name: getattr(target, name)
+            for name in (
+                "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size",
+                "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
+            )
+        },
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+    )  # fmt: skip

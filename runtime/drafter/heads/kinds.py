@@ -1,0 +1,111 @@
+"""Drafter heads by the kind a checkpoint folder holds, fresh ones, and a head start for those: `fit_inputs`.
+
+What a fresh EAGLE head must learn first is nearly linear: the target's next state given its last one and the token
+between. Least squares finds that in one pass over a few sequences, before any update. EAGLE-3 heads start from random
+weights and the target's own final norm.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.trainer.packing import PackedBatch
+
+from .eagle import EagleHead
+from .eagle3 import Eagle3Head, default_aux_layers
+from .head import DrafterHead, layer_config
+from .target import FINAL_NORM, FrozenTarget, read_config, read_weights
+
+__all__ = ["DrafterHead", "check_fit", "fit_inputs", "load_head", "new_head"]
+
+GAIN = 0.5
+"""Random weights have this standard deviation times 1 / sqrt(inputs)."""
+
+
+def new_head(
+    target_folder: str | Path,
+    method: Literal["eagle", "eagle3"],
+    seed: int,
+    draft_vocabulary: Tensor | None = None,
+) -> DrafterHead:
+    """A head to train for the target in a folder; the same seed makes the same head.
+
+    `draft_vocabulary` (D): an EAGLE-3 head may draft these token ids only, rising, and then has an LM head of its own,
+    which starts as the target's rows. ConfigError for a folder without a model, or a model without what a head needs.
+    """
+    target = read_config(target_folder)
+    config = layer_config(target)
+    head: DrafterHead
+    if method == "eagle":
+        if draft_vocabulary is not None:
+            raise ConfigError("only an EAGLE-3 head drafts from a part of the vocabulary")
+        head = EagleHead(config)
+    else:
+        layers = default_aux_layers(target.num_hidden_layers)
+        head = Eagle3Head(config, layers, draft_vocabulary, str(target_folder))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, value in sorted(head.named_parameters()):
+            if value.dim() == 2:
+                value.normal_(0.0, GAIN * value.shape[1] ** -0.5, generator=generator)
+        if isinstance(head, Eagle3Head):
+            norm = read_weights(target_folder, [FINAL_NORM])
+            if FINAL_NORM in norm:
+                head.norm.weight.copy_(norm[FINAL_NORM])
+            if head.lm_head is not None and draft_vocabulary is not None:
+                head.lm_head.weight.copy_(FrozenTarget.from_folder(target_folder).lm_head[draft_vocabulary])
+    return head
+
+
+@torch.no_grad()
+def fit_inputs(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, ridge: float = 1e-2) -> None:
+    """Set a fresh EAGLE head's `fc` to what predicts the target's next states best, and its layer to add little.
+
+    Ridge regression of next states (T, H) on embeddings and states (T, 2 H), `ridge` relative to the inputs' mean
+    square. For heads that have learned nothing yet: what the layer's output projections had learned shrinks to a tenth.
+    An EAGLE-3 head, whose `fc` sees no embedding, stays as it is.
+    """
+    if not isinstance(head, EagleHead) or not batch.num_rows:
+        return
+    embeddings = functional.embedding(batch.token_ids, frozen.embedding)
+    x = torch.cat([embeddings.float(), batch.hidden.float()], -1)
+    gram = x.T @ x
+    gram.diagonal().add_(ridge * gram.diagonal().mean())
+    head.fc.weight.copy_(torch.linalg.solve(gram, x.T @ batch.next_hidden.float()).T)
+    head.layer.self_attn.o_proj.weight.mul_(0.1)
+    head.layer.mlp.down_proj.weight.mul_(0.1)
+
+
+def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) -> None:
+    """Raise ConfigError where the head of a folder is for a target of another shape."""
+    target = read_config(target_folder)
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(head.config, name), getattr(target, name)
+        if theirs != ours:
+            raise ConfigError(f"{folder} is for a target with {name} {theirs}, {target_folder} has {ours}")
+    if max(head.aux_layers, default=0) > target.num_hidden_layers:
+        raise ConfigError(
+            f"{folder} reads layer {max(head.aux_layers)} of its target, "
+            f"{target_folder} has {target.num_hidden_layers} layers"
+        )
+
+
+def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> DrafterHead:
+    """The head in a checkpoint folder, of whichever kind. ConfigError where there is none that we can read."""
+    try:
+        said = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
+    kind = said.get("speculators_model_type") if isinstance(said, dict) else None
+    if kind == "eagle3":
+        return Eagle3Head.load(folder, dtype)
+    if kind is not None:
+        raise ConfigError(f"{folder}: a drafter of kind {kind!r} is not one we can read; eagle and eagle3 are")
+    return EagleHead.load(folder, dtype)

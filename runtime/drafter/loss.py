@@ -1,0 +1,168 @@
+"""What a drafter is taught by: `drafter_loss`, over one step or several unrolled ones, on packed sequences.
+
+Step 0 drafts token t + 2 from the target's state at t, for every row. From row s on step i goes on as at inference: it
+reads the text's next token and the state that step i - 1 made, and attends to the keys of the target's states up to s
+and its own since. EAGLE (arXiv 2401.15077) teaches step 0 alone; HASS (arXiv 2408.15766) and EAGLE-3's training-time
+test (arXiv 2503.01840) teach the later ones too. The target's distributions follow from its captured states and LM
+head, so no pass of the target is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.recipe.drafter import LossConfig
+from tltlab.runtime.trainer.attention import causal_attention, chain_attention
+from tltlab.runtime.trainer.packing import PackedBatch
+
+MAX_LOGITS = 1 << 26
+"""Logits held at a time, of drafter and target each; what is beyond is computed twice instead of kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterLoss:
+    """Scalars of one batch: `loss` to go backward from, and its parts, without gradient, over all steps alike.
+
+    `accept[i]`: mean target probability of the greedy token of step i, over the rows from which the drafter's tokens
+    of steps before were the text's: the share of them that rejection sampling keeps. `reached[i]` are
+    those rows; where there is none `accept[i]` is 0. `rows` are those that counted on step 0, whose token is the
+    response's; with none the loss is 0.
+    """
+
+    loss: Tensor
+    hidden_loss: Tensor
+    token_loss: Tensor
+    accept: list[float]
+    reached: list[int]
+    rows: int
+
+
+def drafter_loss(
+    head: DrafterHead,
+    frozen: FrozenTarget,
+    batch: PackedBatch,
+    config: LossConfig,
+    *,
+    temperature: float = 1.0,
+) -> DrafterLoss:
+    """The loss of one packed batch: a mean over rows whose token is the response's, then over steps by their weights.
+
+    "eagle" and "hass" weigh steps alike, and a step is hidden_weight * SmoothL1(drafted state, target's next state) +
+    token_weight * CE(target's distribution, drafter's); "eagle3" is CE alone, step i weighing decay ** i. A drafter of
+    a part of the vocabulary learns the target's distribution within that part. `temperature`, of the sampling, only
+    counts in `accept`.
+    """
+    chains = Chains(head, frozen, batch)
+    losses, hidden_losses, token_losses, weights = [], [], [], []
+    accept, reached = [], []
+    rows = 0
+    kept = torch.ones(batch.num_rows, dtype=torch.bool, device=batch.mask.device)
+    for step in range(config.num_unrolled):
+        states, at, inside = chains.step()
+        counted = inside & batch.mask[at]
+        chosen = counted.nonzero()[:, 0]
+        rows = len(chosen) if step == 0 else rows
+        drafted, target = states[chosen], batch.next_hidden[at[chosen]]
+        token_loss, probability, greedy = _token_loss(head, frozen, drafted, target, temperature)
+        hidden_loss = functional.smooth_l1_loss(drafted.float(), target.float()) if len(chosen) else drafted.sum()
+        if config.kind == "eagle3":
+            losses.append(token_loss)
+            weights.append(config.decay**step)
+        else:
+            losses.append(config.hidden_weight * hidden_loss + config.token_weight * token_loss)
+            weights.append(1.0)
+        hidden_losses.append(hidden_loss.detach())
+        token_losses.append(token_loss.detach())
+        alive = kept[chosen]
+        reached.append(int(alive.sum()))
+        accept.append(float(probability[alive].mean()) if reached[-1] else 0.0)
+        hits = torch.zeros_like(kept)
+        hits[chosen] = greedy == batch.next_token_ids[at[chosen]]
+        kept &= hits
+    total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
+    return DrafterLoss(
+        loss=total,
+        hidden_loss=torch.stack(hidden_losses).mean(),
+        token_loss=torch.stack(token_losses).mean(),
+        accept=accept,
+        reached=reached,
+        rows=rows,
+    )
+
+
+class Chains:
+    """The chains from all rows of a batch, side by side: each `step` makes one state per chain."""
+
+    def __init__(self, head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch) -> None:
+        self.head, self.embedding, self.batch = head, frozen.embedding, batch
+        lengths = torch.tensor(batch.lengths, dtype=torch.long, device=batch.token_ids.device)
+        self.rows = torch.arange(batch.num_rows, device=batch.token_ids.device)
+        self.last = torch.repeat_interleave(lengths.cumsum(0) - 1, lengths)
+        self.num_steps = 0
+        dtype = frozen.embedding.dtype
+        self.states = head.first_states(batch.hidden.to(dtype), None if batch.aux is None else batch.aux.to(dtype))
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    def step(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Go one step on. Returns what step i of the chain from each row s (T) made.
+
+        The states (T, H), which stand for the row after s + i; the rows s + i themselves (T), cut at the sequence's
+        last; and whether s + i is within the sequence (T). Beyond its end a chain repeats the last row's token, and
+        what it makes means nothing.
+        """
+        batch, layer = self.batch, self.head.layer
+        at = torch.minimum(self.rows + self.num_steps, self.last)
+        inside = self.rows + self.num_steps <= self.last
+        embeddings = functional.embedding(batch.token_ids[at], self.embedding)
+        x, residual = self.head.inputs(embeddings[None], self.states[None])
+        rotation = self.head.rotation((batch.positions + self.num_steps)[None])
+        q, k, v = layer.self_attn.project(x, rotation)
+        self.keys.append(k)
+        self.values.append(v)
+        if self.num_steps == 0:
+            attended = causal_attention(q, k, v, batch.lengths)
+        else:
+            own_k, own_v = torch.stack(self.keys[1:], 3), torch.stack(self.values[1:], 3)
+            attended = chain_attention(q, self.keys[0], self.values[0], own_k, own_v, batch.lengths)
+        self.states = layer.finish(residual, attended)[0]
+        self.num_steps += 1
+        return self.states, at, inside
+
+
+def _token_loss(
+    head: DrafterHead, frozen: FrozenTarget, drafted: Tensor, target: Tensor, temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of states drafted and the target's (N, H): mean cross-entropy, then for each row the target's probability, at a
+    temperature, of the drafter's greedy token (N), and that token's id (N)."""
+
+    def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.no_grad():
+            wanted = (target.to(frozen.lm_head.dtype) @ frozen.lm_head.T).float()
+            within = wanted if head.draft_ids is None else wanted[:, head.draft_ids]
+            probabilities = torch.softmax(within, -1)
+        logits = head.logits(drafted, frozen).float()
+        with torch.no_grad():
+            best = logits.argmax(-1)
+            greedy = best if head.draft_ids is None else head.draft_ids[best]
+            scaled = wanted / temperature
+            probability = (scaled.gather(1, greedy[:, None])[:, 0] - scaled.logsumexp(-1)).exp()
+        cross = -(probabilities * torch.log_softmax(logits, -1)).sum()
+        return cross, probability, greedy
+
+    if not len(drafted):
+        nothing = drafted.sum()
+        return nothing, nothing.detach().expand(0), torch.zeros(0, dtype=torch.long, device=drafted.device)
+    size = max(MAX_LOGITS // len(frozen.lm_head), 1)
+    pairs = list(zip(drafted.split(size), target.split(size), strict=True))
+    whole = len(pairs) == 1
+    found = [part(*pair) if whole else checkpoint(part, *pair, use_reentrant=False) for pair in pairs]
+    cross, probability, greedy = zip(*found, strict=True)
+    return torch.stack(cross).sum() / len(drafted), torch.cat(probability), torch.cat(greedy)

@@ -1,0 +1,1 @@
+"""Drafters trained, evaluated and exported apart from an RL run."""

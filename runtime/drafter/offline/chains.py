@@ -1,0 +1,97 @@
+"""What a drafter would have had accepted along a text, from captured states: `kept_along`.
+
+Only leading matches count, so a chain is followed only while it repeats the text. An EAGLE head feeds on its own states
+instead of the target's from the second drafted token on: depth d takes a d-th pass, over the positions that are still
+matching. Drafts are greedy, as vLLM's are by default. No pass of the target is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.trainer.attention import two_part_attention
+
+CHUNK = 256
+"""Chains followed at a time: bounds the memory of logits and attention scores."""
+
+
+@torch.inference_mode()
+def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, max_depth: int) -> Tensor:
+    """Accepted-if-drafted at each position of the response in a sequence: uint8 (response tokens).
+
+    Position p's draft begins with the token there, so it is what vLLM verifies when p - 1 is the newest token known.
+    Positions with fewer than two tokens of the sequence before them have no draft, and 0. The head and `frozen` are on
+    one device and of one dtype, to which the sequence's states are brought.
+
+    >>> kept_along(head, frozen, sequence, max_depth=8)                                             # doctest: +SKIP
+    tensor([2, 1, 0, 8, 7], dtype=torch.uint8)
+    """
+    device, dtype = frozen.embedding.device, frozen.embedding.dtype
+    text = sequence.token_ids.to(device).long()
+    start = min(sequence.prompt_tokens, len(text))
+    kept = torch.zeros(len(text) - start, dtype=torch.uint8, device=device)
+    if len(text) < 3 or start == len(text):
+        return kept.cpu()
+    # The state of the last token that has one is for a draft beyond the text.
+    hidden = sequence.hidden[: len(text) - 2].to(device, dtype)
+    aux = None if sequence.aux is None else sequence.aux[: len(text) - 2].to(device, dtype)
+    embedded = functional.embedding(text, frozen.embedding)
+    states = head.first_states(hidden, aux)
+    # Input t is (token t + 1, state t), its draft is for token t + 2.
+    x, residual = head.inputs(embedded[None, 1:-1], states[None])
+    positions = torch.arange(len(text), device=device) + sequence.first_position
+    q, k, v = head.layer.self_attn.project(x, head.rotation(positions[None, : x.shape[1]]))
+    run = _Run(head, frozen, text, embedded, positions, k[0], v[0])
+    first = max(start - 2, 0)
+    for begin in range(first, x.shape[1], CHUNK):
+        at = torch.arange(begin, min(begin + CHUNK, x.shape[1]), device=device)
+        kept[at + 2 - start] = run.follow(at, residual[0, at], q[0, :, at].transpose(0, 1), max_depth)
+    return kept.cpu()
+
+
+class _Run:
+    """One text with the keys and values (KV heads, T, D) of the target's states along it."""
+
+    def __init__(
+        self,
+        head: DrafterHead,
+        frozen: FrozenTarget,
+        text: Tensor,
+        embedded: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+    ) -> None:
+        self.head, self.frozen, self.text, self.embedded, self.positions = head, frozen, text, embedded, positions
+        self.keys, self.values = keys, values
+
+    def follow(self, at: Tensor, residual: Tensor, q: Tensor, max_depth: int) -> Tensor:
+        """Tokens kept of the chains whose first draft is that of the inputs `at` (A): uint8 (A).
+
+        `residual` (A, H) and `q` (A, heads, D) are those of these inputs. A chain sees the keys up to its own input,
+        and its own later ones.
+        """
+        layer, text = self.head.layer, self.text
+        seen = torch.arange(self.keys.shape[1], device=at.device) <= at[:, None]
+        kept, alive = torch.zeros(len(at), dtype=torch.uint8, device=at.device), torch.arange(len(at), device=at.device)
+        own_k = own_v = self.keys.new_zeros(len(at), self.keys.shape[0], 0, self.keys.shape[2])
+        for step in range(max_depth):
+            attended = two_part_attention(q, self.keys, self.values, seen[alive], own_k, own_v)
+            states = layer.finish(residual[:, None], attended[:, :, None])[:, 0]
+            here = at[alive] + 2 + step
+            hit = self.head.greedy(states, self.frozen) == text[here]
+            kept[alive[hit]] += 1
+            goes_on = hit & (here + 1 < len(text))
+            alive, states, own_k, own_v, here = (part[goes_on] for part in (alive, states, own_k, own_v, here))
+            if not len(alive):
+                break
+            x, residual = (part[:, 0] for part in self.head.inputs(self.embedded[here][:, None], states[:, None]))
+            rotation = self.head.rotation(self.positions[here - 1][:, None])
+            q, k, v = layer.self_attn.project(x[:, None], rotation)
+            q, own_k, own_v = q[:, :, 0], torch.cat([own_k, k], 2), torch.cat([own_v, v], 2)
+        return kept

@@ -1,0 +1,347 @@
+"""What a drafter is warmed up on: responses of its target, and the target's hidden states along them.
+
+Responses come from a trace, from a file, or from the target itself, which an engine has answer a file's prompts.
+Hidden states come from one pass of the target over each text, alone and unpadded; they are kept while they fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import numpy as np
+import pyarrow.lib
+import pyarrow.parquet as pq
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from tltlab.drafters.base import Key
+from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.buffer import stretch, teaches
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.traces.trace import is_trace, locate, read
+
+Count = Annotated[int, Field(ge=1)]
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A response and its prompt; `token_ids` is empty where the response is still to be generated."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.token_ids)
+
+
+class TextConfig(BaseModel):
+    """Which texts are read: at most `responses`, drawn at random, each cut to `max_response_tokens`.
+
+    A file's columns hold text or token ids; text of a response ends in the end-of-sequence token. Where a file has no
+    `response_column` the target answers its prompts, at `temperature`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    responses: Count = 512
+    max_response_tokens: Count = 1024
+    prompt_column: str = "prompt"
+    response_column: str = "response"
+    chat: bool = False
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+
+
+def read_texts(data: str | Path, config: TextConfig, tokenizer: Any, rng: np.random.Generator) -> list[Text]:
+    """Texts from a trace's folder or from a JSONL or Parquet file, prompts alone where it has no responses.
+
+    InputError for what cannot be read or holds none.
+    """
+    path, most, cut = Path(data), config.responses, config.max_response_tokens
+    if path.is_dir():
+        found = _drawn(_of_trace(path), most, rng)
+    else:
+        rows = _drawn(_of_file(path, config), most, rng)
+        found = [
+            Text(
+                prompt_token_ids=_prompt_ids(prompt, config, tokenizer),
+                token_ids=[] if response is None else _token_ids(response, tokenizer),
+            )
+            for prompt, response in rows
+        ]
+    if not found:
+        raise ConfigError(f"{data}: no prompts and no responses in it, nothing to train a drafter on")
+    return [Text(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[:cut]) for text in found]
+
+
+def _drawn(items: Iterable[Item], most: int, rng: np.random.Generator) -> list[Item]:
+    """At most `most` of the items, any as likely as any other, in their order; no more are held at a time."""
+    held: list[tuple[int, Item]] = []
+    for number, item in enumerate(items):
+        if number < most:
+            held.append((number, item))
+        elif (place := int(rng.integers(number + 1))) < most:
+            held[place] = (number, item)
+    return [item for _, item in sorted(held, key=lambda pair: pair[0])]
+
+
+def _of_trace(path: Path) -> Iterator[Text]:
+    if not is_trace(locate(path)):
+        raise ConfigError(f"{path}: neither a trace nor a JSONL or Parquet file of prompts and responses")
+    trace = read(path)
+    if not trace.num_rows("tokens"):
+        raise ConfigError(f"{path}: the trace has no tokens.parquet, and a drafter learns from text")
+    for step in trace.iter_rl_steps():
+        tokens = step.tokens
+        if tokens is not None:
+            for prompt, response in zip(tokens["prompt_token_ids"], tokens["token_ids"], strict=True):
+                if len(prompt) and len(response):
+                    yield Text(prompt_token_ids=prompt.tolist(), token_ids=response.tolist())
+
+
+def _of_file(path: Path, config: TextConfig) -> Iterator[tuple[Any, Any]]:
+    """The prompt of each row and its response, None in every row of a file of prompts alone."""
+    answers = None
+    for number, row in enumerate(_rows(path)):
+        prompt, response = row.get(config.prompt_column), row.get(config.response_column)
+        if prompt is None:
+            raise ConfigError(f"{path}: row {number} has no column {config.prompt_column!r}; it has {', '.join(row)}")
+        answers = response is not None if answers is None else answers
+        if answers != (response is not None):
+            raise ConfigError(f"{path}: row {number} is unlike the first: some have a {config.response_column!r}")
+        yield prompt, response
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ConfigError(f"{path}: not a trace's folder, and its name ends in neither .jsonl nor .parquet")
+    try:
+        if path.suffix == ".parquet":
+            for batch in pq.ParquetFile(path).iter_batches():
+                yield from batch.to_pylist()
+            return
+        with path.open() as file:
+            for number, line in enumerate(file, start=1):
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{path}: line {number} is no JSON object")
+                yield row
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, pyarrow.lib.ArrowInvalid) as error:
+        raise ConfigError(f"{path} is not what its name says: {error}") from error
+
+
+def _prompt_ids(prompt: Any, config: TextConfig, tokenizer: Any) -> list[int]:
+    if isinstance(prompt, list):
+        return _given_ids(prompt)
+    if config.chat:
+        messages = [{"role": "user", "content": str(prompt)}]
+        try:
+            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        except ValueError as error:
+            raise ConfigError(
+                f"the model has no chat template that works: {' '.join(str(error).split())[:200]}"
+            ) from error
+    else:
+        found = tokenizer(str(prompt))["input_ids"]
+    return list(found)
+
+
+def _token_ids(response: Any, tokenizer: Any) -> list[int]:
+    if isinstance(response, list):
+        return _given_ids(response)
+    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    return [*tokenizer(str(response), add_special_tokens=False)["input_ids"], *end]
+
+
+def _given_ids(given: list[Any]) -> list[int]:
+    try:
+        return [int(token) for token in given]
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a prompt or response is a list, but not of token ids: {str(given)[:80]}; give text or token ids"
+        ) from error
+
+
+def answered(
+    model: str, prompts: Sequence[Text], config: TextConfig, *, seed: int, progress: Callable[[str], None]
+) -> list[Text]:
+    """The prompts with the responses that the target gives in an engine. ConfigError where it cannot run."""
+    positions = read_config(model).max_position_embeddings
+    fitting = [text.prompt_token_ids for text in prompts if 0 < len(text.prompt_token_ids) < positions]
+    if not fitting:
+        raise ConfigError(f"none of the {len(prompts)} prompts fits in the model's context of {positions} tokens")
+    # vLLM wants KV memory for its whole context, which for many models is more than there is.
+    context = min(positions, max(map(len, fitting)) + config.max_response_tokens)
+    engine = Engine(
+        model,
+        max_draft_depth=0,
+        seed=seed,
+        own_process=torch.cuda.is_available(),
+        vllm_args={"max_model_len": context},
+    )
+    try:
+        requests = [
+            GenerationRequest(
+                key=(0, str(n), 0, 0), prompt_token_ids=ids, max_response_tokens=config.max_response_tokens
+            )
+            for n, ids in enumerate(fitting)
+        ]
+        told = 0
+
+        def tell(ended: Sequence[Key]) -> bool:
+            nonlocal told
+            if len(ended) >= told + max(1, len(requests) // 4):
+                told = len(ended)
+                progress(f"{told} of {len(requests)} responses generated")
+            return False
+
+        rollout = engine.generate(requests, rl_step=0, temperature=config.temperature, until=tell)
+    finally:
+        engine.close()
+    return [
+        Text(prompt_token_ids=ids, token_ids=response.token_ids)
+        for ids, response in zip(fitting, rollout.responses, strict=True)
+    ]
+
+
+def usable(texts: Sequence[Text], vocabulary: int, max_positions: int) -> list[Text]:
+    """Texts cut to a model's positions, of which a drafter learns something; ConfigError for tokens it does not know.
+
+    ConfigError too where none is left.
+    """
+    kept = []
+    for text in texts:
+        ids = (*text.prompt_token_ids, *text.token_ids)
+        strange = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if strange is not None:
+            raise ConfigError(
+                f"a text has token {strange}, and the model's vocabulary goes from 0 to {vocabulary - 1}: "
+                "these texts are another model's"
+            )
+        room = max_positions - len(text.prompt_token_ids)
+        cut = Text(prompt_token_ids=text.prompt_token_ids, token_ids=text.token_ids[: max(room, 0)])
+        if cut.token_ids and cut.num_tokens >= 3:
+            kept.append(cut)
+    if not kept:
+        raise ConfigError(
+            f"none of {len(texts)} texts is long enough to learn from: a drafter needs three tokens, "
+            "one of them the response's"
+        )
+    return kept
+
+
+def split_by_prompt(texts: Sequence[Text], share: float, rng: np.random.Generator) -> tuple[list[Text], list[Text]]:
+    """Texts to train on and texts held out, about `share` of the prompts and at least one; no prompt is in both.
+
+    ConfigError for texts of fewer than two prompts.
+    """
+    numbers = {prompt: n for n, prompt in enumerate(dict.fromkeys(tuple(text.prompt_token_ids) for text in texts))}
+    if len(numbers) < 2:
+        raise ConfigError("all texts have one prompt: some must be held out, so give texts of two prompts or more")
+    num_held = min(max(1, round(share * len(numbers))), len(numbers) - 1)
+    held = set(rng.permutation(len(numbers))[:num_held].tolist())
+    is_held = [numbers[tuple(text.prompt_token_ids)] in held for text in texts]
+    return (
+        [text for text, out in zip(texts, is_held, strict=True) if not out],
+        [text for text, out in zip(texts, is_held, strict=True) if out],
+    )
+
+
+class TargetStates:
+    """The target's hidden states along texts, on the host: computed when asked for, kept while `max_bytes` lasts.
+
+    What did not fit is computed again each time. `computed` counts the tokens of all passes.
+    """
+
+    def __init__(self, model: Any, aux_layers: Sequence[int], max_bytes: int) -> None:
+        self.model, self.aux_layers, self.max_bytes = model, tuple(aux_layers), max_bytes
+        self.nbytes = 0
+        self.computed = 0
+        self._kept: dict[int, TrainingSequence] = {}
+
+    def of(self, text: Text) -> TrainingSequence:
+        """The sequence of a text; the same object stands for the same text as long as it lives."""
+        kept = self._kept.get(id(text))
+        if kept is not None:
+            return kept
+        ids = torch.tensor(text.prompt_token_ids + text.token_ids)
+        hidden, aux = hidden_states_of(self.model, ids[:-1], self.aux_layers)
+        self.computed += len(ids) - 1
+        made = TrainingSequence(
+            key=(0, "", 0, 0),
+            token_ids=ids.to(torch.int32),
+            hidden=hidden.cpu(),
+            aux=None if aux is None else aux.cpu(),
+            prompt_tokens=len(text.prompt_token_ids),
+        )
+        if self.nbytes + made.nbytes <= self.max_bytes:
+            self._kept[id(text)] = made
+            self.nbytes += made.nbytes
+        return made
+
+
+class Epochs:
+    """Texts in a random order, anew each time all have been used, some tokens at a time."""
+
+    def __init__(self, texts: Sequence[Text], states: TargetStates, rng: np.random.Generator) -> None:
+        self.texts, self.states, self._rng = list(texts), states, rng
+        self._left: list[int] = []
+
+    def take(self, tokens: int) -> list[TrainingSequence]:
+        """Sequences of at most `tokens` rows in all, at least one; one longer than that is cut to a random stretch."""
+        drawn: list[TrainingSequence] = []
+        room = tokens
+        while True:
+            if not self._left:
+                self._left = self._rng.permutation(len(self.texts)).tolist()
+            text = self.texts[self._left[-1]]
+            rows = text.num_tokens - 1
+            if drawn and (rows > room or len(drawn) == len(self.texts)):
+                return drawn
+            self._left.pop()
+            sequence = self.states.of(text)
+            if rows > tokens:
+                # A stretch that ends within the prompt would teach nothing.
+                first = min(max(0, sequence.prompt_tokens - tokens // 2), rows - tokens)
+                sequence = stretch(sequence, int(self._rng.integers(first, rows - tokens + 1)), tokens)
+            assert teaches(sequence)
+            drawn.append(sequence)
+            room -= sequence.num_rows
+
+
+def load_target(folder: str | Path) -> tuple[Any, FrozenTarget]:
+    """A target for its hidden states, and its embedding and LM head in float32, on the device that trains.
+
+    On CUDA its passes run in bfloat16, as in an engine. ConfigError where the folder holds no language model.
+    """
+    disable_progress_bar()
+    cuda = torch.cuda.is_available()
+    model: Any
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if cuda else torch.float32)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no language model there: {' '.join(str(error).split())[:300]}") from error
+    model = model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
+    embedding, lm_head = (
+        part.weight.detach().float() for part in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    return model, FrozenTarget(embedding=embedding, lm_head=lm_head)
+
+
+def load_tokenizer(folder: str | Path) -> Any:
+    """A model's tokenizer. ConfigError where there is none that loads."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{folder} has no tokenizer that loads: {' '.join(str(error).split())[:200]}") from error

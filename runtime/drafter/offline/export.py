@@ -1,0 +1,290 @@
+"""A drafter's head as a checkpoint that stock vLLM serves, checked there before it is handed out.
+
+A head of ours shares the target's embedding and LM head. The exported checkpoint brings its own: `embed_tokens.weight`
+and, for an EAGLE-3 head, `lm_head.weight`. vLLM's EAGLE class has no LM head of its own and refuses a checkpoint with
+one, so an EAGLE head goes on using the target's. vLLM compares both with the target's and shares those that are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors.torch import load_file, save_file
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json
+from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
+from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
+from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
+from tltlab.runtime.new_folder import new_folder
+
+from .chains import kept_along
+from .data import TextConfig, load_target, load_tokenizer, read_texts
+from .evaluate import walk
+from .warm_up import MARKER as TRAINED
+
+MARKER = "export.json"
+ROUNDING = 0.05
+"""Share of the expected accept length that two programs' rounding may cost; chance has no part in the comparison."""
+
+
+class ExportConfig(BaseModel):
+    """How an exported drafter is checked: `prompts` prompts, responses of at most `max_response_tokens`, greedily and
+    at `temperature`, with drafts of `depth` tokens."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    prompts: Annotated[int, Field(ge=1)] = 10
+    max_response_tokens: Annotated[int, Field(ge=2)] = 128
+    temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    depth: Annotated[int, Field(ge=1)] = 5
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is exported: a head's folder, its target's, and prompts to check it on, in a column of a file or in a trace.
+
+    With `chat` they go through the target's chat template.
+    """
+
+    head: Path
+    target: Path
+    prompts: Path
+    prompt_column: str = "prompt"
+    chat: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Stock vLLM's acceptance of a drafter beside what its head should have had on the same responses.
+
+    Accept lengths are response tokens per pass that verified a draft, the first token of each response left out.
+    `positions[i]`: the share of drafts of which token i was kept, given those before it. `first_kept`, the share of
+    drafts of which any token was; `commonest` is the share of the responses' commonest token, which always drafting
+    that one would have had.
+    """
+
+    temperature: float
+    expected_accept_length: float
+    measured_accept_length: float
+    expected_positions: list[float | None]
+    measured_positions: list[float | None]
+    passes: int
+    first_kept: float
+    commonest: float
+
+    @property
+    def fault(self) -> str:
+        """Why the checkpoint is not good enough to hand out, in a sentence; empty where it is."""
+        at = f"at temperature {self.temperature:g}"
+        expected, measured = self.expected_accept_length, self.measured_accept_length
+        if measured < (1 - ROUNDING) * expected:
+            return f"stock vLLM accepts {measured:.2f} tokens per pass {at}, the head should have had {expected:.2f}"
+        if self.first_kept < self.commonest:
+            return (
+                f"{at} {self.first_kept:.1%} of its drafts were kept, and always drafting the commonest token would "
+                f"have had {self.commonest:.1%}: this drafter has learned nothing of these responses"
+            )
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "accept_length": {"expected": self.expected_accept_length, "measured": self.measured_accept_length},
+            "positions": {"expected": self.expected_positions, "measured": self.measured_positions},
+            "passes": self.passes,
+            "commonest_token": self.commonest,
+        }
+
+
+def export_drafter(
+    source: Source, out: str | Path, config: ExportConfig, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Write a head with its embedding and LM head to `out`, in one move, once stock vLLM accepts what it should.
+
+    Returns what `export.json` beside it says. InputError for wrong input; RunError, and no folder left, where stock
+    vLLM does not load the checkpoint or its acceptance falls short.
+    """
+    out = Path(out)
+    began = time.perf_counter()
+    with new_folder(out, MARKER) as folder:
+        head = load_head(source.head)
+        check_fit(head, source.head, source.target)
+        frozen = FrozenTarget.from_folder(source.target)
+        write_checkpoint(head, frozen, source.target, folder)
+        prompts = _prompts(source, config)
+        progress(f"written; starting stock vLLM on {source.target} to compare {len(prompts)} prompts")
+        compared = compare(folder, head, source.target, prompts, config)
+        for comparison in compared:
+            progress(
+                f"temperature {comparison.temperature:g}: {comparison.measured_accept_length:.3f} tokens per pass in "
+                f"vLLM, {comparison.expected_accept_length:.3f} expected"
+            )
+        if fault := next((c.fault for c in compared if c.fault), ""):
+            raise RunError(f"{source.head} is not exported: {fault}")
+        trained = source.head / TRAINED
+        found = {
+            "head": str(source.head),
+            "model": str(source.target),
+            "method": head.method,
+            "depth": config.depth,
+            "prompts": len(prompts),
+            "embedding": "in the checkpoint",
+            "lm_head": "in the checkpoint" if head.method == "eagle3" else "the target's: vLLM's class has none",
+            "speculative_config": {"method": head.method, "model": str(out), "num_speculative_tokens": config.depth},
+            "greedy": compared[0].to_json(),
+            "sampled": compared[1].to_json(),
+            "trained": read_json(trained)["after"] if trained.is_file() else None,
+            "seconds": round(time.perf_counter() - began, 2),
+        }
+        (folder / MARKER).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return {"out": str(out), **found}
+
+
+def find_source(
+    path: str | Path,
+    model: str | Path | None = None,
+    prompts: str | Path | None = None,
+    *,
+    prompt_column: str | None = None,
+    chat: bool | None = None,
+) -> Source:
+    """The head, target and prompts of a run's folder or a head's; what is given wins over what these say.
+
+    ConfigError where one of them is not to be found.
+    """
+    path = Path(path)
+    said: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    if (path / "run.json").is_file():
+        recipe = read_json(path / "run.json").get("recipe", {})
+        final = path / "checkpoints" / "final"
+        data = recipe.get("data", {})
+        said = {
+            "model": final if final.is_dir() else recipe.get("model"),
+            "prompts": data.get("heldout") or data.get("train"),
+        }
+        path = path / "drafter" / "final"
+        if not path.is_dir():
+            raise ConfigError(f"{path} does not exist: this run trained no drafter, or has not ended")
+    elif (path / TRAINED).is_file():
+        said = {"model": read_json(path / TRAINED).get("model")}
+    elif not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; give a run's folder or a head's")
+    target = model or said.get("model") or getattr(load_head(path), "verifier", None)
+    if target is None:
+        raise ConfigError(f"{path} does not say which model it drafts for: give --model")
+    target = Path(target)
+    if not target.is_dir():
+        raise ConfigError(f"{target}: no such folder; the target's weights must be in a folder here, give --model")
+    beside = [target / "heldout.jsonl", target / "train.jsonl"]
+    asked = prompts or said.get("prompts") or next((file for file in beside if file.is_file()), None)
+    if asked is None:
+        raise ConfigError("no prompts to compare acceptance on: give --prompts, a JSONL or Parquet file or a trace")
+    return Source(
+        head=path,
+        target=target,
+        prompts=Path(asked),
+        prompt_column=prompt_column or data.get("prompt_column", "prompt"),
+        chat=data.get("chat", False) if chat is None else chat,
+    )
+
+
+def write_checkpoint(head: DrafterHead, frozen: FrozenTarget, target: Path, folder: Path) -> None:
+    """Write the head, in the target's dtype, with what it shared; an EAGLE-3 head's config names its verifier."""
+    if isinstance(head, Eagle3Head):
+        head.verifier = str(target.resolve())
+    head.to(frozen.embedding.dtype).save(folder)
+    weights = load_file(folder / WEIGHTS_FILE) | {"embed_tokens.weight": frozen.embedding.contiguous()}
+    if head.method == "eagle3":
+        weights.setdefault("lm_head.weight", frozen.lm_head.clone())
+    save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def compare(
+    folder: Path, head: DrafterHead, target: Path, prompts: Sequence[Sequence[int]], config: ExportConfig
+) -> list[Comparison]:
+    """Have stock vLLM answer the prompts with the checkpoint in `folder`, greedily and at the temperature.
+
+    What is expected is what `head` has on the responses that came back.
+    """
+    runs: list[tuple[float, StockRun]] = []
+    positions = read_config(target).max_position_embeddings
+    # vLLM drafts no more where a draft after the one that it verifies would reach beyond its context.
+    beside = max(map(len, prompts)) + 2 * config.depth
+    most = min(config.max_response_tokens, positions - beside)
+    if most < 2:
+        raise ConfigError(f"the prompts leave no room in the model's context of {positions} tokens")
+    # vLLM wants KV memory for its whole context, which for many models is more than there is.
+    with StockEngine(
+        target, folder, method=head.method, depth=config.depth, max_model_len=beside + most, seed=config.seed
+    ) as engine:
+        for temperature in (0.0, config.temperature):
+            runs.append((temperature, engine.generate(prompts, temperature=temperature, max_tokens=most)))
+    model, frozen = load_target(target)
+    head = head.to(frozen.embedding.device, torch.float32).eval()
+    return [_comparison(temperature, run, prompts, head, model, frozen, config) for temperature, run in runs]
+
+
+def _comparison(
+    temperature: float,
+    run: StockRun,
+    prompts: Sequence[Sequence[int]],
+    head: DrafterHead,
+    model: Any,
+    frozen: FrozenTarget,
+    config: ExportConfig,
+) -> Comparison:
+    if not run.num_drafts:
+        raise RunError("the model's responses are too short for a single draft: give other --prompts")
+    kept_at, passes, tokens = np.zeros(config.depth, np.int64), 0, 0
+    for prompt, response in zip(prompts, run.token_ids, strict=True):
+        ids = torch.tensor([*prompt, *response])
+        hidden, aux = hidden_states_of(model, ids[:-1], head.aux_layers)
+        sequence = TrainingSequence(key=(0, "", 0, 0), token_ids=ids, hidden=hidden, aux=aux, prompt_tokens=len(prompt))
+        kept = kept_along(head, frozen, sequence, config.depth).tolist()
+        at = walk(kept)
+        kept_at += (np.array([kept[i] for i in at], np.int64)[:, None] > np.arange(config.depth)).sum(0)
+        passes, tokens = passes + len(at), tokens + len(response) - 1
+    responses = np.concatenate([np.array(response[1:], np.int64) for response in run.token_ids])
+    return Comparison(
+        temperature=temperature,
+        expected_accept_length=tokens / passes,
+        measured_accept_length=tokens / run.num_drafts,
+        expected_positions=_chances(passes, kept_at.tolist()),
+        measured_positions=_chances(run.num_drafts, run.accepted),
+        passes=run.num_drafts,
+        first_kept=run.accepted[0] / run.num_drafts,
+        commonest=float(np.bincount(responses).max() / len(responses)),
+    )
+
+
+def _chances(drafts: int, kept: Sequence[int]) -> list[float | None]:
+    """The share of drafts of which token i was kept, of those of which all before it were."""
+    return [k / before if before else None for before, k in zip([drafts, *kept], kept, strict=False)]
+
+
+def _prompts(source: Source, config: ExportConfig) -> list[list[int]]:
+    texts = read_texts(
+        source.prompts,
+        TextConfig(responses=config.prompts, prompt_column=source.prompt_column, chat=source.chat),
+        load_tokenizer(source.target),
+        np.random.default_rng(config.seed),
+    )
+    found = [text.prompt_token_ids for text in texts if text.prompt_token_ids]
+    vocabulary = read_config(source.target).vocab_size
+    if not found or max(max(prompt) for prompt in found) >= vocabulary:
+        raise ConfigError(f"{source.prompts}: no prompts, or prompts of another model than {source.target}")
+    return found

@@ -1,0 +1,204 @@
+"""The offline warm-up of a drafter: responses of its target, the target's states along them, updates, a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.new_folder import new_folder
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.packing import pack
+
+from .data import (
+    Epochs,
+    TargetStates,
+    Text,
+    TextConfig,
+    answered,
+    load_target,
+    load_tokenizer,
+    read_texts,
+    split_by_prompt,
+    usable,
+)
+from .evaluate import acceptance_along
+
+MARKER = "training.json"
+FIT_TOKENS = 8192
+"""Tokens that a fresh EAGLE head's first layer is fitted to before its updates."""
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class WarmUpConfig(BaseModel):
+    """How `train_drafter` trains.
+
+    At most `updates` updates of `tokens_per_update` tokens; every `check_every` the acceptance of drafts of `depth`
+    tokens is measured on held-out responses, `heldout` of the prompts, and training stops where their accept length
+    reaches `until_accept_length`. `head` is a checkpoint to go on from. Of the target's hidden states at most
+    `max_bytes` stay on the host; what is beyond is computed again.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    texts: TextConfig = TextConfig()
+    head: str | None = None
+    updates: Annotated[int, Field(ge=0)] = 500
+    tokens_per_update: Annotated[int, Field(ge=2)] = 4096
+    until_accept_length: Annotated[float, Field(gt=1)] | None = None
+    check_every: Count = 50
+    heldout: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    depth: Annotated[int, Field(ge=1, le=255)] = 8
+    max_bytes: Count = 1 << 30
+    seed: Annotated[int, Field(ge=0)] = 0
+
+
+def train_drafter(
+    model: str | Path, data: str | Path, out: str | Path, config: WarmUpConfig, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Train a drafter for the model in a folder on texts of `data`; write its checkpoint to `out` in one move.
+
+    Returns what `training.json` beside it says: settings, data, and held-out acceptance and loss `before` and `after`.
+    An earlier checkpoint there is replaced; anything else is an InputError, as is wrong input. The same arguments give
+    the same weights on the same machine, but for text that an engine generates.
+
+    >>> train_drafter("models/tiny", "models/tiny/train.jsonl", "heads/tiny", WarmUpConfig(), print)  # doctest: +SKIP
+    """
+    out = Path(out)
+    began = time.perf_counter()
+    with new_folder(out, MARKER) as folder:
+        head = _head(Path(model), config)
+        texts, heldout = _texts(str(model), data, config, progress)
+        target, frozen = load_target(model)
+        states = TargetStates(target, head.aux_layers, config.max_bytes)
+        rng = np.random.default_rng([config.seed, 1])
+        epochs = Epochs(texts, states, rng)
+        prepared_s = time.perf_counter() - began
+
+        began = time.perf_counter()
+        training = DrafterTraining(head, frozen, config.loss, config.optim, target.device)
+        before = after = _measured(head, frozen, heldout, states, config)
+        progress(f"update 0: accept length {_length(before)} on {len(heldout)} held-out responses")
+        if config.updates and config.head is None and config.loss.method == "eagle":
+            fit_inputs(head, frozen, pack(epochs.take(FIT_TOKENS), target.device, torch.float32))
+        tokens, checks, reached = 0, [], _reaches(before, config)
+        while training.updates < config.updates and not reached:
+            report = training.update(epochs.take(config.tokens_per_update))
+            tokens += report.tokens
+            if report.skipped:
+                continue
+            if training.updates % config.check_every == 0 or training.updates == config.updates:
+                after = _measured(head, frozen, heldout, states, config)
+                checks.append({"update": training.updates, "tokens": tokens, **after})
+                progress(
+                    f"update {training.updates}: accept length {_length(after)}, held-out loss {after['loss']:.4f}, "
+                    f"{time.perf_counter() - began:.0f} s"
+                )
+                reached = _reaches(after, config)
+        train_s = time.perf_counter() - began
+
+        head.to("cpu").save(folder)
+        found = {
+            "model": str(model),
+            "data": str(data),
+            "recipe": config.loss.kind,
+            "method": head.method,
+            "settings": config.model_dump(mode="json"),
+            "responses": len(texts) + len(heldout),
+            "heldout_responses": len(heldout),
+            "parameters": sum(p.numel() for p in head.parameters()),
+            "updates": training.updates,
+            "skipped_updates": training.skipped,
+            "tokens": tokens,
+            "prepare_s": round(prepared_s, 2),
+            "train_s": round(train_s, 2),
+            "target_tokens": states.computed,
+            "before": before,
+            "after": after,
+            "checks": checks,
+        }
+        (folder / MARKER).write_text(json.dumps(found, indent=2, allow_nan=False) + "\n")
+    return {"out": str(out), **found}
+
+
+def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
+    """The head to train. ConfigError where the one to go on from does not fit the loss or the model."""
+    if not model.is_dir():
+        raise ConfigError(f"{model}: no such folder; the target is a Hugging Face model in a folder")
+    if config.head is None:
+        return new_head(model, config.loss.method, config.seed)
+    head = load_head(config.head)
+    if head.method != config.loss.method:
+        raise ConfigError(
+            f"{config.head} holds an {head.method} head, and {config.loss.kind} trains {config.loss.method} heads"
+        )
+    check_fit(head, config.head, model)
+    return head
+
+
+def _texts(
+    model: str, data: str | Path, config: WarmUpConfig, progress: Callable[[str], None]
+) -> tuple[list[Text], list[Text]]:
+    """Texts to train on and held-out ones, their responses generated where the data has none."""
+    shape = read_config(model)
+    texts = read_texts(data, config.texts, load_tokenizer(model), np.random.default_rng([config.seed, 0]))
+    if not any(text.token_ids for text in texts):
+        progress(f"{len(texts)} prompts; the model answers them at temperature {config.texts.temperature:g}")
+        texts = answered(model, texts, config.texts, seed=config.seed, progress=progress)
+    texts = usable(texts, shape.vocab_size, shape.max_position_embeddings)
+    trained, heldout = split_by_prompt(texts, config.heldout, np.random.default_rng([config.seed, 2]))
+    progress(
+        f"{len(trained)} responses of {sum(len(t.token_ids) for t in trained)} tokens to train on, "
+        f"{len(heldout)} held out"
+    )
+    return trained, heldout
+
+
+@torch.no_grad()
+def _measured(
+    head: DrafterHead, frozen: FrozenTarget, heldout: Sequence[Text], states: TargetStates, config: WarmUpConfig
+) -> dict[str, Any]:
+    """Acceptance and mean loss of a row on held-out texts. RunError where that loss is not finite."""
+    total, rows = 0.0, 0
+
+    def each() -> Iterator[TrainingSequence]:
+        nonlocal total, rows
+        for text in heldout:
+            sequence = states.of(text)
+            if sequence.num_rows >= 2:
+                found = drafter_loss(
+                    head, frozen, pack([sequence], frozen.embedding.device, torch.float32), config.loss
+                )
+                total, rows = total + float(found.loss) * found.rows, rows + found.rows
+            yield sequence
+
+    acceptance = acceptance_along(head, frozen, each(), config.depth)
+    if not math.isfinite(total):
+        raise RunError("the loss on held-out responses is not finite: look for NaN in the model's hidden states")
+    return {**acceptance.to_json(), "loss": total / rows if rows else 0.0}
+
+
+def _reaches(measured: dict[str, Any], config: WarmUpConfig) -> bool:
+    wanted = config.until_accept_length
+    return wanted is not None and float(measured["accept_length"]) >= wanted
+
+
+def _length(measured: dict[str, Any]) -> float:
+    return round(float(measured["accept_length"]), 3)

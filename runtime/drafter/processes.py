@@ -1,0 +1,265 @@
+"""The drafter's trainers as processes beside the rollout workers: started, watched, killed, started again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tltlab.errors import RunError
+from tltlab.runtime.ray.calls import get
+from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.run.events import RunEvents
+
+from .buffer_file import PARTIAL
+from .worker import SpotPlace, SpotTrainer
+
+MOST_RESTARTS = 3
+"""Times that a worker's trainer is started again in one run."""
+
+WATCH_S = 0.25
+
+ANSWER_S = 30.0
+"""How long a trainer may take to answer, between rollouts, before it counts as hanging and is killed."""
+
+SLOW_DISK = 20e6
+"""Bytes a second that trainers write together at worst."""
+
+CLOSE_S = 5.0
+"""How long trainers may take to end by themselves: a checkpoint may be under way."""
+
+_DEAD_S = 1.0
+
+Places = Sequence[tuple[str, Mapping[str, str]]]
+_Trainer: Any = ray.remote(SpotTrainer)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Process:
+    """A trainer that starts (`ready` comes true with its process id) or runs (`run` comes true when it has ended).
+
+    `given` is what it was told to start with, and whoever replaces it before it runs.
+    """
+
+    actor: Any
+    ready: Any
+    given: Mapping[str, Any]
+    run: Any = None
+    pid: int = 0
+    killed: str = ""
+
+
+class _Died(RunError):
+    """A trainer's process is gone before it has started."""
+
+
+class TrainerProcesses:
+    """One `SpotTrainer` per place, on the machine and with the devices of its worker: `where`, as (node, environment).
+
+    Whoever dies is noticed within `WATCH_S`: `gone(worker)` is told, then it is started again, `MOST_RESTARTS` times.
+    It begins with `target`, and with `state`, in service since `published`, as it is then. What it had to learn from
+    has died with it.
+    """
+
+    def __init__(
+        self,
+        places: Sequence[SpotPlace],
+        where: Places,
+        config: DrafterConfig,
+        events: RunEvents,
+        gone: Callable[[int], None],
+    ) -> None:
+        self.config, self.events = config, events
+        self.target: Any = None
+        self.state: Any = None
+        self.published = 0
+        self._places, self._where, self._gone = places, where, gone
+        self._deaths = dict.fromkeys(range(len(places)), 0)
+        self._processes: dict[int, _Process] = {}
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="tltlab-trainer-watch")
+
+    def begin(self, target: Any, data: Path | None = None) -> None:
+        """Start them all, with what a checkpoint's folder has of their data. Raises what one says that cannot start.
+
+        What trainers before them have saved in their places is of another future, and goes.
+        """
+        self.target = target
+        given = {"anew": True, "data": data}
+        self._processes = {worker: self._new(worker, given) for worker in range(len(self._places))}
+        for process in self._processes.values():
+            # Who died meanwhile is found by the watcher.
+            with contextlib.suppress(_Died):
+                process.pid, process.run = get(process.ready, died=_Died), process.actor.run.remote()
+        self._watcher.start()
+
+    def pids(self) -> dict[int, int]:
+        """The processes that run, by worker."""
+        with self._lock:
+            return {worker: process.pid for worker, process in self._processes.items() if process.run is not None}
+
+    def ask(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
+        """Call a method of every trainer that runs, or of those of `workers`; the calls under way, for `collect`."""
+        with self._lock:
+            return {
+                worker: getattr(process.actor, method).remote(*args)
+                for worker, process in self._processes.items()
+                if process.run is not None and (workers is None or worker in workers)
+            }
+
+    def collect(self, calls: Mapping[int, Any], *, work_s: float = 0.0) -> dict[int, Any]:
+        """What they answer. Those that died, failed or hang are left out; failures are noted, who hangs is killed.
+
+        They hang when they have not answered in `ANSWER_S` and the time that their work may take, `work_s`.
+        """
+        answers = {}
+        timeout_s = ANSWER_S + work_s
+        done, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+        for worker, call in calls.items():
+            if call not in done:
+                self.kill(worker, f"it did not answer in {timeout_s:.3g} s")
+                continue
+            try:
+                answers[worker] = ray.get(call)
+            except RayTaskError as error:
+                self.events.note(f"the drafter's trainer of worker {worker}: {_sentence(error)}", worker=worker)
+            except RayError:
+                continue
+        return answers
+
+    def save_data(self, folder: Path) -> None:
+        """Have each write what it learns from into a checkpoint's folder; who dies or cannot leaves nothing there."""
+        work_s = sum(self.collect(self.ask("data_bytes")).values()) / SLOW_DISK
+        self.collect(self.ask("save_data", folder.resolve()), work_s=work_s)
+        # By now whoever has not come to its end is dead.
+        for left in folder.glob(f"*{PARTIAL}"):
+            left.unlink()
+
+    def kill(self, worker: int, why: str) -> None:
+        """End a trainer by force; returns when it is dead. It is started again."""
+        with self._lock:
+            process = self._processes.get(worker)
+            if process is not None:
+                process.killed = why
+        if process is not None:
+            self._end(worker, process)
+
+    def close(self) -> None:
+        """End them all, and start none again; may be called again."""
+        self._closed.set()
+        # Asked after Ray's end, Ray would start again.
+        if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
+            self._watcher.join(CLOSE_S)
+        with self._lock:
+            processes, self._processes = self._processes, {}
+        running = [process for process in processes.values() if process.run is not None]
+        for process in running:
+            process.actor.close.remote()
+        ended: list[Any] = []
+        try:
+            if running:
+                ended, _ = ray.wait([process.run for process in running], num_returns=len(running), timeout=CLOSE_S)
+        finally:
+            for worker, process in processes.items():
+                if process.run in ended:
+                    ray.kill(process.actor)
+                else:
+                    self._end(worker, process)
+
+    def _new(self, worker: int, given: Mapping[str, Any]) -> _Process:
+        node, env = self._where[worker]
+        actor = _Trainer.options(
+            num_cpus=0,
+            # `run` takes one thread for good.
+            max_concurrency=8,
+            runtime_env={"env_vars": {**env, "OMP_NUM_THREADS": str(self.config.threads)}},
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+        ).remote(self._places[worker], self.config)
+        ready = actor.start.remote(self.target, self.state, self.published, **given)
+        return _Process(actor=actor, ready=ready, given=given)
+
+    def _end(self, worker: int, process: _Process) -> None:
+        ray.kill(process.actor)
+        if not process.pid:
+            return
+        # Ray asks a process to end before it makes it: one that is stopped would hold its device for seconds.
+        node = self._where[worker][0]
+        if node == ray.get_runtime_context().get_node_id():
+            _kill(process.pid)
+            return
+        there = ray.remote(num_cpus=0)(_kill).options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        )
+        timeout_s = self.config.coordinator.yield_timeout_s
+        try:
+            ray.get(there.remote(process.pid), timeout=timeout_s)
+        except (RayError, GetTimeoutError):
+            self.events.note(
+                f"the drafter's trainer of worker {worker} was to end, and its machine did not say within "
+                f"{timeout_s:g} s that it has",
+                worker=worker,
+            )
+
+    def _watch(self) -> None:
+        while not self._closed.wait(WATCH_S):
+            with self._lock:
+                waited = {process.run or process.ready: worker for worker, process in self._processes.items()}
+            done, _ = ray.wait(list(waited), num_returns=len(waited), timeout=0) if waited else ([], [])
+            for call in done:
+                self._look(waited[call], call)
+
+    def _look(self, worker: int, call: Any) -> None:
+        """A trainer has started, or ended."""
+        with self._lock:
+            process = self._processes.get(worker)
+            if self._closed.is_set() or process is None or call not in (process.ready, process.run):
+                return
+            try:
+                answer = ray.get(call)
+                if process.run is None:
+                    process.pid, process.run = answer, process.actor.run.remote()
+                    return
+                why = "it ended"
+            except RayError as error:
+                why = _sentence(error)
+            del self._processes[worker]
+        self._end(worker, process)
+        self._gone(worker)
+        self._deaths[worker] += 1
+        again = self._deaths[worker] <= MOST_RESTARTS
+        self.events.note(
+            f"the drafter's trainer of worker {worker} died ({process.killed or why}); "
+            f"it is {'' if again else 'not '}started again",
+            worker=worker,
+        )
+        with self._lock:
+            if again and not self._closed.is_set():
+                self._processes[worker] = self._new(worker, {} if process.run is not None else process.given)
+
+
+def _kill(pid: int) -> None:
+    """End a process, and wait until it has."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        end = time.monotonic() + _DEAD_S
+        while time.monotonic() < end:
+            os.kill(pid, 0)
+            time.sleep(0.005)
+
+
+def _sentence(error: RayError) -> str:
+    """The cause of Ray's error in a line."""
+    if isinstance(error, RayTaskError):
+        return f"{type(error.cause).__name__}: {' '.join(str(error.cause).split())[:200]}"
+    return " ".join(str(error).split("\n")[0].split())[:200]

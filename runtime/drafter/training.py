@@ -1,0 +1,329 @@
+"""Training of a drafter, one optimizer step at a time, alone or with other workers; it can be left after each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.packing import pack
+
+from .buffer import teaches
+from .loss import drafter_loss
+from .sequences import TrainingSequence
+
+KEEP_EVERY = 16
+"""Updates between copies of the state to go back to."""
+MAX_BAD = 3
+"""Updates in a row that may fail before training goes back and stops."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Group(Protocol):
+    """What training needs of a `DrafterGroup`."""
+
+    @property
+    def world(self) -> int: ...
+
+    def sum(self, tensor: Tensor) -> None: ...
+
+    def broadcast(self, tensor: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """One update, the same for all members but for `seconds`.
+
+    Losses and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
+    counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
+    or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
+    before clipping. `leave`: some member wants to leave, so all do now.
+    """
+
+    loss: float
+    hidden_loss: float
+    token_loss: float
+    accept: list[float]
+    grad_norm: float
+    tokens: int
+    sequences: int
+    members: int
+    seconds: float
+    skipped: bool
+    leave: bool
+
+
+class DrafterTraining:
+    """A head and AdamW on it, in float32; on CUDA the passes run in bfloat16.
+
+    The head always holds finite weights that a finite gradient led to, so that what it holds can be served between
+    updates. Members of a group that begin with the same state (`share`) end every update with the same state.
+
+    >>> training = DrafterTraining(head, frozen, LossConfig(), OptimConfig(lr=1e-3), "cpu")         # doctest: +SKIP
+    >>> training.update(buffer.sample(4096, rng)).accept                                            # doctest: +SKIP
+    [0.61]
+    """
+
+    def __init__(
+        self,
+        head: DrafterHead,
+        frozen: FrozenTarget,
+        loss: LossConfig,
+        optim: OptimConfig,
+        device: torch.device | str = "cpu",
+        *,
+        temperature: float = 1.0,
+    ) -> None:
+        self.device = torch.device(device)
+        self.temperature = temperature
+        self.head = head.to(self.device, torch.float32)
+        self.loss, self.optim = loss, optim
+        self.updates = 0
+        self.skipped = 0
+        self._bad = 0
+        self._named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
+        self._params = list(self._named.values())
+        self._adam = torch.optim.AdamW(
+            self._params, lr=optim.lr, betas=optim.betas, weight_decay=optim.weight_decay, fused=True
+        )
+        for value in self._params:
+            self._adam.state[value] = {
+                "step": torch.zeros((), device=self.device),
+                **{name: torch.zeros_like(value, memory_format=torch.contiguous_format) for name in MOMENTS},
+            }
+        self._message = _Message(self._params, loss.num_unrolled, self.device)
+        self.set_target(frozen)
+        self._kept = self.state_dict()
+
+    def set_target(self, frozen: FrozenTarget) -> None:
+        """From now on the target's embedding and LM head are these."""
+        self.frozen = frozen.to(self.device, torch.bfloat16 if self.device.type == "cuda" else torch.float32)
+
+    def update(
+        self,
+        sequences: Sequence[TrainingSequence],
+        group: Group | None = None,
+        *,
+        leave: Callable[[], bool] = lambda: False,
+    ) -> UpdateReport:
+        """Take one optimizer step on the sequences of all members, who weigh by the tokens they predict.
+
+        So members with parts of a batch do as one with all of it, to the letter where one step is taught; unrolled
+        steps have fewer tokens than the first and are weighed by the first's. A member without data has no weight.
+        `leave` says whether this one has to go; it is asked just before the exchange, so that all leave with the update
+        under way. Where a loss or gradient of any member is not finite, nobody applies anything; where the step makes
+        such weights, all go back to the last state kept, at most 16 updates old. After three such updates in a row all
+        go back and raise RunError. Raises GroupLost where a member is lost: nothing was applied.
+        """
+        began = time.perf_counter()
+        message = self._message
+        message.clear()
+        self._own_part(sequences)
+        message.leave.fill_(leave())
+        message.members.fill_(1.0)
+        if group is not None:
+            group.sum(message.flat)
+        tokens, members = int(message.tokens), int(message.members)
+        norm = 0.0
+        bad = bool(message.bad > 0) or not bool(message.flat.isfinite().all())
+        if tokens and not bad:
+            message.gradient.div_(tokens)
+            norm = float(torch.linalg.vector_norm(message.gradient))
+            # Finite gradients may have none: clipped by it they would be zeros.
+            bad = not (math.isfinite(norm) and self._apply(norm))
+        applied = bool(tokens) and not bad
+        hidden_loss, token_loss, loss = (message.losses / tokens).tolist() if applied else [0.0] * 3
+        report = UpdateReport(
+            loss=loss,
+            hidden_loss=hidden_loss,
+            token_loss=token_loss,
+            accept=(message.accept / message.reached.clamp(min=1)).tolist() if applied else [],
+            grad_norm=norm if applied else 0.0,
+            tokens=tokens if applied else 0,
+            sequences=int(message.sequences) if applied else 0,
+            members=members,
+            seconds=time.perf_counter() - began,
+            skipped=bad,
+            leave=bool(message.leave > 0),
+        )
+        if bad:
+            self._note_failure()
+        return report
+
+    def predict(self, sequences: Sequence[TrainingSequence]) -> list[float]:
+        """The chance that the target keeps each drafted token (`DrafterLoss.accept`), by unrolled step; [] if no data.
+
+        Sequences that training has not seen make it an honest prediction.
+        """
+        used = [sequence for sequence in sequences if teaches(sequence)]
+        if not used:
+            return []
+        with torch.no_grad(), self._autocast():
+            batch = pack(used, self.device, torch.float32)
+            return drafter_loss(self.head, self.frozen, batch, self.loss, temperature=self.temperature).accept
+
+    def share(self, group: Group) -> None:
+        """Take the leader's weights, moments and counters; all members call it when a group has formed.
+
+        Raises RunError, at all members, where their drafters are not of one shape, and GroupLost where a member is
+        lost; this one's state is then what it was.
+        """
+        # Exchanges of different sizes would end processes, not just the group.
+        size = self._message.flat.numel()
+        own = torch.tensor([size, size * size], device=self.device)
+        total = own.clone()
+        group.sum(total)
+        if not torch.equal(total, own * group.world):
+            raise RunError("the members of this training group train drafters of different shapes or with other losses")
+        tensors = list(self._tensors().values())
+        flat = torch.cat([value.detach().flatten() for value in tensors])
+        counters = self._counters().to(self.device)
+        group.broadcast(flat)
+        group.broadcast(counters)
+        with torch.no_grad():
+            for value, part in zip(tensors, torch.split(flat, [value.numel() for value in tensors]), strict=True):
+                value.copy_(part.view_as(value))
+        self._set_counters(counters)
+        self._keep()
+
+    def serving_weights(self) -> dict[str, Tensor]:
+        """The head's weights under the names that vLLM loads, copied to the host."""
+        return {name: _host(value) for name, value in self.head.serving_weights().items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What training goes on from, copied to the host: `live_state`."""
+        return {name: _host(value) for name, value in self.live_state().items()}
+
+    def live_state(self) -> dict[str, Tensor]:
+        """What is trained, its moments and the counters, and nothing that is the target's; they move with updates.
+
+        `head.NAME`, `exp_avg.NAME` and `exp_avg_sq.NAME` of each parameter, and `counters`.
+        """
+        return {name: value.detach() for name, value in self._tensors().items()} | {"counters": self._counters()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from a state. Raises ConfigError for one of another head."""
+        own = self.live_state()
+        wrong = sorted(set(own) ^ set(state)) or sorted(n for n in own if own[n].shape != state[n].shape)
+        if wrong:
+            raise ConfigError(
+                f"not a training state of this drafter: {wrong[0]} is missing, unknown or of another shape"
+            )
+        self._restore(state)
+        self._keep()
+
+    def _own_part(self, sequences: Sequence[TrainingSequence]) -> None:
+        """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag."""
+        message = self._message
+        used = [sequence for sequence in sequences if teaches(sequence)]
+        if not used:
+            return
+        with self._autocast():
+            found = drafter_loss(self.head, self.frozen, pack(used, self.device, torch.float32), self.loss)
+        if not found.rows:
+            return
+        # Gradients gather in the message itself, which is what members exchange.
+        (found.loss * found.rows).backward()
+        if not bool(found.loss.isfinite()) or not bool(message.gradient.isfinite().all()):
+            message.clear()
+            message.bad.fill_(1.0)
+            return
+        message.losses.copy_(torch.stack([found.hidden_loss, found.token_loss, found.loss.detach()]) * found.rows)
+        message.reached.copy_(torch.tensor(found.reached))
+        message.accept.copy_(torch.tensor(found.accept) * message.reached.cpu())
+        message.tokens.fill_(found.rows)
+        message.sequences.fill_(len(used))
+
+    def _apply(self, norm: float) -> bool:
+        """Clip and step; False, and the state kept is back, where the step made weights that are not finite."""
+        if self.updates % KEEP_EVERY == 0:
+            self._keep()
+        self._message.gradient.mul_(min(1.0, self.optim.max_grad_norm / (norm + 1e-6)))
+        warm = min(1.0, (self.updates + 1) / max(1, self.optim.warmup))
+        for settings in self._adam.param_groups:
+            settings["lr"] = self.optim.lr * warm
+        self._adam.step()
+        norms = torch.stack(torch._foreach_norm([value.detach() for value in self._params]))
+        if not bool(norms.isfinite().all()):
+            self._go_back()
+            return False
+        self.updates += 1
+        self._bad = 0
+        return True
+
+    def _note_failure(self) -> None:
+        self.skipped += 1
+        self._bad += 1
+        if self._bad < MAX_BAD:
+            return
+        self._go_back()
+        self._bad = 0
+        raise RunError(
+            f"{MAX_BAD} drafter updates in a row met a loss, gradient or weight that is not finite; the drafter is "
+            f"back at update {self.updates}: lower its learning rate, or look for NaN in the hidden states"
+        )
+
+    def _keep(self) -> None:
+        for name, value in self.live_state().items():
+            self._kept[name].copy_(value)
+
+    def _go_back(self) -> None:
+        bad, skipped = self._bad, self.skipped
+        self._restore(self._kept)
+        self._bad, self.skipped = bad, skipped
+
+    def _tensors(self) -> dict[str, Tensor]:
+        held: dict[str, Tensor] = {f"head.{name}": value for name, value in self._named.items()}
+        for moment in MOMENTS:
+            held.update({f"{moment}.{name}": self._adam.state[value][moment] for name, value in self._named.items()})
+        return held
+
+    def _counters(self) -> Tensor:
+        steps = int(self._adam.state[self._params[0]]["step"])
+        return torch.tensor([self.updates, self.skipped, self._bad, steps])
+
+    def _set_counters(self, counters: Tensor) -> None:
+        self.updates, self.skipped, self._bad, steps = map(int, counters)
+        for value in self._params:
+            self._adam.state[value]["step"].fill_(steps)
+
+    @torch.no_grad()
+    def _restore(self, state: Mapping[str, Tensor]) -> None:
+        for name, value in self._tensors().items():
+            value.copy_(state[name])
+        self._set_counters(state["counters"])
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        return torch.autocast("cuda", torch.bfloat16) if self.device.type == "cuda" else nullcontext()
+
+
+class _Message:
+    """What members add up, in one flat tensor of float32: gradients, then a few sums. Its parts are views."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], num_unrolled: int, device: torch.device) -> None:
+        size = sum(value.numel() for value in params)
+        self.flat = torch.zeros(size + 3 + 2 * num_unrolled + 5, device=device)
+        self.gradient, rest = self.flat[:size], self.flat[size:]
+        self.losses, self.accept, self.reached, single = torch.split(rest, [3, num_unrolled, num_unrolled, 5])
+        self.tokens, self.sequences, self.bad, self.leave, self.members = single.unbind()
+        begin = 0
+        for value in params:
+            value.grad = self.gradient[begin : begin + value.numel()].view_as(value)
+            begin += value.numel()
+
+    def clear(self) -> None:
+        self.flat.zero_()
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

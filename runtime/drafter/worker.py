@@ -1,0 +1,497 @@
+"""The trainer beside one rollout worker: it fills its buffer while the engine generates, and trains while it is idle.
+
+It holds the engine's device only between an order of the coordinator and the next; told to stop, it finishes at most
+the optimizer step under way. Whatever fails here ends the training period, never the rollout.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tltlab.coordination.agent import TrainIn
+from tltlab.errors import RunError
+from tltlab.runtime.coordinator.client import CoordinatorClient
+from tltlab.runtime.drafter.heads.kinds import DrafterHead, load_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.recipe.drafter import DrafterConfig
+
+from .buffer import DataBuffer, prompt_of
+from .buffer_file import TrainerData, data_path, read_data, write_data
+from .checkpoint import DrafterCheckpoint
+from .feed import FeedReceiver
+from .group import DrafterGroup, GroupLost
+from .sequences import TrainingSequence
+from .training import DrafterTraining, UpdateReport
+
+POLL_S = 0.02
+"""How often a trainer without data, or without orders, looks again."""
+
+MEET_S = 0.002
+"""The same for members that are about to meet: the device is held."""
+
+HELD_OUT = 8
+"""One of so many sequences is not trained on, but tells how good the drafter is."""
+
+MOST_HELD_OUT = 32
+
+BESIDE = 8
+"""Held-out sequences, and prompts kept for siblings, take at most such a part of `BufferConfig.max_bytes` each."""
+
+SETTLE_S = 2.0
+"""How long what an engine has handed over may take to arrive; what comes later is not in the checkpoint."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpotPlace:
+    """Where a trainer stands: its worker, the coordinator's and its engine's addresses, folders, and the head's."""
+
+    worker: int
+    coordinator: str
+    feed: str
+    folder: Path
+    rendezvous: Path
+    head: Path
+    seed: int
+    max_depth: int
+    temperature: float
+    keys: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Period:
+    """One training period as it goes on; fields as in the trace's `spot_training`, `unsaved` updates among them."""
+
+    rl_step: int
+    term: int
+    began: float
+    members: int = 1
+    setup_s: float = 0.0
+    train_s: float = 0.0
+    wait_s: float = 0.0
+    blocked_s: float = 0.0
+    yield_s: float | None = None
+    updates: int = 0
+    unsaved: int = 0
+    tokens: int = 0
+    sequences: int = 0
+    checkpoints: int = 0
+    ended: str = "stopped"
+    loss: float | None = None
+    accept: list[float] = field(default_factory=list)
+    detail: str | None = None
+
+    def learned(self, report: UpdateReport, own: list[TrainingSequence]) -> None:
+        """An update was applied, to which this worker gave its `own` sequences."""
+        self.updates += 1
+        self.unsaved += 1
+        self.tokens += sum(sequence.num_rows for sequence in own)
+        self.sequences += len(own)
+        self.loss, self.accept = report.loss, report.accept
+
+    def row(self, worker: int, rl_step_began: float, freed: float) -> Row:
+        """The row of the trace; times are of `time.perf_counter`."""
+        row = asdict(self) | {
+            "worker": worker,
+            "t_start": max(self.began - rl_step_began, 0.0),
+            "duration": freed - self.began,
+        }
+        return {name: value for name, value in row.items() if name not in ("began", "unsaved")}
+
+
+class SpotTrainer:
+    """Buffer, drafter and coordinator's client of one worker: `start` it, then `run` it until `close`.
+
+    Made to be a Ray actor with several threads: `run` trains in one of them, and the others answer meanwhile.
+    """
+
+    def __init__(self, place: SpotPlace, config: DrafterConfig) -> None:
+        # The engines that still generate come first.
+        os.nice(config.nice)
+        torch.set_num_threads(config.threads)
+        self.place, self.config = place, config
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.rng = np.random.default_rng([place.seed, place.worker])
+        self.buffer = DataBuffer(config.buffer)
+        self._lock = threading.Lock()
+        self._data = threading.Lock()
+        self._closed = threading.Event()
+        self._rl_step = -1
+        self._began = time.perf_counter()
+        self._sample: list[TrainingSequence] = []
+        self._seen: set[tuple[int, str, int, int]] = set()
+        self._heldout: deque[TrainingSequence] = deque(maxlen=MOST_HELD_OUT)
+        self._prompts: OrderedDict[tuple[int, str], TrainingSequence] = OrderedDict()
+        self._prompt_bytes = 0
+        self._most_beside = config.buffer.max_bytes // BESIDE
+        self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
+        self._rows: list[Row] = []
+
+    def start(
+        self,
+        target: FrozenTarget,
+        state: dict[str, Any] | None = None,
+        rl_step: int = 0,
+        *,
+        anew: bool = False,
+        data: Path | None = None,
+    ) -> int:
+        """Load the head and take up the links to engine and coordinator; returns the number of this process.
+
+        From `rl_step` on the engines draft with `state`, None for the head as it is. Training goes on from it, or from
+        the newest checkpoint in the folder, if that is further; those are removed first where a run starts `anew`.
+        `data` is a folder in which `save_data` may have left what there is to learn from.
+        """
+        place, config = self.place, self.config
+        if anew:
+            shutil.rmtree(place.folder, ignore_errors=True)
+        if data is not None and (path := data_path(data, place.worker)).exists():
+            self._take(read_data(path))
+        head = load_head(place.head)
+        self.training = DrafterTraining(
+            head, target, config.loss, config.optim, self.device, temperature=place.temperature
+        )
+        self.publish(state, rl_step)
+        self.checkpoint = DrafterCheckpoint(place.folder)
+        in_service, saved = self.training.state_dict(), self.training.state_dict()
+        if self.checkpoint.load(saved) is not None:
+            self.training.load_state_dict(saved)
+            if self.training.updates < self._updates_before:
+                self.training.load_state_dict(in_service)
+        self._told_failures = 0
+        # On another machine than the driver's it is not there yet.
+        place.rendezvous.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._client = CoordinatorClient(place.coordinator, place.worker, keys=place.keys)
+        self._feed = FeedReceiver(place.feed, self._on_status, self._on_sequence)
+        return os.getpid()
+
+    def run(self) -> None:
+        """Train whenever the coordinator says so, until `close`; then let go of everything."""
+        try:
+            while not self._closed.is_set():
+                self._feed.check()
+                order = self._client.wait_for_order(POLL_S * 5)
+                if isinstance(order, TrainIn):
+                    self._period(order)
+        finally:
+            self._feed.close()
+            self._client.close()
+            self.checkpoint.close()
+
+    def close(self) -> None:
+        """Have `run` end, after at most the optimizer step under way."""
+        self._closed.set()
+
+    def publish(self, state: dict[str, Any] | None, rl_step: int) -> None:
+        """From `rl_step` on the engines draft with this state, None for what is already here; train on from it."""
+        with self._lock:
+            if state is not None:
+                self.training.load_state_dict(state)
+            self._updates_before = self.training.updates
+            self._published[rl_step] = (self.training.updates, copy.deepcopy(self.training.head))
+            while len(self._published) > self.config.ages + 1:
+                self._published.popitem(last=False)
+
+    def set_target(self, target: FrozenTarget) -> None:
+        """The target has new weights: its embedding and LM head are these from now on."""
+        with self._lock:
+            self.training.set_target(target)
+
+    def num_updates(self) -> int:
+        """Updates of the state here, over the whole run."""
+        return self.training.updates
+
+    def state(self) -> dict[str, Any]:
+        """The last good state of what is trained, on the host."""
+        with self._lock:
+            return self.training.state_dict()
+
+    def weights(self) -> dict[str, Tensor]:
+        """The last good weights under the names that vLLM loads."""
+        with self._lock:
+            return self.training.serving_weights()
+
+    def predicted(self) -> list[float]:
+        """The chance of each drafted token on responses that were not trained on, measured now; empty without any."""
+        with self._data:
+            heldout = [sequence for sequence in self._heldout if bool(sequence.hidden.isfinite().all())]
+        with self._lock:
+            return self.training.predict(heldout)
+
+    def data_bytes(self) -> int:
+        """What `save_data` would write, in bytes."""
+        with self._data:
+            return self.buffer.nbytes + _nbytes(self._heldout)
+
+    def save_data(self, folder: Path) -> None:
+        """Between two rollouts, write what there is to learn from into a checkpoint's folder; nothing if it is none.
+
+        That is the buffer, the held-out sequences and the state of the generator that draws from them.
+        """
+        self._feed.settle(SETTLE_S)
+        with self._data:
+            data = TrainerData(
+                held=self.buffer.sequences(), heldout=list(self._heldout), random_state=self.rng.bit_generator.state
+            )
+        if data.held or data.heldout:
+            write_data(data_path(folder, self.place.worker), data)
+
+    def seen(self) -> int:
+        """Responses of this RL step that the engine handed over."""
+        return len(self._seen)
+
+    def take_rows(self) -> list[Row]:
+        """The rows of `spot_training` since the last call."""
+        with self._data:
+            rows, self._rows = self._rows, []
+        return rows
+
+    def complaints(self) -> list[str]:
+        """What went wrong with checkpoints since the last call."""
+        failures = self.checkpoint.failures[self._told_failures :]
+        self._told_failures += len(failures)
+        return failures
+
+    def annotate(self) -> list[Row]:
+        """Rows of `acceptance` of some of this RL step's responses, for the drafter in service and for older ones."""
+        rows = []
+        with self._data:
+            sample = list(self._sample)
+        halved = torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+        with self._lock, torch.inference_mode(), halved:
+            for sequence in sample:
+                if not sequence.prompt_tokens or sequence.first_position:
+                    continue
+                for published, (updates, head) in self._published.items():
+                    kept = kept_along(head, self.training.frozen, sequence, self.place.max_depth)
+                    rows.append(
+                        dict(zip(("rl_step", "prompt_id", "sample", "turn"), sequence.key, strict=True))
+                        | {
+                            "drafter": self.config.name,
+                            "drafter_age": sequence.rl_step - published,
+                            "drafter_updates": updates,
+                            "max_depth": self.place.max_depth,
+                            "accept_if_drafted": kept.tolist(),
+                        }
+                    )
+        return rows
+
+    def _on_status(self, rl_step: int, busy: bool, rollout_s: float) -> None:
+        if rl_step > self._rl_step:
+            with self._data:
+                self._rl_step, self._began = rl_step, time.perf_counter() - rollout_s
+                self._sample, self._seen = [], set()
+                self._prompts.clear()
+                self._prompt_bytes = 0
+                self.buffer.begin(rl_step)
+        self._client.requests(rl_step, busy)
+
+    def _on_sequence(self, sequence: TrainingSequence) -> None:
+        with self._data:
+            whole = self._with_prompt(sequence)
+            if whole.key in self._seen:
+                # Its worker died in the rollout and has done it again: the later one is the response.
+                self._sample = [whole if known.key == whole.key else known for known in self._sample]
+                return
+            self._seen.add(whole.key)
+            if len(self._seen) % HELD_OUT:
+                self.buffer.add(whole)
+            else:
+                self._hold_out(whole)
+            # A uniform sample of the RL step's responses, for `annotate`.
+            if len(self._sample) < self.config.annotate:
+                self._sample.append(whole)
+            elif (slot := int(self.rng.integers(len(self._seen)))) < self.config.annotate:
+                self._sample[slot] = whole
+
+    def _hold_out(self, sequence: TrainingSequence) -> None:
+        self._heldout.append(sequence)
+        while len(self._heldout) > 1 and _nbytes(self._heldout) > self._most_beside:
+            self._heldout.popleft()
+
+    def _take(self, data: TrainerData) -> None:
+        """Have, before anything comes, what another process had."""
+        for sequence in data.held:
+            self.buffer.add(sequence)
+        for sequence in data.heldout:
+            self._hold_out(sequence)
+        self.rng.bit_generator.state = dict(data.random_state)
+
+    def _with_prompt(self, sequence: TrainingSequence) -> TrainingSequence:
+        """The sequence with the states of the cached start of its prompt, which a sibling was the one to compute."""
+        prompt = sequence.key[:2]
+        if sequence.first_position == 0:
+            if prompt not in self._prompts:
+                self._prompts[prompt] = prompt_of(sequence)
+                self._prompt_bytes += self._prompts[prompt].nbytes
+                while len(self._prompts) > 1 and self._prompt_bytes > self._most_beside:
+                    self._prompt_bytes -= self._prompts.popitem(last=False)[1].nbytes
+            return sequence
+        sibling, start = self._prompts.get(prompt), sequence.first_position
+        if sibling is None or sibling.num_rows < start:
+            return sequence
+        aux = None if sequence.aux is None or sibling.aux is None else torch.cat([sibling.aux[:start], sequence.aux])
+        return TrainingSequence(
+            key=sequence.key,
+            token_ids=torch.cat([sibling.token_ids[:start], sequence.token_ids]),
+            hidden=torch.cat([sibling.hidden[:start], sequence.hidden]),
+            aux=aux,
+            prompt_tokens=start + sequence.prompt_tokens,
+        )
+
+    def _period(self, order: TrainIn) -> None:
+        """Be in the group of `order` and in those that follow it under its term, then free the device."""
+        if not self._client.trainer(order.term):
+            return
+        period = Period(rl_step=order.rl_step, term=order.term, began=time.perf_counter())
+        try:
+            following: TrainIn | None = order
+            while following is not None:
+                following = self._in_group(following, period)
+        except Exception as error:  # whatever training dies of, the rollout goes on with the drafter it has
+            period.ended, period.detail = "failed", f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if period.unsaved:
+            self._save(period)
+        freed = time.perf_counter()
+        told = self._client.order_since
+        period.yield_s = freed - told if period.ended == "stopped" and told > period.began else None
+        # Before the device is free: whoever waited for it asks for the rows next.
+        with self._data:
+            self._rows.append(period.row(self.place.worker, self._began, freed))
+        if period.ended == "failed":
+            self._client.failed()
+        else:
+            self._client.trainer(None)
+
+    def _in_group(self, order: TrainIn, period: Period) -> TrainIn | None:
+        """Train in one composition of the group; the order for the next one, None when the period is over."""
+        begin = time.perf_counter()
+        period.members = max(period.members, len(order.members))
+        try:
+            with self._meet(order) as group:
+                if group is not None:
+                    with self._lock:
+                        self.training.share(group)
+                period.setup_s += time.perf_counter() - begin
+                self._train(order, group, period)
+        except Withdrawn:
+            period.setup_s += time.perf_counter() - begin
+        except GroupLost as error:
+            period.detail = str(error)
+        if self._enough():
+            period.ended = "declined"
+            return None
+        return self._next_order(order)
+
+    def _train(self, order: TrainIn, group: DrafterGroup | None, period: Period) -> None:
+        """One update after the other until this member, or another one, has to leave."""
+
+        def has_to_leave() -> bool:
+            return self._client.order != order or self._enough() or self._closed.is_set()
+
+        while True:
+            leaves = has_to_leave()
+            if leaves and group is None:
+                return
+            begin = time.perf_counter()
+            with self._data:
+                sequences = [] if leaves else self.buffer.sample(self.config.tokens_per_update, self.rng)
+            if not sequences and group is None:
+                self._closed.wait(POLL_S)
+                period.wait_s += time.perf_counter() - begin
+                continue
+            with self._lock:
+                report = self.training.update(sequences, group, leave=has_to_leave)
+            period.train_s += time.perf_counter() - begin
+            if report.tokens:
+                period.learned(report, sequences)
+                if order.leader == self.place.worker and period.unsaved >= self.config.checkpoint_every:
+                    self._save(period)
+            elif group is not None and not report.leave:
+                # Nobody has data: do not spin.
+                self._closed.wait(POLL_S)
+            if report.leave:
+                return
+
+    @contextmanager
+    def _meet(self, order: TrainIn) -> Iterator[DrafterGroup | None]:
+        """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came.
+
+        Members first show that they are there: whoever is told to stop while others are still missing just goes. They
+        show how far they are, too: who made most updates is rank 0, whose state all take, so that what a trainer that
+        died had saved is not lost when it comes back into a group.
+        """
+        if len(order.members) == 1:
+            yield None
+            return
+        name = f"{order.term}-{order.group}"
+        hall = self.place.rendezvous / f"{name}.here"
+        hall.mkdir(parents=True, exist_ok=True)
+        own = hall / f"{self.training.updates}-{self.place.worker}"
+        own.touch()
+        while len(here := [path.name for path in hall.iterdir()]) < len(order.members):
+            if self._client.order != order or self._closed.is_set():
+                own.unlink()
+                raise Withdrawn
+            self._closed.wait(MEET_S)
+        ranks = sorted(here, key=_furthest_first)
+        timeout_s = self.config.coordinator.yield_timeout_s / 2
+        with DrafterGroup.join(
+            self.place.rendezvous, name, ranks.index(own.name), len(ranks), timeout_s, backend=self.config.backend
+        ) as group:
+            # All have seen all.
+            own.unlink()
+            with suppress(OSError):
+                hall.rmdir()
+            yield group
+
+    def _next_order(self, order: TrainIn) -> TrainIn | None:
+        """What comes after an order whose group has parted: the next one of its term, or None to free the device."""
+        deadline = time.perf_counter() + self.config.coordinator.yield_timeout_s
+        while self._client.order == order and not self._closed.wait(MEET_S):
+            if time.perf_counter() > deadline:
+                raise RunError("its training group parted and the coordinator said nothing")
+        following = self._client.order
+        if self._closed.is_set() or not isinstance(following, TrainIn) or following.term != order.term:
+            return None
+        return following
+
+    def _enough(self) -> bool:
+        most = self.config.max_updates
+        return most is not None and self.training.updates - self._updates_before >= most
+
+    def _save(self, period: Period) -> None:
+        """Save in the background; what went wrong with the save before is told, and training goes on."""
+        period.blocked_s += self.checkpoint.save(self.training.live_state())
+        period.checkpoints += 1
+        period.unsaved = 0
+
+
+class Withdrawn(Exception):
+    """The order to train in a group was taken back before the group met."""
+
+
+def _furthest_first(shown: str) -> tuple[int, int]:
+    """Sorts what members show, UPDATES-WORKER: most updates first, then by worker."""
+    updates, worker = map(int, shown.split("-"))
+    return -updates, worker
+
+
+def _nbytes(sequences: Iterable[TrainingSequence]) -> int:
+    return sum(sequence.nbytes for sequence in sequences)

@@ -1,0 +1,355 @@
+"""The drafters of one engine by name: what a strategy may ask for, who drafts for which request, how they did lately.
+
+Model-free drafters propose here, beside the scheduler; a learned one proposes in the engine's workers and its tokens
+pass through. A hybrid decides between the two for each request.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
+from tltlab.drafters.base import Drafter, Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError, RunError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+Response = tuple[Key, Sequence[int], Sequence[int]]
+"""A key, its prompt's tokens and its response's so far."""
+
+LATELY = 0.02
+"""Weight of the newest draft in a drafter's mean of accepted tokens: about the last fifty drafts count."""
+
+
+class DrafterCollapsed(RunError):
+    """The canary stopped the run: the learned drafter's drafts are kept far less often than training predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterReport:
+    """How the drafters of an engine do; `dataclasses.asdict` of it is JSON.
+
+    `drafter` is the learned one, "" where there is none: its `age` in RL steps and `updates`, whether the canary has
+    `trusted` it and whether it `serves` (it is trained, fresh and trusted), what training `predicted` and what chance
+    each draft position was `measured` to have since the last swap, both given that the tokens before were kept.
+    `positions` are the counts behind it of every drafter that drafted since then, `verdicts` the canary's newest.
+    """
+
+    drafter: str
+    age: int
+    updates: int
+    trusted: bool
+    serves: bool
+    predicted: tuple[float, ...]
+    measured: tuple[float | None, ...]
+    positions: dict[str, DraftPositions]
+    verdicts: tuple[Verdict, ...]
+
+
+class DrafterPool(Mapping[str, DrafterState]):
+    """Drafters by the names strategies use; as a mapping it gives policies each one's state.
+
+    `drafters` are specs, or `Drafter` objects of one's own; without any there are `ngram` and `suffix`. At most one is
+    learned, and a canary watches it: while it is not trusted it does not serve. `max_depth` is the deepest draft the
+    engine was built for. Without `beside` only an engine's workers draft. ConfigError for what cannot be run together.
+    """
+
+    def __init__(
+        self, drafters: Mapping[str, DrafterSpec | Drafter] | None, max_depth: int, *, beside: bool = True
+    ) -> None:
+        self.max_depth = max_depth
+        self.beside = beside
+        self._rl_step = -1
+        self._fresh = True
+        self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
+        self._model_free: dict[str, Drafter] = {}
+        self._states: dict[str, DrafterState] = {}
+        self._lately: dict[str, float] = {}
+        self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
+        self.canary = Canary(CanaryConfig())
+        self._of_other_weights: dict[str, Any] | None = None
+        self._in_use: tuple[str, ...] = ()
+        learned = [name for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)]
+        if len(learned) > 1:
+            raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
+        self.learned = learned[0] if learned else None
+        for name, spec in self.specs.items():
+            stand_in = spec.fallback if isinstance(spec, LearnedSpec) else None
+            if stand_in is not None and (stand_in not in self.specs or not self._is_model_free(stand_in)):
+                raise ConfigError(f"drafter {name}: its fallback {stand_in!r} is no model-free drafter here")
+            if isinstance(spec, HybridSpec):
+                for part in (spec.first, spec.otherwise):
+                    if part not in self.specs or isinstance(self.specs[part], HybridSpec):
+                        raise ConfigError(f"drafter {name} is a hybrid of {part!r}, and the engine has no such drafter")
+                if spec.first == self.learned:
+                    raise ConfigError(
+                        f"drafter {name}: a hybrid's first drafter must be model-free, got {spec.first!r}"
+                    )
+
+    def use(self, strategies: Sequence[Strategy], running: Iterable[Response] = ()) -> None:
+        """Feed from now on the drafters that `strategies` name, all of them if there are none.
+
+        `running` are the requests in the engine, with what the drafters have been shown of them.
+        """
+        for strategy in strategies:
+            self.check(strategy)
+        speculating = [s.drafter for s in strategies if s.speculates]
+        wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
+        before, self._in_use = self._in_use, tuple(n for n in self.specs if n in wanted and self._is_model_free(n))
+        for key, prompt, tokens in running:
+            for name in set(before) - set(self._in_use):
+                self._drafter(name).close(key)
+            for name in set(self._in_use) - set(before):
+                self._drafter(name).open(key, prompt)
+                self._drafter(name).extend(key, tokens)
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise ConfigError where this engine cannot run `strategy`."""
+        if not strategy.speculates:
+            return
+        if strategy.top_k != 1:
+            raise ConfigError(
+                f"strategy {strategy}: vLLM drafts chains only and has no tree attention; top_k must be 1 "
+                "(trees run in the simulator)"
+            )
+        if strategy.drafter not in self.specs:
+            raise ConfigError(f"strategy {strategy}: this engine has the drafters {', '.join(self.specs) or 'none'}")
+        if strategy.draft_depth > self.max_depth:
+            raise ConfigError(
+                f"strategy {strategy}: the engine is built for draft depths up to {self.max_depth}; "
+                "raise max_draft_depth"
+            )
+        if not self.runs(strategy.drafter):
+            raise ConfigError(
+                f"strategy {strategy}: with asynchronous scheduling or vLLM's V2 model runner drafts stay on the "
+                "device, so only a learned drafter without a fallback serves; leave async_scheduling off and set "
+                "VLLM_USE_V2_MODEL_RUNNER=0"
+            )
+
+    def runs(self, name: str) -> bool:
+        """Whether drafter `name` can be asked: model-free drafts must reach the engine from `beside` it."""
+        return self.beside or not any(self._is_model_free(part) for part in self._parts(name))
+
+    @property
+    def feeds(self) -> bool:
+        """Whether any model-free drafter wants the tokens."""
+        return bool(self._in_use)
+
+    def worker_depth(self, strategy: Strategy) -> int:
+        """How deep the learned drafter must draft under `strategy`; 0 when it is not asked."""
+        if self.learned is None or not strategy.speculates or self.learned not in self._parts(strategy.drafter):
+            return 0
+        return min(strategy.draft_depth, strategy.tokens_to_verify - 1) if self._serves() else 0
+
+    def propose(self, strategy: Strategy, key: Key, depth: int, learned: list[int]) -> tuple[str, list[int]]:
+        """The draft of at most `depth` tokens for `key` and who made it; `learned` is what the workers drafted."""
+        name = strategy.drafter
+        spec = self.specs[name]
+        if isinstance(spec, HybridSpec):
+            draft = self._drafter(spec.first).propose(key, depth)
+            lately = self._lately.get(spec.otherwise, 0.0)
+            if spec.choose(draft, min(lately, depth) if self._can(spec.otherwise) else 0.0):
+                return spec.first, draft.tokens
+            name = spec.otherwise
+        if name == self.learned:
+            if self._serves():
+                return name, learned[:depth]
+            fallback = self.specs[name].fallback
+            if fallback is None:
+                return name, []
+            name = fallback
+        return name, self._drafter(name).propose(key, depth).tokens
+
+    def observe(self, name: str, key: Key, num_drafted: int, num_accepted: int) -> None:
+        """`name` drafted `num_drafted` tokens for `key`, and the first `num_accepted` were kept."""
+        before = self._lately.get(name)
+        self._lately[name] = float(num_accepted) if before is None else before + LATELY * (num_accepted - before)
+        self._counts[name].add(num_drafted, num_accepted)
+        if name == self.learned:
+            self.canary.observe(num_drafted, num_accepted)
+        elif name in self._in_use:
+            self._model_free[name].observe(key, num_drafted, num_accepted)
+
+    def begin(self, rl_step: int) -> None:
+        """A rollout of `rl_step` begins. One that is done again, or an evaluation's -1, ages no drafter."""
+        for drafter in self._fed():
+            drafter.begin(rl_step)
+        later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
+        if later and self.learned is not None:
+            state = self._state(self.learned)
+            # The first rollout under new weights finds them of age 0.
+            self._states[self.learned] = replace(state, age=0 if self._fresh else state.age + 1)
+            self._fresh = False
+
+    def open(self, key: Key, tokens: Sequence[int]) -> None:
+        for drafter in self._fed():
+            drafter.open(key, tokens)
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        for drafter in self._fed():
+            drafter.extend(key, tokens)
+
+    def close(self, key: Key) -> None:
+        for drafter in self._fed():
+            drafter.close(key)
+
+    def remember(self, responses: Iterable[Response]) -> None:
+        """Show the drafters in use whole responses that they did not see grow: (key, prompt, response) each."""
+        for key, prompt, response in responses:
+            for drafter in self._fed():
+                drafter.remember(key, prompt, response)
+
+    def forget(self) -> None:
+        """Drop what every model-free drafter knows and how well each did."""
+        for drafter in self._model_free.values():
+            drafter.forget()
+        self._lately = {}
+        self._counts.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the drafters in use know between rollouts, and how well all did."""
+        return {
+            "drafters": {name: self._drafter(name).state_dict() for name in self._in_use},
+            "lately": dict(self._lately),
+            "canary": self.canary.state_dict(),
+            "updates": self._updates,
+            "age": self._state(self.learned).age if self.learned is not None else 0,
+            "fresh": self._fresh,
+            "rl_step": self._rl_step,
+            "counts": {name: counts.state_dict() for name, counts in self._counts.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` gave, for the drafters in use then and now.
+
+        How a learned drafter did is taken back with its weights: now, or when they are what is swapped in next.
+        """
+        for name in self._in_use:
+            self._drafter(name).load_state_dict(state["drafters"].get(name, {}))
+        self._lately = dict(state["lately"])
+        # What was found out about weights says nothing about others, but these may be on their way.
+        self._of_other_weights = None
+        if state["updates"] == self._updates:
+            self._recall(state)
+        else:
+            self._of_other_weights = state
+
+    def _recall(self, state: dict[str, Any]) -> None:
+        """Take back what was known of the weights that serve."""
+        self.canary.load_state_dict(state["canary"])
+        self._fresh, self._rl_step = state["fresh"], state["rl_step"]
+        if self.learned is not None:
+            self._states[self.learned] = replace(self._state(self.learned), age=state["age"])
+        self._counts.clear()
+        for name, counts in state["counts"].items():
+            self._counts[name].load_state_dict(counts)
+
+    def guard(self, config: CanaryConfig) -> None:
+        """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
+        self.canary = Canary(config)
+
+    def updated(self, predicted: Sequence[float] = (), updates: int | None = None) -> None:
+        """The learned drafter has new weights, whose drafts training `predicted` to be kept: a chance per position.
+
+        They are of so many optimizer `updates`, by default one more than the last.
+        """
+        assert self.learned is not None
+        check_chances(predicted)
+        updates = self._updates + 1 if updates is None else updates
+        self._states[self.learned] = DrafterState(age=0, updates=updates)
+        self._fresh = True
+        self._lately.pop(self.learned, None)
+        self._counts.clear()
+        self.canary.expect(predicted, f"weights of {updates} updates were swapped in{self._when()}")
+        known, self._of_other_weights = self._of_other_weights, None
+        if known is not None and known["updates"] == updates:
+            self._recall(known)
+
+    def target_updated(self, version: str) -> None:
+        """The target has new weights."""
+        self.canary.reset(f"the sync of weights {version}{self._when()}", target_moved=True)
+
+    def woke(self) -> None:
+        """The engine gave its memory away and has it back."""
+        self.canary.reset(f"the engine woke{self._when()}")
+
+    @property
+    def complaint(self) -> str:
+        """Why the run is to stop, in a sentence; empty where it goes on."""
+        verdict = self.canary.collapsed
+        return verdict.sentence if verdict is not None and self.canary.config.on_collapse == "stop" else ""
+
+    def report(self) -> DrafterReport:
+        """How the drafters do."""
+        name = self.learned or ""
+        state = self._state(name)
+        positions = {drafter: counts.positions for drafter, counts in self._counts.items()}
+        return DrafterReport(
+            drafter=name,
+            age=state.age,
+            updates=state.updates,
+            trusted=self.canary.trusted,
+            serves=bool(name) and self._serves(),
+            predicted=self.canary.predicted,
+            measured=positions.get(name, DraftPositions()).chance,
+            positions=positions,
+            verdicts=tuple(self.canary.verdicts),
+        )
+
+    def __getitem__(self, name: str) -> DrafterState:
+        if name not in self.specs:
+            raise KeyError(name)
+        return self._state(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def _parts(self, name: str) -> tuple[str, ...]:
+        """The drafters that a strategy naming `name` may end up with."""
+        spec = self.specs[name]
+        if isinstance(spec, HybridSpec):
+            return (*self._parts(spec.first), *self._parts(spec.otherwise))
+        if isinstance(spec, LearnedSpec) and spec.fallback is not None:
+            return name, spec.fallback
+        return (name,)
+
+    def _is_model_free(self, name: str) -> bool:
+        return not isinstance(self.specs[name], LearnedSpec | HybridSpec)
+
+    def _can(self, name: str) -> bool:
+        return name != self.learned or self._serves()
+
+    def _serves(self) -> bool:
+        """Whether the learned drafter is there, fresh enough and trusted."""
+        assert self.learned is not None
+        if not self.canary.trusted:
+            return False
+        spec, state = self.specs[self.learned], self._state(self.learned)
+        return (spec.trained or state.updates > 0) and (spec.max_age is None or state.age <= spec.max_age)
+
+    def _when(self) -> str:
+        return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
+
+    @property
+    def _updates(self) -> int:
+        return self._state(self.learned).updates if self.learned is not None else 0
+
+    def _state(self, name: str) -> DrafterState:
+        return replace(self._states.get(name) or DrafterState(), accept_estimate=self._lately.get(name))
+
+    def _fed(self) -> list[Drafter]:
+        return [self._drafter(name) for name in self._in_use]
+
+    def _drafter(self, name: str) -> Drafter:
+        drafter = self._model_free.get(name)
+        if drafter is None:
+            spec = self.specs[name]
+            drafter = self._model_free[name] = spec if isinstance(spec, Drafter) else spec.build()
+        return drafter

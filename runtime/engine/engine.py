@@ -1,0 +1,480 @@
+"""One real vLLM engine under a policy: generate requests, get responses and the rows of what every iteration did."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tltlab.coordination.canary import CanaryConfig, check_chances
+from tltlab.drafters.base import Drafter, Key
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.errors import ConfigError, RunError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.replay import REPLAYED
+from tltlab.policies.selector import Selector
+from tltlab.runtime.engine.vllm import llm as adapter
+from tltlab.runtime.engine.vllm.capture import Captured, NoCapture, Sink
+from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .control import Control
+from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
+from .drafter_pool import Response as Remembered
+
+ASK_EVERY_S = 1.0
+"""How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationRequest:
+    """One response to generate: its key (rl_step, prompt_id, sample, turn), prompt token ids and cap in tokens.
+
+    With `ignore_eos` it runs to its cap. Sampling settings that are None are those of the call.
+    """
+
+    key: Key
+    prompt_token_ids: list[int]
+    max_response_tokens: int
+    ignore_eos: bool = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
+
+    `finish_reason` is "stop", "length" or "abort".
+    """
+
+    key: Key
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    t_first_token: float
+    t_finish: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
+
+    `recorder_s` is the time spent keeping the book, `policy_s` the time spent choosing, sharing out and learning, and
+    on what the policy is shown for it; drafting is in neither.
+    """
+
+    responses: list[Response]
+    iterations: list[dict[str, Any]]
+    decisions: list[dict[str, Any]]
+    duration_s: float
+    recorder_s: float
+    policy_s: float
+
+
+class EngineDied(RunError):
+    """The engine failed in mid-rollout: `responses` came back whole, `lost` are the keys of those that did not."""
+
+    def __init__(self, message: str, responses: list[Response] | None = None, lost: list[Key] | None = None) -> None:
+        super().__init__(message, responses, lost)
+        self.responses = responses or []
+        self.lost = lost or []
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Engine:
+    """A vLLM engine with the policy's seam attached.
+
+    `drafters` are the drafters by the names strategies use, at most one of them learned; by default `ngram` and
+    `suffix`. `max_draft_depth` is the deepest draft it is built for; with 0 there is no speculation. With
+    `own_process` vLLM runs its core in another process, and policies are given as `Policy`, not as objects. `vllm_args`
+    pass through to `vllm.LLM` under vLLM's own names and win over the defaults. Close it: it owns threads and memory.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        worker: int = 0,
+        drafters: Mapping[str, DrafterSpec | Drafter] | None = None,
+        max_draft_depth: int = 8,
+        seed: int = 0,
+        own_process: bool = False,
+        vllm_args: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.worker = worker
+        self.seed = seed
+        self.own_process = own_process
+        self.max_draft_depth = max_draft_depth
+        self.drafters = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
+        if own_process and any(isinstance(drafter, Drafter) for drafter in self.drafters.values()):
+            raise ConfigError("an engine core in its own process takes drafters as specs, not as objects")
+        self._pool = DrafterPool(self.drafters, max_draft_depth)
+        for name, spec in self.drafters.items():
+            if isinstance(spec, LearnedSpec):
+                check_drafter(model, name, spec)
+        check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
+        attachment = Attachment(
+            drafters=self.drafters if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
+        )
+        self._dead = ""
+        self._canary_stops = False
+        self.llm = adapter.start(
+            model,
+            attachment=attachment.model_dump(mode="json"),
+            speculative=speculative_config(self.drafters, max_draft_depth),
+            beside=any(not isinstance(drafter, LearnedSpec) for drafter in self.drafters.values()),
+            own_process=own_process,
+            seed=seed,
+            vllm_args=vllm_args or {},
+        )
+        if not own_process:
+            overlapped = self.control.overlapped
+            adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
+        self._pool.beside = adapter.takes_drafts(self.llm)
+        self._capture: NoCapture = NoCapture()
+
+    @property
+    def control(self) -> Control:
+        """What sits beside the scheduler; only for an engine core of this process."""
+        control = adapter.control_of(self.llm)
+        if control is None:
+            raise ConfigError("the engine core is in another process: its policy cannot be touched as an object")
+        return control
+
+    def set_policy(self, policy: Policy | Selector | None, seed: Sequence[int] | None = None) -> None:
+        """Choose by `policy` from the next iteration on, None for plain decoding.
+
+        A `Policy` is built afresh and draws from a generator seeded with `seed`; a `Selector` is used as it is.
+        ConfigError where it may ask for what the engine lacks; the policy before then stays in force.
+        """
+        strategies = policy.strategies if policy is not None else ()
+        for strategy in strategies:
+            self._pool.check(strategy)
+        if self.own_process:
+            if isinstance(policy, Selector):
+                raise ConfigError("an engine core in its own process takes a Policy, not a selector object")
+            plain = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
+            adapter.call(self.llm, "set_policy", policy or plain, self._seed(seed))
+        elif isinstance(policy, Policy):
+            self.control.set_policy(policy, self._seed(seed))
+        else:
+            self.control.set_selector(policy)
+
+    def _seed(self, seed: Sequence[int] | None) -> list[int]:
+        return list(seed) if seed is not None else [self.seed, self.worker]
+
+    def warm_up(self, temperature: float) -> None:
+        """Run plain and speculative iterations once, so that no rollout pays for what happens only at first.
+
+        Sets no policy; whatever was set before must be set again.
+        """
+        requests = [
+            GenerationRequest(key=(-1, "warm-up", n, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
+            for n in range(4)
+        ]
+        deepest = [
+            Strategy.chain(name, self.max_draft_depth)
+            for name in self.drafters
+            if self.max_draft_depth and self._pool.runs(name)
+        ]
+        for strategy in (NO_SPECULATION, *deepest):
+            self.set_policy(Policy(selector=FixedSpec(strategy=strategy)))
+            with self.uncaptured():
+                self.generate(requests, rl_step=-1, temperature=temperature)
+        self.forget()
+        self.llm.reset_prefix_cache()
+        self.set_policy(None)
+
+    def evaluate(self, requests: Sequence[GenerationRequest], *, temperature: float) -> Rollout:
+        """Generate without speculation and uncaptured; the policy in force neither chooses nor learns."""
+        self._call("suspend")
+        try:
+            with self.uncaptured():
+                return self.generate(requests, rl_step=-1, temperature=temperature)
+        finally:
+            self._call("resume")
+
+    def capture(self, sink: Sink | None, *, max_bytes: int = 1 << 30) -> None:
+        """Hand `sink` each response of later rollouts that ends by itself, once, as soon as it ends; None for no more.
+
+        A `TrainingSequence` has the hidden states of the passes that generated it: the last layer's after the final
+        norm and, with an EAGLE-3 drafter, those that vLLM hands it, in the engine's dtype, on the host. It begins where
+        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come. Running requests hold
+        at most `max_bytes`; what finds no room is counted in `captured` and not handed over. A sink that raises ends
+        the capture, not the rollout. ConfigError with `own_process` or parallelism.
+        """
+        self._capture.stop()
+        if sink is not None:
+            self._capture = adapter.capture(self.llm, sink, max_bytes)
+
+    @property
+    def captured(self) -> Captured:
+        """What was captured since `capture` was last given a sink."""
+        return self._capture.captured
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Within, new requests are not captured: for rollouts that are to leave no trace."""
+        with self._capture.paused():
+            yield
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        rl_step: int,
+        temperature: float,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        until: Callable[[Sequence[Key]], bool] | None = None,
+    ) -> Rollout:
+        """Generate every request to its end; top_k 0 and min_p 0 keep the whole vocabulary.
+
+        `until` is asked after each iteration with the keys of the responses that have ended, in that order; at its
+        first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no room
+        or two requests of one key, and for what vLLM refuses. EngineDied, with what came back whole, when the engine
+        fails or loses a request, and ever after. DrafterCollapsed, a RunError, when the drafter's canary stops the run,
+        and again until there are new draft weights; the engine is none the worse. A call that was interrupted leaves
+        nothing behind.
+        """
+        self._check(requests)
+        if self._dead:
+            raise EngineDied(f"close this engine and start another, for {self._dead}", [], [r.key for r in requests])
+        asked = self._heed_canary(0.0)
+        engine = self.llm.llm_engine
+        if engine.has_unfinished_requests():
+            adapter.abort_all(self.llm)
+        params = [self._params(request, temperature, top_p, top_k, min_p) for request in requests]
+        inside, deciding = self._call("seconds")
+        self._call("begin", rl_step)
+        start = time.perf_counter()
+        outputs: dict[str, tuple[Any, float]] = {}
+        names = {f"{rl_step}.{number}": request for number, request in enumerate(requests)}
+        ended: list[Key] = []
+        failure: Exception | None = None
+        try:
+            for (name, request), settings in zip(names.items(), params, strict=True):
+                adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
+            while engine.has_unfinished_requests():
+                for output in self._step():
+                    if output.finished:
+                        outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
+                        ended.append(names[output.request_id].key)
+                asked = self._heed_canary(asked)
+                if until is not None and until(ended):
+                    stopped = time.perf_counter() - start
+                    outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
+            iterations, decisions, first = self._call("end")
+            inside_after, deciding_after = self._call("seconds")
+            self._heed_canary(0.0)
+        except DrafterCollapsed:
+            adapter.abort_all(self.llm)
+            raise
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever an engine dies of, what came back whole is handed over
+            failure, first = error, {}
+        duration_s = time.perf_counter() - start
+        responses = [_response(names[name], *outputs[name], first) for name in names if name in outputs]
+        lost = [request.key for name, request in names.items() if name not in outputs]
+        if failure is not None or lost:
+            why = f": {type(failure).__name__}: {failure}" if failure is not None else ""
+            message = f"the engine lost {len(lost)} of {len(names)} responses, the first with key {lost[:1]}{why}"
+            raise EngineDied(message, responses, lost) from failure
+        return Rollout(
+            responses=responses,
+            iterations=iterations,
+            decisions=decisions,
+            duration_s=duration_s,
+            recorder_s=(inside_after - inside) - (deciding_after - deciding),
+            policy_s=deciding_after - deciding,
+        )
+
+    def _heed_canary(self, asked: float) -> float:
+        """Raise DrafterCollapsed where the canary stops the run; when it was asked, by the clock.
+
+        That is now, or for a core in another process `asked`, while that is less than `ASK_EVERY_S` ago.
+        """
+        now = time.perf_counter()
+        if not self._canary_stops or (self.own_process and now < asked + ASK_EVERY_S):
+            return asked
+        complaint = self._call("complaint") if self.own_process else self.control.drafters.complaint
+        if complaint:
+            raise DrafterCollapsed(f"worker {self.worker}: {complaint}")
+        return now
+
+    def _step(self) -> list[Any]:
+        try:
+            return list(self.llm.llm_engine.step())
+        except Exception as error:
+            self._dead = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise
+
+    def _params(self, request: GenerationRequest, temperature: float, top_p: float, top_k: int, min_p: float) -> Any:
+        return adapter.sampling_params(
+            request.key,
+            temperature=temperature if request.temperature is None else request.temperature,
+            top_p=top_p if request.top_p is None else request.top_p,
+            top_k=top_k if request.top_k is None else request.top_k,
+            min_p=min_p if request.min_p is None else request.min_p,
+            max_tokens=request.max_response_tokens,
+            ignore_eos=request.ignore_eos,
+        )
+
+    def _check(self, requests: Sequence[GenerationRequest]) -> None:
+        room = self.llm.llm_engine.vllm_config.model_config.max_model_len
+        for request in requests:
+            if not 0 < len(request.prompt_token_ids) < room:
+                raise ConfigError(
+                    f"request {request.key}: a prompt of {len(request.prompt_token_ids)} tokens does not fit the "
+                    f"engine's context of {room}, which must hold it and at least one token more"
+                )
+        if len({request.key for request in requests}) < len(requests):
+            raise ConfigError("two requests of one rollout have the same key (rl_step, prompt_id, sample, turn)")
+
+    def remember(self, responses: Iterable[Remembered]) -> None:
+        """Show the drafters in use responses generated elsewhere or earlier: (key, prompt ids, response ids) each."""
+        self._call("remember", list(responses))
+
+    def forget(self) -> None:
+        """Drop all that model-free drafters know."""
+        self._call("forget")
+
+    def reseed(self, seed: Sequence[int]) -> None:
+        """From now on everything random in the engine, in all its processes, follows from `seed`: ints of at least 0.
+
+        An engine core of this process draws from this process's global generators, so these are seeded too. One in a
+        process of its own begins with the first of several requests that reaches it, so what each of them draws there
+        still depends on the clock.
+        """
+        self._call("reseed", [int(part) for part in seed])
+
+    def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Make the choices of a trace again, and after its last RL step choose by the policy in force.
+
+        `rows` are this worker's of the table `decisions`. Tokens come out the same where all else is: policy, seeds,
+        requests, weights (a learned drafter's too) and what drafters and budget knew. ConfigError where the policy
+        never makes such choices; a rollout that runs otherwise than the recorded one ends in a RunError.
+        """
+        self._call("replay", [{name: row[name] for name in REPLAYED} for row in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that policy, budget and drafters have learned, as JSON types; of what runs nothing.
+
+        A learned drafter's weights are not in it, only how they did. Loading it makes any two engines of the same
+        policy draft alike: see `load_state_dict`.
+        """
+        state: dict[str, Any] = json.loads(json.dumps(self._call("state_dict"), allow_nan=False))
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave, with nothing cached; nothing may be running.
+
+        The policy must be set and draft weights be loaded before. Suffix trees order equally frequent continuations by
+        how texts came, so an engine that is to go on like another has to load the state too, the other one itself
+        included.
+        """
+        self._call("load_state_dict", state)
+        self.llm.reset_prefix_cache()
+
+    def snapshot(self) -> tuple[Any, dict[str, Any]]:
+        """What a rollout depends on besides requests and weights: the random state, and what has been learned.
+
+        That is by the policy, its budget and the model-free drafters. Nothing may be running. ConfigError with
+        `own_process`: the random state that matters is then a worker's.
+        """
+        if self.own_process:
+            raise ConfigError("an engine core in its own process keeps its random state to itself: no snapshots")
+        return self._call("rng_state"), self._call("state_dict")
+
+    def restore(self, state: tuple[Any, dict[str, Any]]) -> None:
+        """Go back to a `snapshot`, with nothing cached."""
+        self._call("set_rng_state", state[0])
+        self._call("load_state_dict", state[1])
+        self.llm.reset_prefix_cache()
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load the trainer's weights through vLLM's weight-update calls and forget cached prefixes of the old ones.
+
+        Requests that run go on with the keys and values they have, and their prefixes may stay cached until they end.
+        ConfigError for no weights; RunError where names or shapes are not the model's, and the engine is dead then.
+        """
+        self._load(weights, str(version), draft=False)
+        self._call("target_updated", str(version))
+
+    def update_draft_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        predicted: Sequence[float] | None = None,
+        updates: int | None = None,
+    ) -> None:
+        """Load new weights into the learned drafter, between iterations; requests may run.
+
+        `predicted` is what training measured, best on data it did not train on: the chance that draft token i is kept
+        given those before it, at the rollout's temperature. The canary holds the drafter to it; without it nothing is
+        expected. `updates` are the optimizer updates that made the weights, by default one more than the last.
+        ConfigError where the engine has no learned drafter or these are no chances: the old weights stay.
+        """
+        if self._pool.learned is None:
+            raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
+        chances = [float(chance) for chance in predicted or ()]
+        check_chances(chances)
+        self._load(weights, "", draft=True)
+        self._call("updated", chances, updates)
+
+    def guard_drafter(self, config: CanaryConfig) -> None:
+        """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
+        self._canary_stops = config.on_collapse == "stop"
+        self._call("guard_drafter", config)
+
+    def drafter_report(self) -> DrafterReport:
+        """How the drafters do, and what the canary found."""
+        report: DrafterReport = self._call("drafter_report")
+        return report
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running."""
+        self.llm.sleep(level)
+
+    def wake_up(self) -> None:
+        """Take the memory back; the canary then looks anew whether the learned drafter came back whole."""
+        self.llm.wake_up()
+        self._call("woke")
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
+        if self._dead:
+            raise EngineDied(f"close this engine and start another, for {self._dead}")
+        try:
+            adapter.update_weights(self.llm, weights, version, draft=draft)
+        except RunError as error:
+            self._dead = str(error)
+            raise
+
+    def close(self) -> None:
+        """Release the engine's memory, threads and processes."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return adapter.call(self.llm, name, *args)
+
+
+def _response(request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float]) -> Response:
+    return Response(
+        key=request.key,
+        token_ids=list(output.token_ids),
+        logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
+        finish_reason=output.finish_reason,
+        t_first_token=first.get(request.key, t_finish),
+        t_finish=t_finish,
+    )

@@ -1,0 +1,36 @@
+"""What a run ran on: versions, hardware, and the run.json that tells how to repeat it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from tltlab.runtime.engine.vllm import installed_vllm
+from tltlab.runtime.recipe.recipe import Recipe
+
+
+def run_json(recipe: Recipe) -> dict[str, Any]:
+    """What `run.json` says: the command, the versions and the resolved recipe."""
+    return {"argv": sys.argv, "versions": versions(), "recipe": recipe.model_dump(mode="json")}
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the numbers depend on."""
+    found = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": installed_vllm()}
+    for name in ("tltlab", "torch", "ray", "transformers", "simpy", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware() -> str:
+    """The machine in words: GPUs where there are, else the number of CPU cores."""
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    return f"{len(os.sched_getaffinity(0))} CPU cores"

@@ -1,0 +1,329 @@
+"""Step times of a real engine over batch, draft depth and context: the table that `tltlab calibrate` reads.
+
+A cell is a batch size, a draft depth and a prompt length. Its requests are prefilled, decode with exactly that depth
+until enough iterations were timed, and are aborted. Cells are visited twice, in random orders, so that a machine whose
+speed drifts shows it in the spread instead of bending the table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from tltlab.calibration.estimators import way_of_points
+from tltlab.calibration.measurements.steps import checked
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError, RunError
+from tltlab.policies.simple import Fixed
+from tltlab.strategy import Strategy
+
+from .engine import Engine, GenerationRequest, Rollout
+
+TEMPERATURE = 1.0
+VISITS = 2
+WARM_UP = 3
+"""Iterations after prefill that are not timed: the first one verifies the prefill's drafts."""
+_FEWEST = 5
+_PREFILLS = 3
+"""Prefills per visit and cell, each of new prompts."""
+
+
+class ForcedDrafter(Drafter):
+    """Drafts exactly as deep as it is asked to, whatever was generated: the start of the prompt over and over.
+
+    A model-free draft takes nothing of the device, and verifying one costs the same whatever is in it.
+    """
+
+    def __init__(self) -> None:
+        self._prompts: dict[Key, list[int]] = {}
+
+    def open(self, key: Key, tokens: Sequence[int]) -> None:
+        self._prompts[key] = list(tokens)
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        """What was generated makes no difference."""
+
+    def propose(self, key: Key, depth: int) -> Draft:
+        prompt = self._prompts[key]
+        return Draft((prompt * (depth // len(prompt) + 1))[:depth], 0.0)
+
+    def close(self, key: Key) -> None:
+        del self._prompts[key]
+
+    def forget(self) -> None:
+        self._prompts.clear()
+
+    @property
+    def memory_bytes(self) -> int:
+        return 8 * sum(map(len, self._prompts.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """Requests in the batch, tokens drafted for each, tokens in each prompt; `prefill` times the prompts alone."""
+
+    batch: int
+    depth: int
+    context: int
+    prefill: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """All cells of some batches, depths and contexts, and `iterations` to time in each, over all visits."""
+
+    batches: tuple[int, ...]
+    depths: tuple[int, ...]
+    contexts: tuple[int, ...]
+    iterations: int = 30
+
+    def __post_init__(self) -> None:
+        for name, values, least in (
+            ("batches", self.batches, 1),
+            ("depths", self.depths, 0),
+            ("contexts", self.contexts, 1),
+            ("iterations", (self.iterations,), VISITS),
+        ):
+            if not values or min(values) < least or len(set(values)) < len(values):
+                raise ConfigError(f"{name} are {list(values)}: give whole numbers from {least} up, each once")
+
+    @property
+    def cells(self) -> list[Cell]:
+        decoding = [Cell(batch=b, depth=d, context=c) for b, d, c in product(self.batches, self.depths, self.contexts)]
+        # Prefills of two batches, so that a fit with either left out still has some.
+        few = sorted(self.batches)[:2]
+        return decoding + [Cell(batch=b, depth=0, context=c, prefill=True) for b, c in product(few, self.contexts)]
+
+    @property
+    def per_visit(self) -> int:
+        return -(-self.iterations // VISITS)
+
+    def response_tokens(self, cell: Cell, token_budget: int) -> int:
+        """Cap of a cell's responses: none ends before the last timed iteration, were every draft kept whole.
+
+        `token_budget` is the tokens of an iteration; what is prefilled early decodes while the rest is.
+        """
+        if cell.prefill:
+            return 1
+        for_prefill = max(1, token_budget - cell.batch * (cell.depth + 1))
+        prefills = -(-cell.batch * cell.context // for_prefill)
+        return (cell.depth + 1) * (prefills + WARM_UP + self.per_visit + 3)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest request may come to, prefilled in pieces of 2048."""
+        return max(c.context + self.response_tokens(c, 2048) for c in self.cells)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What was measured.
+
+    `table` has the columns of `tltlab.calibration.measurements.steps`, `drafter`, and of each row `draft_seconds`,
+    `num_samples` and `spread`, the interquartile range of its seconds. `skipped` has cells that were not measured, with
+    `why`. `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians
+    are apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
+    """
+
+    table: pd.DataFrame
+    skipped: list[dict[str, Any]]
+    seconds: float
+    spread: float
+    repeat_error: float | None
+    held_out_error: float | None
+
+
+def start_engine(
+    model: str, grid: Grid, drafter: tuple[str, LearnedSpec] | None, vllm_args: Mapping[str, Any], seed: int = 0
+) -> Engine:
+    """An engine for the grid; `drafter` is a learned one and its name, by default drafts are forced, as "ngram".
+
+    `vllm_args` win over max_num_seqs for the largest batch and max_model_len for the longest request.
+    """
+    name, spec = drafter if drafter is not None else ("ngram", ForcedDrafter())
+    args: dict[str, Any] = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
+    args.setdefault("max_model_len", min(grid.longest, _positions(model)))
+    return Engine(model, drafters={name: spec}, max_draft_depth=max(grid.depths), seed=seed, vllm_args=args)
+
+
+def profile(engine: Engine, grid: Grid, *, seed: int = 0, say: Callable[[str], None] = lambda message: None) -> Profile:
+    """Measure every cell of the grid that fits the engine; ConfigError where none does.
+
+    Rows carry the context as it was while they were timed: prompts, and what had been generated.
+    """
+    return _Profiler(engine, grid, np.random.default_rng(seed), say).run()
+
+
+def engine_settings(engine: Engine) -> dict[str, Any]:
+    """Settings of the engine that step times depend on."""
+    config = engine.llm.llm_engine.vllm_config
+    return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "enforce_eager": config.model_config.enforce_eager,
+        "max_model_len": config.model_config.max_model_len,
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "block_size": config.cache_config.block_size,
+        # One block is vLLM's own.
+        "kv_cache_tokens": (config.cache_config.num_gpu_blocks - 1) * config.cache_config.block_size,
+        "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
+        "threads": torch.get_num_threads(),
+        "temperature": TEMPERATURE,
+    }
+
+
+def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | None:
+    """Median relative error of a table fitted to two thirds of the decoding rows, on the others drawn at random.
+
+    None where two thirds do not make a table.
+    """
+    decoding = checked(table[table["prefill_tokens"] == 0])
+    out = rng.permutation(len(decoding)) < len(decoding) // 3
+    if not out.any():
+        return None
+    way = way_of_points("table", None)
+    left, kept = (decoding[mask].reset_index(drop=True) for mask in (out, ~out))
+    try:
+        predicted = way.predict(way.fit(kept), left)
+    except ConfigError:
+        return None
+    return float(np.median(np.abs(predicted / left["seconds"].to_numpy() - 1.0)))
+
+
+class _Profiler:
+    def __init__(self, engine: Engine, grid: Grid, rng: np.random.Generator, say: Callable[[str], None]) -> None:
+        self.engine, self.grid, self.rng, self.say = engine, grid, rng, say
+        self.settings = engine_settings(engine)
+        (self.drafter,) = engine.drafters
+        self.vocabulary = engine.llm.llm_engine.vllm_config.model_config.get_vocab_size()
+        # Both visits have the same prompts, which prefix caching then keeps: only decoding is timed with them.
+        self.prompts = rng.integers(0, self.vocabulary, (max(grid.batches), max(grid.contexts))).tolist()
+        self.visits = 0
+
+    def run(self) -> Profile:
+        started = time.perf_counter()
+        why = {cell: self._misfit(cell) for cell in self.grid.cells}
+        cells = [cell for cell in self.grid.cells if why[cell] is None]
+        if not any(not cell.prefill for cell in cells):
+            raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(why.values()))}")
+        self.engine.warm_up(TEMPERATURE)
+        found: dict[Cell, list[list[dict[str, Any]]]] = {cell: [] for cell in cells}
+        for visit in range(VISITS):
+            for number, at in enumerate(self.rng.permutation(len(cells))):
+                found[cells[at]].append(self._visit(cells[at]))
+                if number % max(1, len(cells) // 4) == 0:
+                    self.say(f"visit {visit + 1} of {VISITS}: {number + 1} of {len(cells)} cells")
+        fewest = min(_FEWEST, self.grid.iterations)
+        for cell, visits in found.items():
+            if (num := sum(map(len, visits))) < (VISITS if cell.prefill else fewest):
+                why[cell] = f"{num} iterations were of this cell alone"
+        kept = [cell for cell in cells if why[cell] is None]
+        if all(cell.prefill for cell in kept):
+            raise RunError(f"no cell was measured; the first: {why[cells[0]]}")
+        table = pd.DataFrame([self._row(cell, [row for rows in found[cell] for row in rows]) for cell in kept])
+        medians = [[np.median([r["duration"] for r in rows]) for rows in found[cell] if rows] for cell in kept]
+        apart = [abs(both[1] / both[0] - 1.0) for both in medians if len(both) == VISITS]
+        return Profile(
+            table=table,
+            skipped=[
+                {"batch": c.batch, "draft_depth": c.depth, "context": c.context, "prefill": c.prefill, "why": reason}
+                for c, reason in why.items()
+                if reason is not None
+            ],
+            seconds=time.perf_counter() - started,
+            spread=float((table["spread"] / table["seconds"]).median()),
+            repeat_error=float(np.median(apart)) if apart else None,
+            held_out_error=held_out_error(table, self.rng),
+        )
+
+    def _misfit(self, cell: Cell) -> str | None:
+        """Why the engine cannot measure a cell, None where it can."""
+        length = cell.context + self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
+        blocks = -(-(length + self.engine.max_draft_depth) // self.settings["block_size"])
+        limits = (
+            (cell.batch, "max_num_seqs", "requests"),
+            (length, "max_model_len", "tokens in a request"),
+            (cell.batch * blocks * self.settings["block_size"], "kv_cache_tokens", "tokens of KV cache"),
+            (cell.batch * cell.context if cell.prefill else 0, "max_num_batched_tokens", "tokens prefilled at once"),
+        )
+        for needed, name, what in limits:
+            if needed > self.settings[name]:
+                where = f"batch {cell.batch}, depth {cell.depth}, context {cell.context}"
+                return f"{where}: {needed} {what}, {name} is {self.settings[name]}"
+        return None
+
+    def _visit(self, cell: Cell) -> list[dict[str, Any]]:
+        """Rows of the iterations of one visit that are of this cell and nothing else."""
+        self.engine.set_policy(Fixed(Strategy.chain(self.drafter, cell.depth)))
+        if cell.prefill:
+            fresh = self.rng.integers(0, self.vocabulary, (_PREFILLS, cell.batch, cell.context)).tolist()
+            rows = [row for prompts in fresh for row in self._generate(cell, prompts).iterations]
+            return [row for row in rows if row["prefill_tokens"] == cell.batch * cell.context]
+        timed = 0
+
+        def enough(_: Sequence[Key]) -> bool:
+            nonlocal timed
+            rows = self.engine.control.iterations
+            timed += bool(rows) and _is_of(rows[-1], cell)
+            return timed >= WARM_UP + self.grid.per_visit
+
+        prompts = [prompt[: cell.context] for prompt in self.prompts[: cell.batch]]
+        rows = [row for row in self._generate(cell, prompts, enough).iterations if _is_of(row, cell)]
+        return rows[WARM_UP:][: self.grid.per_visit]
+
+    def _generate(
+        self, cell: Cell, prompts: list[list[int]], until: Callable[[Sequence[Key]], bool] | None = None
+    ) -> Rollout:
+        self.visits += 1
+        cap = self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
+        requests = [
+            GenerationRequest(
+                key=(self.visits, "profile", n, 0), prompt_token_ids=prompt, max_response_tokens=cap, ignore_eos=True
+            )
+            for n, prompt in enumerate(prompts)
+        ]
+        return self.engine.generate(requests, rl_step=self.visits, temperature=TEMPERATURE, until=until)
+
+    def _row(self, cell: Cell, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        seconds = np.array([row["duration"] for row in rows])
+        return {
+            "batch": cell.batch,
+            "tokens_to_verify": cell.depth + 1,
+            "context_tokens": float(np.median([row["context_tokens"] for row in rows])),
+            "seconds": float(np.median(seconds)),
+            "draft_depth": cell.depth,
+            "top_k": 1,
+            "prefill_tokens": cell.batch * cell.context if cell.prefill else 0,
+            "drafter": self.drafter if cell.depth else "none",
+            "draft_seconds": float(np.median([row["draft_duration"] or 0.0 for row in rows])),
+            "num_samples": len(rows),
+            "spread": float(np.subtract(*np.percentile(seconds, [75, 25]))),
+        }
+
+
+def _is_of(row: Mapping[str, Any], cell: Cell) -> bool:
+    return (
+        row["batch"] == cell.batch
+        and not row["prefill_tokens"]
+        and row["draft_depth"] == cell.depth == row["next_draft_depth"]
+        and row["num_drafted"] == cell.batch * cell.depth
+    )
+
+
+def _positions(model: str) -> int:
+    """The longest context that a model is made for."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the configuration of {model}: {' '.join(str(error).split())[:300]}") from error
+    return int(getattr(config, "max_position_embeddings", None) or 2**31)

@@ -1,0 +1,141 @@
+"""A trace that an engine writes by itself, without a trainer of ours: `vllm_options(record=...)`.
+
+A rollout is what runs between two moments of idleness, or, where requests carry keys, what carries one rl_step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from tltlab.drafters.base import Key
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+
+from .control import Control, Live
+
+
+class LiveRecording:
+    """Takes down what enters and leaves one engine; durable each time the engine falls idle, a trace once closed.
+
+    A killed engine leaves a recording that `tltlab trace repair` finishes. `policy_version` counts how often the
+    prefix cache was reset, which trainers do after each weight update. Rewards and log-probs are not known here and
+    stay null.
+    """
+
+    def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
+        self.control = control
+        self.policy_version = 0
+        self._visits: Counter[str] = Counter()
+        self._epochs: dict[tuple[int, str], int] = {}
+        self._arrived_s: dict[Key, float] = {}
+        self._seen: set[Key] = set()
+        self._num_rows = 0
+        self._num_decisions = 0
+        self._recorder = Recorder(
+            path,
+            Manifest(
+                kind="recorded",
+                name=Path(path).name,
+                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                model=Path(model).name,
+                hardware=hardware,
+                engine=engine,
+                num_workers=control.worker + 1,
+                source="tltlab",
+                notes="recorded by the engine itself: a rollout is what ran between two moments of idleness, unless "
+                "requests carried keys",
+            ),
+        )
+
+    def arrives(self, rl_step: int | None) -> None:
+        """A request is about to enter, with the rl_step of its key if it has one; an idle engine begins a rollout."""
+        if self.control.live:
+            return
+        following = self.control.rl_step + (1 if self._seen else 0) if rl_step is None else rl_step
+        if following != self.control.rl_step or not self._seen:
+            self.flush()
+            self.control.begin(following)
+            self._num_rows = self._num_decisions = 0
+
+    def arrived(self, live: Live) -> None:
+        """A request has entered."""
+        rl_step, prompt_id, _, _ = live.key
+        epoch = self._epochs.get((rl_step, prompt_id))
+        if epoch is None:
+            epoch = self._epochs[rl_step, prompt_id] = self._visits[prompt_id]
+            self._visits[prompt_id] += 1
+        self._seen.add(live.key)
+        self._arrived_s[live.key] = time.perf_counter() - self.control.origin
+        self._recorder.append(
+            "workload",
+            [
+                _key(live.key)
+                | {
+                    "epoch": epoch,
+                    "prompt_tokens": len(live.prompt),
+                    "max_response_tokens": live.max_response_tokens,
+                    "policy_version": self.policy_version,
+                }
+            ],
+        )
+
+    def left(self, live: Live, finish_reason: str) -> None:
+        """A request has left, for good."""
+        now = time.perf_counter() - self.control.origin
+        tokens = list(live.output)
+        key = _key(live.key)
+        self._recorder.append(
+            "outcomes",
+            [
+                key
+                | {
+                    "response_tokens": len(tokens),
+                    "finish_reason": finish_reason,
+                    "worker": self.control.worker,
+                    "t_submit": self._arrived_s.pop(live.key),
+                    "t_first_token": self.control.first_token_s.get(live.key),
+                    "t_finish": now,
+                }
+            ],
+        )
+        self._recorder.append(
+            "tokens",
+            [
+                key
+                | {
+                    "prompt_token_ids": list(live.prompt),
+                    "token_ids": tokens,
+                    "token_versions": [self.policy_version] * len(tokens),
+                }
+            ],
+        )
+
+    def is_new(self, key: Key) -> bool:
+        """Whether no request had this key before: a trace has one response to a key."""
+        return key not in self._seen
+
+    def flush(self) -> None:
+        """Make everything so far durable."""
+        self._take("iterations", self.control.iterations[self._num_rows :])
+        self._take("decisions", self.control.decisions[self._num_decisions :])
+        self._num_rows, self._num_decisions = len(self.control.iterations), len(self.control.decisions)
+        self._recorder.flush()
+
+    def close(self) -> None:
+        """Write the trace."""
+        self.control.end()
+        self.flush()
+        self._recorder.close()
+
+    def _take(self, table: str, rows: Sequence[dict[str, Any]]) -> None:
+        if rows:
+            self._recorder.append(table, rows)
+
+
+def _key(key: Key) -> dict[str, Any]:
+    return dict(zip(("rl_step", "prompt_id", "sample", "turn"), key, strict=True))

@@ -1,0 +1,284 @@
+"""Starting a vLLM engine with a policy attached, and talking to what sits beside its scheduler, in whatever process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import wait
+from threading import Thread
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from tltlab.drafters.base import Key
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.engine.control import Control
+
+from . import TESTED_VLLM, keep_quiet
+from .capture import Capture, Sink
+from .options import scheduler_cls
+from .plugin import LOCAL_BACKEND
+
+CHUNK_BYTES = 1 << 30
+"""Of weights that go into another process in one message."""
+
+
+def start(
+    model: str,
+    *,
+    attachment: Mapping[str, Any],
+    speculative: Mapping[str, Any] | None,
+    beside: bool,
+    own_process: bool,
+    seed: int,
+    vllm_args: Mapping[str, Any],
+) -> Any:
+    """A `vllm.LLM` with the policy scheduler; `vllm_args` win over the defaults here. ConfigError if it fails.
+
+    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a
+    tensor_parallel_size above 1 the model runs in as many processes below the engine core's, the scheduler and the
+    policy stay where they are. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+    keep_quiet()
+    if beside and speculative is not None:
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    import vllm
+    from vllm.config import WeightTransferConfig
+    from vllm.platforms import current_platform
+
+    if not vllm.__version__.startswith(TESTED_VLLM + "."):
+        raise ConfigError(f"tltlab's engine is tested with vLLM {TESTED_VLLM}.x, found {vllm.__version__}")
+    for name in ("pipeline_parallel_size", "data_parallel_size"):
+        if vllm_args.get(name, 1) != 1:
+            raise ConfigError(f"{name}={vllm_args[name]}: an Engine is one scheduler with one batch; start several")
+    cpu = current_platform.is_cpu()
+    args: dict[str, Any] = {
+        "dtype": "float32" if cpu else "bfloat16",
+        "enforce_eager": cpu,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "seed": seed,
+        "async_scheduling": False,
+    }
+    if cpu:
+        # vLLM's own default takes 92 % of the machine's memory.
+        args["kv_cache_memory_bytes"] = 256 << 20
+    args |= dict(vllm_args)
+    if args.get("tensor_parallel_size", 1) > 1:
+        # Inside a Ray placement group vLLM would start Ray actors of its own, which find no GPU left.
+        args.setdefault("distributed_executor_backend", "mp")
+        if cpu:
+            # vLLM would bind each rank to a NUMA node of its own, and refuses to start where there are fewer.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    if cpu:
+        # There is nothing to put to sleep, and vLLM refuses the setting.
+        args.pop("enable_sleep_mode", None)
+    if cpu and args["enforce_eager"]:
+        # Eager mode still compiles parts of the sampler on first use, which takes longer than the engine's start.
+        torch._dynamo.config.disable = True
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    if speculative is not None:
+        args.setdefault("speculative_config", dict(speculative))
+    args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
+    try:
+        llm = vllm.LLM(
+            model=model,
+            scheduler_cls=scheduler_cls(bool(args["async_scheduling"])),
+            weight_transfer_config=WeightTransferConfig(backend=LOCAL_BACKEND),
+            **args,
+        )
+    except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
+        raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
+    if args.get("speculative_config") and not call(llm, "sampling_is_sound"):
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
+    if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
+    if own_process and control_of(llm) is not None:
+        llm.llm_engine.engine_core.shutdown()
+        raise ConfigError("vLLM keeps engine cores in this process once one ran here: start those of their own first")
+    if own_process:
+        _wake_when_dead(llm.llm_engine.engine_core)
+    llm.init_weight_transfer_engine({"init_info": {}})
+    return llm
+
+
+def _wake_when_dead(client: Any) -> None:
+    """Wake whoever waits for an engine core whose process ends: vLLM's synchronous client would wait for ever."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    processes = [process.sentinel for process in client.resources.engine_manager.processes]
+
+    def watch() -> None:
+        wait(processes)
+        client.outputs_queue.put_nowait(EngineDeadError())
+        for pending in list(client.utility_results.values()):
+            if not pending.done():
+                pending.set_exception(EngineDeadError())
+
+    Thread(target=watch, daemon=True, name="tltlab-engine-watch").start()
+
+
+def takes_drafts(llm: Any) -> bool:
+    """Whether drafts made beside the scheduler reach the workers, which may keep their own on the device."""
+    config = llm.llm_engine.vllm_config
+    return not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
+
+
+def control_of(llm: Any) -> Control | None:
+    """The engine's `Control` where the engine core runs in this process, else None."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return core.scheduler.control if core is not None else None
+
+
+def set_control(llm: Any, control: Control) -> None:
+    """Attach another `Control` to an engine core of this process."""
+    llm.llm_engine.engine_core.engine_core.scheduler.control = control
+
+
+def model_is_here(llm: Any) -> bool:
+    """Whether the model, and with it the sampler's random state, is in this process: no own process, no parallelism."""
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    return getattr(getattr(core, "model_executor", None), "driver_worker", None) is not None
+
+
+def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
+    """Hand `sink` every request that ends, with its hidden states; running ones hold at most `max_bytes` of them.
+
+    ConfigError where the engine's model does not run in this process, or verifies fewer tokens than were scheduled.
+    """
+    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
+    if core is None or worker is None:
+        raise ConfigError("hidden states are captured where the engine runs: leave out own_process and parallelism")
+    runner = worker.worker.model_runner
+    if getattr(runner, "adaptive_verification", None) is not None:
+        raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
+    config = llm.llm_engine.vllm_config
+    made = Capture(
+        runner,
+        sink,
+        max_bytes=max_bytes,
+        max_positions=config.model_config.max_model_len,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    made.attach()
+    core.scheduler.capture = made
+    return made
+
+
+def call(llm: Any, name: str, *args: Any) -> Any:
+    """Call a command of `scheduler.call_control` beside the engine's scheduler; RunError when it cannot be reached."""
+    message = pickle.dumps((name, args))
+    client = llm.llm_engine.engine_core
+    core = getattr(client, "engine_core", None)
+    if core is not None:
+        return pickle.loads(core.tltlab(message))
+    try:
+        return pickle.loads(client.call_utility("tltlab", message))
+    except Exception as error:
+        raise RunError(f"the engine core cannot be asked to {name}: {' '.join(str(error).split())[:300]}") from error
+
+
+def sampling_params(
+    key: Key, *, temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, ignore_eos: bool
+) -> Any:
+    """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
+
+    ConfigError for what vLLM refuses.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMClientError
+    from vllm.sampling_params import RequestOutputKind
+
+    try:
+        return SamplingParams(
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            max_tokens=max_tokens,
+            ignore_eos=ignore_eos,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args={"tltlab": list(key)},
+        )
+    except (ValueError, VLLMClientError) as error:
+        raise ConfigError(f"request {key}: {error}") from error
+
+
+def add_request(llm: Any, name: str, prompt_token_ids: list[int], params: Any) -> None:
+    """Hand a request to the engine; ConfigError where vLLM refuses it, and then nothing is left running."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        llm.llm_engine.add_request(name, {"prompt_token_ids": prompt_token_ids}, params)
+    except (ValueError, VLLMClientError) as error:
+        abort_all(llm)
+        key = tuple(params.extra_args["tltlab"])
+        raise ConfigError(f"request {key}: {error}") from error
+
+
+def abort_all(llm: Any) -> dict[str, Any]:
+    """Abort every unfinished request; by request name what each has generated, with finish_reason "abort"."""
+    from vllm.v1.engine import FinishReason
+
+    engine = llm.llm_engine
+    outputs: dict[str, Any] = {}
+    for state in list(engine.output_processor.request_states.values()):
+        made = state.make_request_output(
+            new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
+        )
+        outputs[state.external_req_id] = made.outputs[0]
+    engine.abort_request(list(outputs))
+    return outputs
+
+
+def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
+    """Load new weights in one of vLLM's weight-update sessions and forget cached prefixes of the old ones.
+
+    ConfigError for no weights. RunError where vLLM cannot load them: the model is then half loaded and of no use.
+    """
+    named = list(weights)
+    if not named:
+        raise ConfigError("a weight update needs weights, got none")
+    try:
+        if draft:
+            llm.start_draft_weight_update()
+        else:
+            llm.start_weight_update()
+        for info in _chunks(llm, named):
+            llm.update_weights({"update_info": info})
+        llm.finish_weight_update(version)
+    except Exception as error:
+        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise RunError(f"vLLM cannot load these weights and is left with half of them ({said})") from error
+    llm.reset_prefix_cache()
+
+
+def _chunks(llm: Any, named: list[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
+    """Weights as `plugin.local_weight_transfer` takes them: as they are, or in chunks of bytes for other processes.
+
+    Nested tensors do not survive the way into another process, and all of a large model is too much for one message.
+    """
+    if model_is_here(llm):
+        yield {"weights": named}
+        return
+    from safetensors.torch import save
+
+    chunk: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        if chunk and size + tensor.nbytes > CHUNK_BYTES:
+            yield {"safetensors": save(chunk)}
+            chunk, size = {}, 0
+        chunk[name] = tensor.contiguous()
+        size += tensor.nbytes
+    yield {"safetensors": save(chunk)}

@@ -1,0 +1,177 @@
+"""From a policy to the arguments that make any vLLM engine run it: `vllm_options`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.graphs import plan_graphs
+
+_HERE = __package__
+
+
+class Attachment(BaseModel):
+    """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: Policy | None = None
+    drafters: dict[str, DrafterSpec] | None = None
+    max_draft_depth: int = 0
+    worker: int = 0
+    seed: int = 0
+    record: str | None = None
+
+    def of_replica(self, index: int) -> Attachment:
+        """The same for one of several data-parallel engines: a worker and a trace of its own."""
+        record = f"{self.record}-{index}" if self.record is not None and index else self.record
+        return self.model_copy(update={"worker": self.worker + index, "record": record})
+
+    def control(self, *, overlapped: bool, beside: bool = True) -> Control:
+        """A fresh `Control` that follows the policy."""
+        pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
+        control = Control(pool, worker=self.worker, overlapped=overlapped)
+        if self.policy is not None:
+            control.set_policy(self.policy, (self.seed, self.worker, 0))
+        return control
+
+
+def vllm_options(
+    policy: str | Path | Policy,
+    *,
+    drafters: Mapping[str, DrafterSpec] | None = None,
+    max_draft_depth: int | None = None,
+    max_batch: int | None = None,
+    async_scheduling: bool = False,
+    worker: int = 0,
+    seed: int = 0,
+    record: str | Path | None = None,
+) -> dict[str, Any]:
+    """Return keyword arguments for `vllm.LLM`, `AsyncEngineArgs` or, as JSON, for `vllm serve`, that run `policy`.
+
+    `policy` is a shipped name, a policy file or a Policy; `drafters` add to, or replace, the ones it names. The engine
+    is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
+    most so many requests at a time and captures the CUDA graphs of `graph_plan.plan_graphs`, whose memory
+    `tltlab export-policy` predicts. With `async_scheduling` (CUDA) only a learned drafter serves. Engines that share a
+    run differ by `worker`. With `record` the engine writes a trace into that folder. ConfigError for what vLLM cannot
+    run.
+
+    >>> sorted(vllm_options("beg-mab"))
+    ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
+    """
+    chosen = load_policy(policy)
+    pool_specs = {**DEFAULT_DRAFTERS, **chosen.drafters, **(drafters or {})}
+    speculating = [s for s in chosen.strategies if s.speculates]
+    depth = max((s.draft_depth for s in speculating), default=0) if max_draft_depth is None else max_draft_depth
+    pool = DrafterPool(pool_specs, depth)
+    pool.use(chosen.strategies)
+    if async_scheduling and pool.feeds:
+        raise ConfigError(
+            "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
+            "names model-free ones: leave async_scheduling off"
+        )
+    attachment = Attachment(
+        policy=chosen,
+        drafters=pool_specs,
+        max_draft_depth=depth,
+        worker=worker,
+        seed=seed,
+        record=str(record) if record is not None else None,
+    )
+    options: dict[str, Any] = {
+        "scheduler_cls": scheduler_cls(async_scheduling),
+        "async_scheduling": async_scheduling,
+        "additional_config": {"tltlab": attachment.model_dump(mode="json")},
+    }
+    speculative = speculative_config(pool_specs, depth)
+    if max_batch is not None:
+        planned = plan_graphs(chosen, max_batch).settings()
+        options |= {name: planned[name] for name in ("max_num_seqs", "compilation_config")}
+        depths = planned.get("speculative_config", {}).get("num_speculative_tokens_per_batch_size")
+        if speculative is not None and depths is not None:
+            # The policy chooses; this says which depths to capture graphs for.
+            speculative["num_speculative_tokens_per_batch_size"] = depths
+    if speculative is not None:
+        options["speculative_config"] = speculative
+    return options
+
+
+def serve_arguments(options: Mapping[str, Any]) -> list[str]:
+    """The same options as arguments of `vllm serve`.
+
+    >>> serve_arguments({"async_scheduling": False, "speculative_config": {"method": "ngram"}})
+    ['--no-async-scheduling', '--speculative-config', '{"method": "ngram"}']
+    """
+    arguments: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            arguments += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return arguments
+
+
+def scheduler_cls(overlapped: bool) -> str:
+    """The scheduler's name, as vLLM takes it."""
+    return f"{_HERE}.scheduler.{'AsyncPolicyScheduler' if overlapped else 'PolicyScheduler'}"
+
+
+def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
+    """vLLM's speculative_config for the learned drafter among `drafters`, or for model-free ones alone."""
+    if not depth:
+        return None
+    learned = next((spec for spec in drafters.values() if isinstance(spec, LearnedSpec)), None)
+    if learned is None:
+        return {"method": "custom_class", "model": f"{_HERE}.scheduler.NoProposer", "num_speculative_tokens": depth}
+    return {"method": learned.method, "model": learned.model, "num_speculative_tokens": depth}
+
+
+def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
+    """Raise ConfigError where the configurations of drafter and target, if they are folders, do not go together.
+
+    A draft model needs the target's vocabulary, an EAGLE head its hidden size too; an EAGLE-3 head may draft from a
+    part of the vocabulary.
+    """
+    theirs, ours = _config(target), _config(spec.model)
+    if theirs is None or ours is None:
+        return
+    for field in ("vocab_size",) if spec.method == "draft_model" else ("vocab_size", "hidden_size"):
+        if ours.get(field) != theirs.get(field):
+            raise ConfigError(
+                f"drafter {name}: {spec.model} has {field} {ours.get(field)} and the target {target} has "
+                f"{theirs.get(field)}; they must be equal"
+            )
+
+
+def check_sampled_drafts(drafters: Mapping[str, Any], speculative: Mapping[str, Any] | None) -> None:
+    """Raise ConfigError for a hybrid beside a learned drafter that samples its drafts.
+
+    vLLM keeps the probabilities of such drafts and verifies with them whatever drafts it is given, so a request that
+    gets other drafts instead would be sampled from the wrong distribution.
+    """
+    sampled = (speculative or {}).get("draft_sample_method") == "probabilistic"
+    if sampled and any(isinstance(spec, HybridSpec) for spec in drafters.values()):
+        raise ConfigError(
+            'a hybrid cannot stand beside drafts that are sampled: leave out draft_sample_method "probabilistic"'
+        )
+
+
+def _config(model: str) -> dict[str, Any] | None:
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,317 @@
+"""vLLM's scheduler with a policy beside it: `PolicyScheduler`, and its twin for asynchronous scheduling.
+
+Both are given to vLLM as `scheduler_cls`; the policy comes in `additional_config["tltlab"]` (see `options`). The depth
+an iteration drafts at its end travels in `SchedulerOutput.num_spec_tokens_to_schedule` to the V1 and V2 model runner.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from tltlab.drafters.base import Key
+from tltlab.errors import ConfigError
+from tltlab.runtime.engine.control import Control, Live, Scheduled
+from tltlab.runtime.engine.environment import hardware
+from tltlab.runtime.engine.recording import LiveRecording
+
+from .capture import NoCapture
+from .options import Attachment
+from .plugin import speculative_sampling_is_sound
+
+EXTRA = "tltlab"
+"""Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
+
+NAMELESS_PER_STEP = 1024
+"""Requests without keys that count as one RL step where nothing says when one begins, so that drafters can forget."""
+
+logger = init_logger(__name__)
+
+
+class PolicyScheduler(Scheduler):
+    """Asks the policy before each iteration, trims or replaces the drafts after it. Plain without a policy."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
+        if self.num_spec_tokens:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        parallel = self.vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise ConfigError(
+                f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several "
+                "batches that are under way at once; use tensor parallelism"
+            )
+        settings = (self.vllm_config.additional_config or {}).get(EXTRA) or {}
+        attachment = Attachment.model_validate(settings).of_replica(parallel.data_parallel_index)
+        overlapped = isinstance(self, AsyncScheduler)
+        # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
+        beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
+        self.control = attachment.control(overlapped=overlapped, beside=beside)
+        self.recording: LiveRecording | None = None
+        if attachment.record is not None:
+            self.recording = LiveRecording(
+                attachment.record,
+                self.control,
+                model=self.vllm_config.model_config.model,
+                hardware=hardware(),
+                engine=f"vllm {vllm.__version__}",
+            )
+        self.capture: NoCapture = NoCapture()
+        self._anonymous: Counter[tuple[int, str]] = Counter()
+        self._in_flight: deque[Scheduled] = deque()
+
+    def add_request(self, request: Request) -> None:
+        known = request.request_id in self.requests
+        super().add_request(request)
+        if known:
+            return
+        given = self._given_key(request)
+        if self.recording is not None:
+            self.recording.arrives(given[0] if given is not None else None)
+            if given is not None and not self.recording.is_new(given):
+                given = None
+        elif given is not None:
+            self.control.advance(given[0])
+        self._enter(request, given or self._new_key(request))
+
+    def _enter(self, request: Request, key: Key) -> None:
+        live = self.control.add(
+            request.request_id,
+            key,
+            list(request.prompt_token_ids or ()),
+            request._output_token_ids,
+            request.max_tokens,
+        )
+        self.capture.enter(request.request_id)
+        if self.recording is not None:
+            self.recording.arrived(live)
+
+    def _leave(self, request: Request) -> Live | None:
+        live = self.control.finish(request.request_id)
+        if self.recording is not None and live is not None:
+            self.recording.left(live, str(request.get_finished_reason() or "stop"))
+        return live
+
+    def _update_request_as_session(self, session: Request, update: Any) -> None:
+        # A streaming session's next input: the output so far becomes prompt, and the request a turn of its own.
+        live = self._leave(session)
+        super()._update_request_as_session(session, update)
+        assert live is not None
+        rl_step, prompt_id, sample, turn = live.key
+        self._enter(session, (rl_step, prompt_id, sample, turn + 1))
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self.control.iteration_starts()
+        return super().schedule(*args, **kwargs)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
+        if scheduler_output.num_scheduled_tokens:
+            entered = time.perf_counter()
+            what = self._scheduled(scheduler_output)
+            self._in_flight.append(what)
+            self.control.seconds_inside += time.perf_counter() - entered
+            scheduler_output.num_spec_tokens_to_schedule = self.control.scheduled(what)
+        super()._update_after_schedule(scheduler_output)
+
+    def _scheduled(self, output: SchedulerOutput) -> Scheduled:
+        requests = [self.requests[i] for i in output.num_scheduled_tokens]
+        drafts = output.scheduled_spec_decode_tokens
+        # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
+        decoding = len(requests) + sum(map(len, drafts.values()))
+        prefill = 0
+        if self.control.speechless or output.total_num_scheduled_tokens != decoding:
+            prefill = sum(
+                _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
+                for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+            )
+        return Scheduled(
+            request_ids=list(output.num_scheduled_tokens),
+            drafts=drafts,
+            waiting=len(self.waiting),
+            context_tokens=sum(request.num_tokens for request in requests),
+            prefill_tokens=prefill,
+            free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
+        )
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        if scheduler_output.num_scheduled_tokens:
+            entered = time.perf_counter()
+            what = self._in_flight.popleft()
+            index = model_runner_output.req_id_to_index
+            sampled = model_runner_output.sampled_token_ids
+            counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
+            self.control.seconds_inside += time.perf_counter() - entered
+            self.control.sampled(what, counts)
+            self.capture.landed()
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if not self.requests:
+            self.control.idle()
+            if self.recording is not None:
+                self.recording.flush()
+        return outputs
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        draft_token_ids.draft_token_ids = self.control.drafts(
+            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, getattr(draft_token_ids, "draft_s", None)
+        )
+        super().update_draft_token_ids(draft_token_ids)
+        if len(self.running) > len(draft_token_ids.req_ids):
+            # What had no room in this iteration would else be verified with the draft of an earlier choice.
+            for request in self.running:
+                if request.spec_token_ids and request.request_id not in draft_token_ids.req_ids:
+                    request.spec_token_ids = []
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        live = self._leave(request)
+        if live is not None:
+            self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
+        return super()._free_request(request, *args, **kwargs)
+
+    def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
+        if self.recording is not None:
+            # Trainers do this after each weight update, of which a scheduler hears nothing else.
+            self.recording.policy_version += 1
+        return super().reset_prefix_cache(*args, **kwargs)
+
+    def close_recording(self) -> None:
+        """Turn what was recorded into a trace; nothing is recorded after."""
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.close()
+
+    def _given_key(self, request: Request) -> Key | None:
+        """The key that came with the request, unless it is none or one that runs has it already."""
+        params = request.sampling_params
+        given = (params.extra_args or {}).get(EXTRA) if params is not None else None
+        if given is None:
+            return None
+        try:
+            rl_step, prompt_id, sample, turn = given
+            key = int(rl_step), str(prompt_id), int(sample), int(turn)
+        except (TypeError, ValueError):
+            # Raising here would end the engine, and with it everybody's requests.
+            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, given)
+            return None
+        return None if key in self.control.keys else key
+
+    def _new_key(self, request: Request) -> Key:
+        """A key for a request that has none: its prompt's digest and a running number."""
+        tokens = ",".join(map(str, request.prompt_token_ids or ()))
+        prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
+        before = self.control.rl_step
+        if self.recording is None and self._anonymous.total() >= NAMELESS_PER_STEP:
+            self.control.advance(before + 1)
+        rl_step = self.control.rl_step
+        if rl_step != before:
+            self._anonymous.clear()
+        self._anonymous[rl_step, prompt_id] += 1
+        return rl_step, prompt_id, self._anonymous[rl_step, prompt_id] - 1, 0
+
+
+class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
+    """The same for asynchronous scheduling: an iteration is put together before the last one's tokens are known.
+
+    Drafts stay on the device, so only a learned drafter serves; budgets trim the placeholders that stand for them.
+    """
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        ids = [i for i in scheduler_output.num_scheduled_tokens if self.requests[i].spec_token_ids]
+        for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
+            request = self.requests[request_id]
+            request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
+    """Tokens of a scheduled request that are no decoding: its prompt, or after preemption prompt and output again."""
+    if request.num_output_tokens + request.num_output_placeholders == 0:
+        return num_scheduled
+    return max(num_scheduled - num_drafts - 1, 0)
+
+
+class NoProposer:
+    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+def call_control(core: Any, message: bytes) -> bytes:
+    """Carry out a pickled (name, args) on an engine core, most on the `Control` beside it; the pickled result."""
+    name, args = pickle.loads(message)
+    if name == "reseed":
+        return pickle.dumps(_reseed(core, *args))
+    return pickle.dumps(_COMMANDS[name](core.scheduler.control, *args))
+
+
+def _reseed(core: Any, seed: Sequence[int]) -> None:
+    """Have all random states of the core's process and of its workers', one or several, follow from `seed`."""
+    _seed_process(None, list(seed))
+    # Tensor-parallel ranks draw the same tokens, so all get the same seed.
+    core.model_executor.collective_rpc(_seed_process, args=(list(seed),))
+
+
+def _seed_process(worker: Any, seed: list[int]) -> None:
+    """The V1 runner draws from its device's generator, the V2 runner takes seeds from numpy."""
+    for_torch, for_numpy, for_python = np.random.SeedSequence(seed).generate_state(3, np.uint64).tolist()
+    torch.manual_seed(for_torch % 2**63)
+    np.random.seed(for_numpy % 2**32)
+    random.seed(for_python)
+
+
+def _rng_state(control: Control) -> Any:
+    """What tokens are drawn from: the V1 runner draws on its device, the V2 runner takes seeds from numpy."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
+
+
+def _set_rng_state(control: Control, state: Any) -> None:
+    cpu, cuda, numpy = state
+    torch.set_rng_state(cpu)
+    torch.cuda.set_rng_state_all(cuda)
+    np.random.set_state(numpy)
+
+
+_COMMANDS: Mapping[str, Callable[..., Any]] = {
+    "set_policy": Control.set_policy,
+    "begin": Control.begin,
+    "end": Control.end,
+    "suspend": Control.suspend,
+    "resume": Control.resume,
+    "replay": Control.replay,
+    "remember": Control.remember,
+    "forget": lambda control: control.drafters.forget(),
+    "updated": lambda control, predicted, updates: control.drafters.updated(predicted, updates),
+    "target_updated": lambda control, version: control.drafters.target_updated(version),
+    "woke": lambda control: control.drafters.woke(),
+    "guard_drafter": lambda control, config: control.drafters.guard(config),
+    "complaint": lambda control: control.drafters.complaint,
+    "drafter_report": lambda control: control.drafters.report(),
+    "seconds": lambda control: (control.seconds_inside, control.seconds_deciding),
+    "state_dict": Control.state_dict,
+    "load_state_dict": Control.load_state_dict,
+    "sampling_is_sound": lambda control: speculative_sampling_is_sound(),
+    "rng_state": _rng_state,
+    "set_rng_state": _set_rng_state,
+}

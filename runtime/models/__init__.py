@@ -1,0 +1,1 @@
+"""Small models made here: tasks, pretraining, how good they are."""

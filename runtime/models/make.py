@@ -1,0 +1,195 @@
+"""A small reasoning model of our own, trained from scratch on one CPU core, and the folder it is handed on in."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.new_folder import new_folder
+
+from .measure import measure
+from .pretrain import pretrain
+from .tasks import TASKS, Problem, Task
+
+MAX_RESPONSE_TOKENS = 768
+NUM_TRAIN_PROMPTS = 4096
+NUM_HELDOUT_PROMPTS = 512
+_MAX_POSITIONS = 1024
+# 32 is the smallest head the CPU attention kernels of vLLM take.
+_HEAD_SIZE = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """A model's shape and how long it is trained and measured: steps, not seconds, so a seed fixes the weights."""
+
+    hidden: int
+    layers: int
+    mlp: int
+    steps: int
+    tokens_per_batch: int = 1024
+    matrix_lr: float = 0.01
+    other_lr: float = 0.01
+    measured_prompts: int = 64
+    samples_per_prompt: int = 8
+
+
+SIZES = {
+    "tiny": Size(hidden=128, layers=2, mlp=256, steps=560, measured_prompts=32),
+    "small": Size(hidden=128, layers=4, mlp=256, steps=1200),
+    # One pass of these twelve thin layers costs many of the one layer's, which can so be its draft model.
+    "deep": Size(hidden=96, layers=12, mlp=192, steps=1800),
+    "draft": Size(hidden=64, layers=1, mlp=256, steps=3000),
+}
+
+
+def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Train a model on `task`, write its folder to `out` in one move, and return the report.
+
+    `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
+    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json beside it. An earlier
+    model there is replaced; anything else is a ConfigError, as is an unknown size or task. The work takes one thread
+    whatever torch is set to, so that the weights depend on the seed and the machine alone.
+    """
+    out = Path(out)
+    shape = SIZES.get(size) if isinstance(size, str) else size
+    if shape is None:
+        raise ConfigError(f"no model size named {size!r}; there are: {', '.join(SIZES)}")
+    if task not in TASKS:
+        raise ConfigError(f"no task named {task!r}; there are: {', '.join(TASKS)}")
+    if seed < 0:
+        raise ConfigError(f"seed {seed} is negative; take 0 or more")
+    with new_folder(out, "report.json") as folder, _one_thread(seed):
+        started = time.perf_counter()
+        train, heldout = draw_problems(TASKS[task], seed)
+        tokenizer = make_tokenizer(TASKS[task])
+        model = LlamaForCausalLM(_config(shape, tokenizer))
+        num_parameters = sum(p.numel() for p in model.parameters())
+        progress(f"training {num_parameters:,} parameters on {task}")
+        loss = pretrain(
+            model,
+            tokenizer,
+            TASKS[task],
+            train,
+            num_steps=shape.steps,
+            tokens_per_batch=shape.tokens_per_batch,
+            matrix_lr=shape.matrix_lr,
+            other_lr=shape.other_lr,
+            max_response_tokens=MAX_RESPONSE_TOKENS,
+            seed=seed,
+            progress=progress,
+        )
+        trained_s = time.perf_counter() - started
+        progress(f"trained in {trained_s:.0f} s; sampling it")
+        sampled = measure(
+            model,
+            tokenizer,
+            heldout[: shape.measured_prompts],
+            reward=TASKS[task].reward,
+            samples_per_prompt=shape.samples_per_prompt,
+            temperature=1.0,
+            max_tokens=MAX_RESPONSE_TOKENS,
+            seed=seed,
+        )
+        report = {
+            "size": size if isinstance(size, str) else "custom",
+            "task": task,
+            "reward": TASKS[task].reward,
+            "seed": seed,
+            "parameters": num_parameters,
+            "train_steps": shape.steps,
+            "train_s": round(trained_s, 1),
+            "final_loss": round(loss, 4),
+            "max_response_tokens": MAX_RESPONSE_TOKENS,
+            "sampled": sampled,
+        }
+        disable_progress_bar()
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        _write_problems(folder / "train.jsonl", "train", train)
+        _write_problems(folder / "heldout.jsonl", "heldout", heldout)
+        (folder / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    return report
+
+
+def draw_problems(task: Task, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Return problems to train on and problems held out, no prompt twice."""
+    rng = np.random.default_rng(seed)
+    found: dict[str, Problem] = {}
+    while len(found) < NUM_TRAIN_PROMPTS + NUM_HELDOUT_PROMPTS:
+        problem = task.problem(rng)
+        found.setdefault(problem.prompt, problem)
+    problems = list(found.values())
+    # A prompt that is drawn often is found early, so the two parts are cut from a shuffled list.
+    order = rng.permutation(len(problems)).tolist()
+    return [problems[i] for i in order[NUM_HELDOUT_PROMPTS:]], [problems[i] for i in order[:NUM_HELDOUT_PROMPTS]]
+
+
+def make_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that knows the task's words, one token each, and puts <bos> before a text."""
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    words = [*special, *task.words]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", words.index("<bos>"))])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=_MAX_POSITIONS,
+    )
+
+
+def _config(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    heads = size.hidden // _HEAD_SIZE
+    return LlamaConfig(
+        vocab_size=math.ceil(len(tokenizer) / 64) * 64,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        intermediate_size=size.mlp,
+        num_attention_heads=heads,
+        num_key_value_heads=max(heads // 2, 1),
+        head_dim=_HEAD_SIZE,
+        max_position_embeddings=_MAX_POSITIONS,
+        tie_word_embeddings=False,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+
+
+def _write_problems(path: Path, split: str, problems: list[Problem]) -> None:
+    rows = [json.dumps({"prompt_id": f"{split}-{i}", **asdict(problem)}) for i, problem in enumerate(problems)]
+    path.write_text("\n".join(rows) + "\n")
+
+
+@contextmanager
+def _one_thread(seed: int) -> Iterator[None]:
+    """Seed torch and hold it to one thread, and put both back after."""
+    threads = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

@@ -1,0 +1,266 @@
+"""Reasoning tasks of our own, in words a small model can learn from scratch: problems, traces to imitate, rewards.
+
+Every task has an answer that can be checked and traces whose length comes from the reasoning itself. Traces have
+flaws (giving up, trusting a wrong sum, skipping the check) so that reinforcement learning has something to mend.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What the model reads and what a checker needs. Words are separated by single spaces."""
+
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One task: `problem` draws a problem, `trace` one flawed solution of it, `reward` is an import path."""
+
+    name: str
+    words: tuple[str, ...]
+    problem: Callable[[np.random.Generator], Problem]
+    trace: Callable[[Problem, np.random.Generator], str]
+    reward: str
+
+
+# ---- subset-sum: the length is mostly luck -------------------------------------------------------------------------
+
+SUBSET_SUM_MAX_GOAL = 30
+_SUBSET_SUM_END = re.compile(r"(?:^| )try (\d+)((?: \+ \d+ = \d+)*) yes$")
+_PICK = re.compile(r"\+ (\d+) =")
+_MIN_TRY_SUCCESS = 0.02
+# Chance to keep a problem by the whole part of -log2 of a try's chance; 1 beyond.
+_KEEP_BY_HALVINGS = (0.05, 0.1, 0.3)
+
+
+def try_success(numbers: list[int], goal: int) -> float:
+    """Return the chance that numbers drawn one by one without replacement hit `goal` before passing it.
+
+    A set S of k numbers that sums to the goal is the first k draws of n with chance 1 / C(n, k); these events exclude
+    each other, so the chances of all such sets add up.
+
+    >>> try_success([1, 2, 3], 3)
+    0.6666666666666666
+    """
+    n = len(numbers)
+    ways = np.zeros((n + 1, goal + 1))
+    ways[0, 0] = 1
+    for number in numbers:
+        if number <= goal:
+            ways[1:, number:] += ways[:-1, : goal + 1 - number].copy()
+    chance, orders = 0.0, 1.0
+    for k in range(1, n + 1):
+        orders *= (n - k + 1) / k
+        chance += ways[k, goal] / orders
+    return float(chance)
+
+
+def subset_sum_problem(rng: np.random.Generator) -> Problem:
+    """Draw different numbers and a goal that some of them sum to; one random try succeeds with chance .4 down to .02.
+
+    Half are dense, of small numbers; half are multiples of 3 among which one or two numbers that the goal needs.
+    Problems that most tries solve are thinned out, so that the chance is spread over its logarithm.
+    """
+    while True:
+        if rng.random() < 0.5:
+            numbers = rng.permutation(np.arange(1, 13))[: rng.integers(4, 8)].tolist()
+            size = int(rng.integers(2, min(4, len(numbers) - 1) + 1))
+        else:
+            needed = rng.permutation([1, 4, 7, 10])[: rng.integers(1, 3)].tolist()
+            numbers = needed + rng.permutation(np.arange(3, 22, 3))[: rng.integers(3, 7)].tolist()
+            size = len(needed) + int(rng.integers(1, 3))
+        goal = sum(numbers[:size])
+        if goal > SUBSET_SUM_MAX_GOAL:
+            continue
+        chance = try_success(numbers, goal)
+        if chance < _MIN_TRY_SUCCESS:
+            continue
+        halvings = int(-np.log2(chance))
+        if halvings < len(_KEEP_BY_HALVINGS) and rng.random() > _KEEP_BY_HALVINGS[halvings]:
+            continue
+        order = rng.permutation(len(numbers))
+        listed = " ".join(str(numbers[i]) for i in order)
+        return Problem(prompt=f"nums {listed} goal {goal} go", answer=str(goal))
+
+
+def subset_sum_trace(problem: Problem, rng: np.random.Generator) -> str:
+    """Search at random, with running sums: `try 9 + 7 = 16 + 5 = 21 no > 20 so next try 9 + 7 = 16 + 4 = 20 yes`.
+
+    Flaws: most writers are impatient and soon write `so stop`; one in ten sums that are off by one passes as `yes`.
+    """
+    numbers, goal = _parse_subset_sum(problem.prompt)
+    stop = 0.5 if rng.random() < 0.55 else 0.004
+    words: list[str] = []
+    while True:
+        total = 0
+        for i in rng.permutation(len(numbers)):
+            words += ["+", str(numbers[i]), "=", str(total + numbers[i])] if total else ["try", str(numbers[i])]
+            total += numbers[i]
+            if total >= goal or (total == goal - 1 and rng.random() < 0.1):
+                break
+        if total <= goal or (total == goal + 1 and rng.random() < 0.1):
+            return " ".join([*words, "yes"])
+        words += ["no", ">", str(goal), "so"]
+        if rng.random() < stop:
+            return " ".join([*words, "stop"])
+        words.append("next")
+
+
+def subset_sum_reward(prompt: str, response: str, answer: str) -> float:
+    """1.0 where the last try ends in `yes` and its numbers, each one of the list and used once, sum to the goal.
+
+    >>> subset_sum_reward("nums 9 7 4 goal 20 go", "try 9 + 7 = 16 + 4 = 20 yes", "20")
+    1.0
+    """
+    numbers, goal = _parse_subset_sum(prompt)
+    last_try = _SUBSET_SUM_END.search(response)
+    if last_try is None:
+        return 0.0
+    picks = [int(last_try[1]), *(int(pick) for pick in _PICK.findall(last_try[2]))]
+    distinct = len(set(picks)) == len(picks)
+    return float(distinct and set(picks) <= set(numbers) and sum(picks) == goal == int(answer))
+
+
+def _parse_subset_sum(prompt: str) -> tuple[list[int], int]:
+    words = prompt.split()
+    goal = words.index("goal")
+    return [int(word) for word in words[words.index("nums") + 1 : goal]], int(words[goal + 1])
+
+
+SUBSET_SUM = Task(
+    name="subset-sum",
+    words=(
+        *map(str, range(51)),
+        *["nums", "goal", "go", "try", "+", "=", "yes", "no", ">", "so", "next", "stop", "ans"],
+    ),
+    problem=subset_sum_problem,
+    trace=subset_sum_trace,
+    reward="tltlab.runtime.models.tasks:subset_sum_reward",
+)
+
+# ---- gcd: the length is mostly decided by the problem ----------------------------------------------------------------
+
+GCD_MAX_NUMBER = 99
+# Chance to keep a problem by the whole part of log2 of its number of subtractions.
+_KEEP_BY_DOUBLINGS = (1.0, 1.0, 1.0, 0.25, 0.25, 1.0, 1.0)
+
+
+def gcd_problem(rng: np.random.Generator) -> Problem:
+    """Draw two or three different numbers below 100 whose greatest common divisor is 1 to 6 with about equal chances.
+
+    The numbers are uniform in their logarithm: a small one among large ones takes many subtractions. Problems of
+    middling length are thinned out, so that the number of subtractions is spread over its logarithm.
+    """
+    while True:
+        divisor = int(rng.integers(1, 7))
+        size = 2 if rng.random() < 0.3 else 3
+        numbers = np.exp(rng.uniform(0, np.log(GCD_MAX_NUMBER // divisor + 1), size=size)).astype(int).tolist()
+        if len(set(numbers)) < size or np.gcd.reduce(numbers) != 1:
+            continue
+        steps = _subtract(numbers, rng, check=0.0, slip=0.0).count(",")
+        if rng.random() <= _KEEP_BY_DOUBLINGS[int(np.log2(steps))]:
+            listed = " ".join(str(number * divisor) for number in numbers)
+            return Problem(prompt=f"gcd {listed} go", answer=str(divisor))
+
+
+def gcd_trace(problem: Problem, rng: np.random.Generator) -> str:
+    """Subtract until one number is left: `, 12 6 6 , 12 6 check 6 + 6 = 12 ok , 6 6 , 6 ans 6` for `gcd 12 18 6 go`.
+
+    Each step picks two numbers at random and writes what is there after it. Flaws: one difference in 50 is off by 1 or
+    by 10, and half of the writers seldom check; a check finds such a slip, says `no`, and the step is written again.
+    """
+    numbers = [int(word) for word in problem.prompt.split()[1:-1]]
+    words = _subtract(numbers, rng, check=0.3 if rng.random() < 0.5 else 0.05, slip=0.02)
+    return " ".join([*words, "ans", words[-1]])
+
+
+def _subtract(numbers: list[int], rng: np.random.Generator, *, check: float, slip: float) -> list[str]:
+    words: list[str] = []
+    while len(numbers) > 1:
+        larger, smaller = rng.permutation(len(numbers))[:2].tolist()
+        if numbers[larger] < numbers[smaller]:
+            larger, smaller = smaller, larger
+        kept = numbers[smaller]
+        right = numbers[larger] - kept
+        if not right:
+            numbers = numbers[:larger] + numbers[larger + 1 :]
+            words += [",", *map(str, numbers)]
+            continue
+        found = right
+        if rng.random() < slip:
+            found = int(np.clip(right + rng.choice([-10, -1, 1, 10]), 1, GCD_MAX_NUMBER))
+        while True:
+            numbers = [*numbers[:larger], found, *numbers[larger + 1 :]]
+            words += [",", *map(str, numbers)]
+            if rng.random() >= check:
+                break
+            verdict = "ok" if found == right else "no"
+            words += ["check", str(found), "+", str(kept), "=", str(found + kept), verdict]
+            if found == right:
+                break
+            found = right
+    return words
+
+
+def gcd_reward(prompt: str, response: str, answer: str) -> float:
+    """1.0 where the response ends in `ans` and the answer, and names no other answer before.
+
+    >>> gcd_reward("gcd 12 18 6 go", ", 12 6 6 , 12 6 , 6 6 , 6 ans 6", "6")
+    1.0
+    """
+    words = response.split()
+    return float(words[-2:] == ["ans", answer] and words.count("ans") == 1)
+
+
+GCD = Task(
+    name="gcd",
+    words=(*map(str, range(120)), "gcd", "go", ",", "check", "+", "=", "ok", "no", "ans"),
+    problem=gcd_problem,
+    trace=gcd_trace,
+    reward="tltlab.runtime.models.tasks:gcd_reward",
+)
+
+# ---- both: one model of two tasks, told apart by the prompt's first word --------------------------------------------
+
+
+def _of_prompt(prompt: str) -> Task:
+    return GCD if prompt.startswith("gcd ") else SUBSET_SUM
+
+
+def both_problem(rng: np.random.Generator) -> Problem:
+    """Draw a problem of either task, each with chance one half."""
+    return (SUBSET_SUM if rng.random() < 0.5 else GCD).problem(rng)
+
+
+def both_trace(problem: Problem, rng: np.random.Generator) -> str:
+    """Write a trace of the task that the problem is of."""
+    return _of_prompt(problem.prompt).trace(problem, rng)
+
+
+def both_reward(prompt: str, response: str, answer: str) -> float:
+    """Pay as the prompt's task does.
+
+    >>> both_reward("gcd 12 18 6 go", ", 12 6 6 , 12 6 , 6 6 , 6 ans 6", "6")
+    1.0
+    """
+    return (gcd_reward if _of_prompt(prompt) is GCD else subset_sum_reward)(prompt, response, answer)
+
+
+BOTH = Task(
+    name="both",
+    words=tuple(dict.fromkeys((*SUBSET_SUM.words, *GCD.words))),
+    problem=both_problem,
+    trace=both_trace,
+    reward="tltlab.runtime.models.tasks:both_reward",
+)
+
+TASKS: dict[str, Task] = {task.name: task for task in (SUBSET_SUM, GCD, BOTH)}

@@ -1,0 +1,1 @@
+"""Starting Ray, calls to its actors and their environment."""

@@ -1,0 +1,119 @@
+"""How Ray is started: joined where there is a cluster, else on this machine, listening on loopback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._private import ray_constants
+from ray._private.node import Node
+
+from tltlab.console import progress, sigterm_does
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.recipe.recipe import ClusterConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MOST_STARTS = 3
+"""How often Ray is started before that has failed: on a busy machine its servers may answer too late."""
+
+
+def start_ray(cluster: ClusterConfig | None = None) -> bool:
+    """Join the Ray cluster that RAY_ADDRESS names, else start one on this machine; whether it was started here.
+
+    One that is started here listens on loopback alone, unless `cluster.host` is another address of this machine: then
+    Ray listens on all of its interfaces, as it always does. Actors of a run take no logical CPUs, so those that Ray
+    counts suffice for any number of actors. ConfigError where `cluster` has several nodes and RAY_ADDRESS is not set,
+    where there is none to join, or where `cluster.host` is no address of this machine; RunError where Ray does not
+    start.
+    """
+    cluster = cluster or ClusterConfig()
+    if ray.is_initialized():
+        return False
+    # Ray takes "local" there for a cluster that it is to start.
+    address = os.environ.get("RAY_ADDRESS") or "local"
+    if address == "local" and cluster.num_nodes > 1:
+        raise ConfigError(
+            f"cluster.num_nodes = {cluster.num_nodes} needs a Ray cluster: start it with `ray start` on every node and "
+            "set RAY_ADDRESS to its head"
+        )
+    # Ray starts workers at niceness 15: on a busy machine whatever else runs would be served first, and be measured.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if address != "local":
+        try:
+            with sigterm_does():
+                ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError, ValueError) as error:  # not there, of another version, no address
+            raise ConfigError(f"cannot join a Ray cluster at RAY_ADDRESS={address}: {_line(error)}") from error
+        return False
+    _check_host(cluster.host)
+    # Ray's own handler of SIGTERM ends the actors before anybody can close them.
+    with _on_loopback(cluster.host in LOOPBACK), sigterm_does():
+        for left in reversed(range(MOST_STARTS)):
+            try:
+                ray.init(
+                    address="local",
+                    _node_ip_address=cluster.host,
+                    include_dashboard=False,
+                    # Models that need GPUs travel through it: Ray's own choice is a third of the host's memory.
+                    object_store_memory=None if cluster.gpus_per_node else 512 << 20,
+                    # A busy machine is not a dead one.
+                    _system_config={"health_check_failure_threshold": 60},
+                    **quiet,
+                )
+                break
+            except Exception as error:  # Ray's own are of no common kind
+                _end(error)
+                if not left:
+                    raise RunError(
+                        f"Ray did not start on this machine, {MOST_STARTS} times; at last: {_line(error)}; "
+                        "is it too busy, or short of memory?"
+                    ) from error
+                progress(f"Ray did not start ({_line(error)}); once more")
+    return True
+
+
+def _check_host(host: str) -> None:
+    """Refuse an address that is not this machine's: Ray would wait for itself there, a quarter of an hour."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[:1]:
+            with socket.socket(family, kind, protocol) as free:
+                free.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.host = {host!r} is no address of this machine ({error.strerror}): Ray listens there"
+        ) from error
+
+
+def _end(error: Exception) -> None:
+    """End the servers of a Ray whose start failed: those of a node that was never finished are known to its frame."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        node = frame.f_locals.get("self")
+        if isinstance(node, Node):
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
+            break
+    ray.shutdown()
+
+
+@contextmanager
+def _on_loopback(wanted: bool) -> Iterator[None]:
+    """Within, a Ray that is started takes the loopback address for its node's, and all its servers bind to that.
+
+    Without this Ray 2.60 replaces a loopback address by the machine's, and then GCS, raylet and every worker listen on
+    all interfaces. Ray has a switch for it, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, but reads it once, when imported.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,101 @@
+"""What drafter training is told: the `[drafter]` section of a recipe, and the settings of `tltlab train-drafter`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from tltlab.coordination.canary import CanaryConfig
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.schedule import ScheduleConfig
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Method = Literal["eagle", "eagle3"]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LossConfig(_Settings):
+    """How a drafter is taught.
+
+    "eagle" (arXiv 2401.15077): `hidden_weight` * SmoothL1 on the next hidden state + `token_weight` * cross-entropy
+    against the target's distribution, one step, on the target's states. "hass" (arXiv 2408.15766): the same over
+    `unroll` steps, each reading the states that the step before it made. "eagle3" (arXiv 2503.01840): cross-entropy
+    alone over `unroll` steps of training-time test, step i weighing `decay` ** i. None: 1, 3 and 7 steps, as in TLT.
+    """
+
+    kind: Literal["eagle", "hass", "eagle3"] = "eagle"
+    hidden_weight: Weight = 1.0
+    token_weight: Weight = 0.1
+    unroll: Annotated[int, Field(ge=1)] | None = None
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+
+    @property
+    def num_unrolled(self) -> int:
+        return self.unroll or {"eagle": 1, "hass": 3, "eagle3": 7}[self.kind]
+
+    @property
+    def method(self) -> Method:
+        """The kind of head that is trained, by vLLM's name."""
+        return "eagle3" if self.kind == "eagle3" else "eagle"
+
+
+class OptimConfig(_Settings):
+    """AdamW; betas, decay and clipping are those of TLT's released trainer. `warmup` updates raise the rate to `lr`."""
+
+    lr: Positive = 1e-3
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    weight_decay: Weight = 0.01
+    max_grad_norm: Positive = 1.0
+    warmup: Annotated[int, Field(ge=0)] = 20
+
+
+class BufferConfig(_Settings):
+    """What a worker keeps to train on: sequences of the last `rl_steps` RL steps, at most `max_bytes`.
+
+    One-step-off sampling (TLT section 4.2): `carried_share` of an update's tokens come from the longest sequences of
+    earlier RL steps, the rest from those that this one has finished; what one side lacks the other gives.
+    """
+
+    max_bytes: Annotated[int, Field(gt=0)] = 1 << 30
+    rl_steps: Annotated[int, Field(ge=1)] = 2
+    carried_share: Share = 0.5
+
+
+class DrafterConfig(_Settings):
+    """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
+
+    `checkpoint` is a head's folder; without one it starts from random weights and `fallback` serves until it was
+    trained. An update trains `tokens_per_update` tokens per member; None updates a rollout are no limit. Every
+    `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per worker and
+    RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the trace.
+
+    A trainer runs on `threads` CPU threads at priority `nice`; those of one machine train together over `backend`, so
+    a run on several machines sets `coordinator.max_members = 1`. Then `endpoint` says where the coordinator is found
+    (tcp://HOST:PORT, with keys made for the run); by default only this user's processes on this machine find it.
+    """
+
+    name: str = "learned"
+    checkpoint: str | None = None
+    fallback: str | None = "suffix"
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    buffer: BufferConfig = BufferConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    canary: CanaryConfig = CanaryConfig()
+    coordinator: CoordinatorConfig = CoordinatorConfig(gone_after_s=30.0)
+    tokens_per_update: Annotated[int, Field(ge=1)] = 4096
+    max_updates: Annotated[int, Field(ge=1)] | None = None
+    checkpoint_every: Annotated[int, Field(ge=1)] = 100
+    annotate: Annotated[int, Field(ge=0)] = 4
+    ages: Annotated[int, Field(ge=0)] = 3
+    threads: Annotated[int, Field(ge=1)] = 1
+    nice: Annotated[int, Field(ge=0, le=19)] = 19
+    backend: Literal["gloo", "nccl"] = "gloo"
+    endpoint: str | None = None

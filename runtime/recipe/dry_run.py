@@ -1,0 +1,238 @@
+"""What a recipe would do: its actors, their GPUs, the memory they need and which options leave the policy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from tltlab.errors import ConfigError
+from tltlab.hardware import Gpu
+from tltlab.hardware import gpu as gpu_by_name
+
+from .gpus import Bundles, bundles_of, places_of
+from .memory import Part, context_tokens, drafter_training, engine_memory, trainer_states, trainer_work
+from .model_shapes import shape_of
+from .recipe import Recipe
+
+Place = tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actor:
+    """One process of a run: number `number` of its kind, on `node`, with `share` of each of the GPUs `gpus`.
+
+    Ray numbers nodes as it likes; here they only say what lies together.
+    """
+
+    kind: str
+    number: int
+    node: int
+    gpus: tuple[int, ...]
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What one GPU holds at the fullest moment of a phase; without GPUs, one process."""
+
+    where: str
+    phase: str
+    parts: tuple[Part, ...]
+
+    @property
+    def total_bytes(self) -> float:
+        return sum(part.num_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """A setting that decides whether what is trained on follows the policy that is trained."""
+
+    name: str
+    on_policy: bool
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A recipe's plan. `fits` is None where no GPU is named that memory could be held against."""
+
+    model: str
+    num_params: int
+    placement: str
+    num_nodes: int
+    gpus_per_node: int
+    gpu: str | None
+    gpu_bytes: float | None
+    responses_per_step: int
+    tokens_per_response: int
+    actors: tuple[Actor, ...]
+    memory: tuple[Memory, ...]
+    fits: bool | None
+    options: tuple[Option, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as JSON types, each phase's memory with its total."""
+        found = asdict(self)
+        for plain, memory in zip(found["memory"], self.memory, strict=True):
+            plain["total_bytes"] = memory.total_bytes
+        return found
+
+    def text(self) -> str:
+        """The plan for people."""
+        gpus = f" x {self.gpus_per_node} {self.gpu or 'GPUs'}" if self.gpus_per_node else ""
+        lines = [
+            f"model    {self.model}, {self.num_params / 1e9:.3g} B parameters",
+            f"cluster  {self.num_nodes} node{'s' * (self.num_nodes > 1)}{gpus}, {self.placement}",
+            f"RL step  {self.responses_per_step} responses of up to {self.tokens_per_response} tokens, prompt included",
+            "actors",
+            *_actor_lines(self.actors),
+        ]
+        for memory in self.memory:
+            limit = f" of {self.gpu_bytes / 1e9:.0f}" if self.gpu_bytes else ""
+            lines.append(f"memory of {memory.where}, {memory.phase}: {memory.total_bytes / 1e9:.2f}{limit} GB")
+            lines += [f"  {p.name:<20} {p.num_bytes / 1e9:>9.3f} GB  {p.formula}" for p in memory.parts]
+        if self.fits is not None:
+            lines.append("it fits" if self.fits else "it DOES NOT FIT")
+        lines += ["trained on"]
+        lines += [f"  {'on-policy ' if o.on_policy else 'OFF-POLICY'}  {o.name}: {o.why}" for o in self.options]
+        return "\n".join(lines + [f"note: {note}" for note in self.notes])
+
+
+def plan_of(recipe: Recipe) -> Plan:
+    """Work a recipe's plan out; needs neither GPUs nor Ray nor the model's weights.
+
+    ConfigError where its GPUs do not add up, tensor parallelism does not divide the model, or the model's shape or the
+    GPU is not known. A plan that does not fit is no error: its `fits` says so.
+    """
+    shape = shape_of(recipe.model)
+    bundles = bundles_of(recipe)
+    on_gpu = bool(bundles.all)
+    gpu = gpu_by_name(recipe.cluster.gpu) if recipe.cluster.gpu is not None else None
+    if gpu is not None and not on_gpu:
+        raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
+    engine = engine_memory(recipe, shape, gpu, on_gpu=on_gpu)
+    states, work = trainer_states(recipe, shape), trainer_work(recipe, shape, on_gpu=on_gpu)
+    beside = engine.parts + drafter_training(recipe, shape, on_gpu=on_gpu)
+    memory = _phases(recipe, bundles, beside, states, work)
+    fits = None if gpu is None else _fits(bundles, memory, gpu)
+    notes = []
+    if engine.at_once < engine.running:
+        notes.append(
+            f"an engine's KV cache holds {engine.at_once} responses of full length, up to {engine.running} run at a "
+            "time: if all grow long, vLLM preempts some"
+        )
+    if recipe.train.sampling_rounds > 1:
+        notes.append(
+            f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
+            "prompts whose rewards do not differ"
+        )
+    if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:
+        notes.append("data.max_prompt_tokens is not set: prompts are taken to have up to 1024 tokens")
+    return Plan(
+        model=shape.name,
+        num_params=shape.stored_params,
+        placement=recipe.cluster.placement,
+        num_nodes=recipe.cluster.num_nodes,
+        gpus_per_node=recipe.cluster.gpus_per_node,
+        gpu=gpu.name if gpu else None,
+        gpu_bytes=gpu.memory_bytes if gpu else None,
+        responses_per_step=recipe.rollout.prompts_per_step * recipe.rollout.group_size,
+        tokens_per_response=context_tokens(recipe),
+        actors=_actors(recipe, bundles),
+        memory=memory,
+        fits=fits,
+        options=_options(recipe),
+        notes=tuple(notes),
+    )
+
+
+def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
+    places = iter(places_of(bundles, recipe.cluster.gpus_per_node))
+    workers = [next(places) if gpus else (0, ()) for gpus in bundles.workers]
+    if bundles.colocated:
+        shared = [bundles.worker_of_rank(rank) for rank in range(recipe.train.ranks)]
+        ranks: list[Place] = [(workers[n][0], (workers[n][1][gpu],)) for n, gpu in shared]
+    else:
+        ranks = [next(places) if gpus else (0, ()) for gpus in bundles.ranks]
+    kinds: list[tuple[str, list[Place], float]] = [
+        ("rollout worker", workers, min(bundles.workers[0], 1.0)),
+        ("trainer rank", ranks, 1.0 if bundles.colocated else bundles.ranks[0]),
+        ("drafter trainer", workers if recipe.drafter is not None else [], min(bundles.workers[0], 1.0)),
+        ("reward process", [(0, ())] * recipe.reward_pool.processes, 0.0),
+    ]
+    return tuple(
+        Actor(kind=kind, number=number, node=node, gpus=gpus, share=share)
+        for kind, where, share in kinds
+        for number, (node, gpus) in enumerate(where)
+    )
+
+
+def _phases(
+    recipe: Recipe, bundles: Bundles, beside: tuple[Part, ...], states: tuple[Part, ...], work: tuple[Part, ...]
+) -> tuple[Memory, ...]:
+    if not bundles.colocated:
+        what = "GPU" if bundles.all else "process"
+        return (
+            Memory(where=f"a rollout worker's {what}", phase="rollout", parts=beside),
+            Memory(where=f"a trainer rank's {what}", phase="training", parts=states + work),
+        )
+    kept = () if recipe.train.offload else states
+    asleep = tuple(part for part in beside if part.name in ("engine runtime", "CUDA graphs"))
+    return (
+        Memory(where="a GPU", phase="rollout, trainer on the host" * recipe.train.offload or "rollout",
+               parts=beside + kept),
+        Memory(where="a GPU", phase="training, engine asleep", parts=asleep + states + work),
+    )  # fmt: skip
+
+
+def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
+    """Whether each phase fits; actors that share a GPU must fit into it together."""
+    shares = (1.0, 1.0) if bundles.colocated else (min(bundles.workers[0] or 1, 1), min(bundles.ranks[0] or 1, 1))
+    return all(
+        phase.total_bytes <= gpu.memory_bytes * share + 1e-3 for phase, share in zip(memory, shares, strict=True)
+    )
+
+
+def _options(recipe: Recipe) -> tuple[Option, ...]:
+    rollout, train = recipe.rollout, recipe.train
+    found = [
+        Option(name=f"rollout.policy = {rollout.policy}", on_policy=True, why="verification keeps the distribution")
+    ]
+    if rollout.partial is not None:
+        found.append(Option(name="rollout.partial", on_policy=False, why="a response's tokens are of several versions"))
+    if rollout.reuse is not None:
+        exact = rollout.reuse.residual == "exact" and rollout.reuse.leniency == 1
+        why = "the prefix is verified, its end drawn anew from the residual" if exact else "prefixes are of older ones"
+        found.append(Option(name="rollout.reuse", on_policy=exact, why=why))
+    if train.accept_biased_sampling and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
+        found.append(Option(name="top_p, top_k, min_p", on_policy=False, why="tokens are cut off that have a chance"))
+    if train.minibatches > 1:
+        found.append(
+            Option(
+                name=f"train.minibatches = {train.minibatches}",
+                on_policy=False,
+                why="after the first of them the policy has moved: the clipped ratio accounts for it",
+            )
+        )
+    return tuple(found)
+
+
+def _actor_lines(actors: tuple[Actor, ...]) -> list[str]:
+    """One line for all actors of a kind on a node."""
+    lines = []
+    for (kind, node), group in groupby(actors, key=lambda actor: (actor.kind, actor.node)):
+        some = list(group)
+        numbers = _range([actor.number for actor in some])
+        gpus = sorted({gpu for actor in some for gpu in actor.gpus})
+        each = f"{len(some[0].gpus)} each" if some[0].share in (0.0, 1.0) else f"{some[0].share:g} of one each"
+        where = f"GPUs {_range(gpus)}, {each}" if gpus else "no GPU"
+        lines.append(f"  {kind:<16} {numbers:<8} node {node}  {where}")
+    return lines
+
+
+def _range(numbers: list[int]) -> str:
+    contiguous = len(numbers) > 1 and numbers == list(range(numbers[0], numbers[-1] + 1))
+    return f"{numbers[0]}-{numbers[-1]}" if contiguous else ", ".join(map(str, numbers))

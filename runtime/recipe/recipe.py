@@ -1,0 +1,386 @@
+"""What a training run is told: people write it as TOML, `key=value` overrides a field by its dotted name."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from tltlab.drafters.specs import DrafterSpec
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.runtime.trainer.algorithms import ALGORITHMS
+
+from .builtin import find_recipe
+from .drafter import Beta, DrafterConfig
+
+_SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
+
+
+class _Section(BaseModel):
+    # What is not finite is no setting, and JSON, in which a run keeps its recipe, does not know it.
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class DataConfig(_Section):
+    """Prompts and answers: a JSONL or Parquet file, or a Hugging Face dataset (folder or id, with its `split`s).
+
+    Column names may be dotted paths into structs ("reward_model.ground_truth"). A prompt is text, or a list of messages
+    {role, content}. With `chat` the model's chat template is applied, `system` before a prompt that is text. Prompts of
+    more than `max_prompt_tokens` are left out, and the run says how many; None takes all.
+    """
+
+    train: str
+    heldout: str | None = None
+    split: str = "train"
+    heldout_split: str = "test"
+    subset: str | None = None
+    prompt_column: str = "prompt"
+    answer_column: str = "answer"
+    chat: bool = False
+    system: str | None = None
+    max_prompt_tokens: int | None = Field(None, ge=1)
+
+
+class RewardTerm(_Section):
+    """One reward function by import path, `package.module:function`, and its weight in the sum."""
+
+    path: str
+    weight: float = 1.0
+
+
+class RewardPoolConfig(_Section):
+    """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
+
+    Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes they are computed
+    in the driver, without a time limit.
+    """
+
+    processes: int = Field(1, ge=0)
+    timeout_s: float = Field(10.0, gt=0)
+    on_failure: float = 0.0
+
+
+class PartialConfig(_Section):
+    """Partial rollout with fixed concurrency (CoPRIS, arXiv 2511.05589); off-policy.
+
+    `concurrency` requests run at any time, over all workers, until prompts_per_step groups are complete; what runs then
+    is cut and goes on first in the next RL step. What is older than `max_age` RL steps is dropped; None never.
+    """
+
+    concurrency: int = Field(ge=1)
+    max_age: int | None = Field(None, ge=1)
+
+
+class ReuseConfig(_Section):
+    """Reuse of the previous epoch's response to the same prompt and sample as a prefix (SPEC-RL, arXiv 2509.23232).
+
+    A token stays with probability min(1, leniency * pi_now / pi_then), the first that does not ends the prefix. With
+    residual "exact" the token there is drawn from norm(max(0, pi_now - pi_then)), which makes leniency 1 on-policy; it
+    keeps the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
+    """
+
+    leniency: float = Field(1.0, gt=0)
+    residual: Literal["none", "exact"] = "none"
+
+
+class RolloutConfig(_Section):
+    """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
+
+    `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th rollout runs a second time,
+    to no other end than to see how far the machine's time varies on the very same work (`repeats.json`); 0 is never.
+    Each engine spans `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share
+    (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
+    """
+
+    num_workers: int = Field(2, ge=1)
+    prompts_per_step: int = Field(24, ge=1)
+    group_size: int = Field(8, ge=2, le=512)
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    max_response_tokens: int = Field(768, ge=1)
+    max_draft_depth: int = Field(8, ge=0)
+    policy: str = "none"
+    drafters: dict[str, DrafterSpec] = {}
+    repeat_every: int = Field(0, ge=0)
+    tensor_parallel_size: int = Field(1, ge=1)
+    gpus_per_worker: float | None = Field(None, ge=0)
+    partial: PartialConfig | None = None
+    reuse: ReuseConfig | None = None
+    vllm: dict[str, Any] = {}
+
+    @field_validator("vllm")
+    @classmethod
+    def _without_secrets(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        secret = next((name for name, value in _leaves(vllm) if isinstance(value, str) and _SECRET.search(name)), None)
+        if secret:
+            raise ValueError(f"{secret} would be written into the run's folder: give it by an environment variable")
+        return vllm
+
+    @field_validator("vllm")
+    @classmethod
+    def _of_plain_numbers(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        for name in _VLLM_COUNTS:
+            value = vllm.get(name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} = {value!r} is not a whole number above 0")
+        share = vllm.get("gpu_memory_utilization", 0.5)
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1")
+        for name, value in _leaves(vllm):
+            if isinstance(value, float) and not isfinite(value):
+                raise ValueError(f"{name} = {value} is not a finite number")
+        return vllm
+
+
+class TrainConfig(_Section):
+    """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
+
+    Loss. `minibatches` optimizer steps per RL step; the clip range is [1 - clip_low, 1 + clip_high]. Rewards less their
+    group's mean are divided by the standard deviation of the group, of the batch, or by none. `aggregation`: every
+    token weighs the same ("token"), every response ("sequence"), or a token weighs 1 / max_response_tokens
+    ("constant"). Truncated responses are kept, filtered out of the loss, penalised softly over the last
+    `overlong_buffer` tokens before the cap (0: a fifth of the cap), or get no reward ("zero"). Up to `sampling_rounds`
+    rollouts an RL step replace groups whose rewards are all equal (1: none are replaced). Correction of the mismatch
+    between engine and trainer: weights min(pi_trainer / pi_engine, correction_cap) per token ("truncated"), the ratio
+    taken to the behaviour's log-probs itself ("behaviour"), or "none". top_p, top_k and min_p change what the engine
+    samples from, so with a correction they need `accept_biased_sampling`.
+
+    Machine. `ranks` trainers share the work through FSDP2; `dtype` "auto" is bfloat16 on CUDA, with float32 master
+    weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. `offload` moves the trainer's
+    tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
+    """
+
+    steps: int = Field(12, ge=1)
+    algorithm: Literal["grpo", "dr-grpo", "dapo", "dler"] | None = None
+    lr: float = Field(5e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    minibatches: int = Field(2, ge=1)
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.28, gt=0)
+    kl_coef: float = Field(0.0, ge=0)
+    advantage_scale: Literal["group", "batch", "none"] = "group"
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    overlong: Literal["keep", "filter", "penalty", "zero"] = "keep"
+    overlong_buffer: int = Field(0, ge=0)
+    sampling_rounds: int = Field(1, ge=1)
+    correction: Literal["truncated", "behaviour", "none"] = "truncated"
+    correction_cap: float = Field(2.0, ge=1)
+    accept_biased_sampling: bool = False
+    tokens_per_microbatch: int = Field(8192, ge=1)
+    ranks: int = Field(1, ge=1)
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    activation_checkpointing: bool = False
+    offload: bool = False
+    threads: int = Field(1, ge=1)
+    gpus: float | None = Field(None, ge=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_the_algorithm(cls, fields: Any) -> Any:
+        name = fields.get("algorithm") if isinstance(fields, dict) else None
+        return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
+
+
+class EvalConfig(_Section):
+    """Held-out reward before the first and after the last step: one response per prompt, at the rollout temperature.
+
+    Also after every `every` steps; 0 is never.
+    """
+
+    num_prompts: int = Field(256, ge=0)
+    every: int = Field(0, ge=0)
+
+
+class ClusterConfig(_Section):
+    """Where actors go. "separate": engines and trainers on GPUs of their own; "colocated": on the same GPUs, and
+    engines sleep while trainers train. Ray listens on `host` alone unless it is told otherwise.
+
+    `gpu` is the kind of GPU (`tltlab.hardware`) that a dry run checks the memory of.
+    """
+
+    placement: Literal["separate", "colocated"] = "separate"
+    num_nodes: int = Field(1, ge=1)
+    gpus_per_node: int = Field(0, ge=0)
+    gpu: str | None = None
+    host: str = "127.0.0.1"
+
+
+class CheckpointConfig(_Section):
+    """A checkpoint after every `every` RL steps (0: none but the last), of which the newest `keep` stay."""
+
+    every: int = Field(10, ge=0)
+    keep: int = Field(2, ge=1)
+
+
+class LogConfig(_Section):
+    """Where metrics go besides the trace: TensorBoard event files in the run's folder, W&B and MLflow by project."""
+
+    tensorboard: bool = True
+    wandb: str | None = None
+    mlflow: str | None = None
+
+
+class FaultConfig(_Section):
+    """How often one actor is started again after it died before the run gives up, and what is waited for how long.
+
+    A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
+    tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
+    """
+
+    max_restarts: int = Field(3, ge=0)
+    start_timeout_s: float = Field(600.0, gt=0)
+    collective_timeout_s: float = Field(3600.0, gt=0)
+
+
+class Recipe(_Section):
+    """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function` or a list of terms,
+    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained."""
+
+    model: str
+    reward: str | tuple[RewardTerm, ...]
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    train: TrainConfig = TrainConfig()
+    drafter: DrafterConfig | None = None
+    eval: EvalConfig = EvalConfig()
+    reward_pool: RewardPoolConfig = RewardPoolConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    faults: FaultConfig = FaultConfig()
+    seed: int = Field(0, ge=0, lt=2**32)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        rollout, train = self.rollout, self.train
+        if train.correction != "none" and not train.accept_biased_sampling:
+            biased = [
+                f"{name} = {value}"
+                for name, value, neutral in (
+                    ("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0.0),
+                )
+                if value != neutral
+            ]  # fmt: skip
+            if biased:
+                raise ValueError(
+                    f"rollout.{', rollout.'.join(biased)} cuts tokens off that the trainer still gives a chance, so "
+                    "importance weights are biased: leave it out, or set train.accept_biased_sampling = true"
+                )
+        if rollout.min_p and rollout.max_draft_depth:
+            raise ValueError("rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it")
+        if self.drafter is not None and not rollout.max_draft_depth:
+            raise ValueError("a recipe with a [drafter] needs rollout.max_draft_depth above 0")
+        if self.drafter is not None and self.drafter.name in rollout.drafters:
+            raise ValueError(
+                f"drafter {self.drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "
+                "rollout.drafters, or give one of them another name"
+            )
+        if train.overlong_buffer > rollout.max_response_tokens:
+            raise ValueError("train.overlong_buffer is more than rollout.max_response_tokens")
+        if rollout.partial is not None and rollout.reuse is not None:
+            raise ValueError("rollout.partial and rollout.reuse do not go together: choose one")
+        if rollout.partial is not None and rollout.prompts_per_step < rollout.num_workers:
+            raise ValueError(
+                f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
+                f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
+            )
+        if rollout.partial is not None and train.correction == "none":
+            raise ValueError(
+                "rollout.partial is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
+            )
+        if (rollout.partial is not None or rollout.reuse is not None) and train.sampling_rounds > 1:
+            raise ValueError("train.sampling_rounds above 1 needs neither rollout.partial nor rollout.reuse")
+        if rollout.partial is not None and rollout.repeat_every:
+            raise ValueError("rollout.repeat_every repeats whole rollouts, and rollout.partial has none")
+        return self
+
+
+def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
+
+    ConfigError lists every fault with its path.
+    """
+    path = find_recipe(recipe)
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
+    except ValueError as error:  # nor UTF-8, which TOML is
+        raise ConfigError(f"recipe {path} is not TOML: {error}") from error
+    return _recipe(fields, overrides, f"recipe {path}")
+
+
+def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`."""
+    found = read_json(Path(run) / "run.json")
+    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict):
+        raise ConfigError(f"{Path(run) / 'run.json'} is not what tltlab train writes: it has no recipe")
+    return _recipe(found["recipe"], overrides, f"{Path(run) / 'run.json'}")
+
+
+def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals:
+            raise ConfigError(f"override {override!r} is not key=value, for example train.steps=4")
+        section = fields
+        *parents, leaf = name.split(".")
+        if not all([*parents, leaf]):
+            raise ConfigError(f"override {override!r} has no name before the =, for example train.steps=4")
+        for parent in parents:
+            if section.get(parent) is None:
+                section[parent] = {}
+            section = section[parent]
+            if not isinstance(section, dict):
+                raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
+        section[leaf] = _value(text)
+    try:
+        return Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {'; '.join(_fault(found) for found in error.errors())}") from error
+
+
+def _fault(found: ErrorDetails) -> str:
+    """One fault of a recipe in words: where it is, if it is in one place, and what it is."""
+    place = ".".join(map(str, found["loc"]))
+    said = found["msg"].removeprefix("Value error, ")
+    if found["type"] == "extra_forbidden":
+        said = "there is no such field"
+    elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        said = f"should be a section of fields, got {type(found['input']).__name__}"
+    return f"{place}: {said}" if place else said
+
+
+def _leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested tables and lists, with the name it goes by."""
+    if isinstance(fields, dict):
+        for key, value in fields.items():
+            yield from _leaves(value, str(key))
+    elif isinstance(fields, list):
+        for value in fields:
+            yield from _leaves(value, name)
+    else:
+        yield name, fields
+
+
+def _value(text: str) -> Any:
+    """An override's value as JSON where it is JSON (numbers, lists, true), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

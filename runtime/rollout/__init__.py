@@ -1,0 +1,1 @@
+"""Rollouts on Ray: workers and their pool, ways to collect responses, prefix reuse, rewards."""

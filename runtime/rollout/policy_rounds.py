@@ -1,0 +1,313 @@
+"""Rollouts of several policies on real engines, interleaved: the same prompts, random state and drafter memory for all.
+
+The model does not move. Every rollout is a rehearsal: the engines go back to where they were before it, so each policy
+of a round meets what the others met, and a rollout can be done twice. What ran is recorded as a trace with one RL step
+per rollout, beside it `policies.json` and `repeats.json` as a training run writes them.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import ray
+from pydantic import ValidationError
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
+from tltlab.policies.policy import ExploreSpec, Policy
+from tltlab.runtime.data.order import prompt_batch
+from tltlab.runtime.data.prompts import load_prompts
+from tltlab.runtime.drafter.offline.data import load_tokenizer
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.engine import GenerationRequest
+from tltlab.runtime.engine.engine import Rollout as Part
+from tltlab.runtime.engine.environment import run_json
+from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.manifest import run_manifest
+from tltlab.runtime.run.placement import Placement
+from tltlab.runtime.run.rows import StepReport, step_rows
+from tltlab.strategy import NO_SPECULATION
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.trace import read
+
+from .pool import WorkerPool
+
+EXPLORE = "explore"
+HOLD_ITERATIONS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunToVerify:
+    """What a RUN rolled out: its recipe with the model that it ended with, and its learned drafters, by name."""
+
+    recipe: Recipe
+    drafters: dict[str, DrafterSpec]
+    num_rl_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRollout:
+    """One recorded rollout: its RL step in the trace, its round, whose it is, and its seconds.
+
+    `again_s` is what the same rollout took when it was done once more, None where it was not.
+    """
+
+    rl_step: int
+    round: int
+    policy: str
+    rollout_s: float
+    again_s: float | None
+
+
+def run_to_verify(run: Path) -> RunToVerify:
+    """Read a RUN's recipe, with its final checkpoint as the model where there is one. ConfigError names what is wrong.
+
+    A drafter that the run trained is taken from `drafter/final`, fully trained.
+    """
+    told = read_json(Path(run) / "run.json")
+    try:
+        recipe = Recipe.model_validate(told["recipe"])
+    except (ValidationError, KeyError, TypeError) as error:
+        raise ConfigError(f"{run}/run.json holds no recipe of a training run: {str(error).splitlines()[0]}") from error
+    final, head = Path(run) / "checkpoints" / "final", Path(run) / "drafter" / "final"
+    if (final / "config.json").is_file():
+        recipe = recipe.model_copy(update={"model": str(final.resolve())})
+    drafters: dict[str, DrafterSpec] = {}
+    if recipe.drafter is not None and (head / "config.json").is_file():
+        drafters[recipe.drafter.name] = LearnedSpec(
+            method=recipe.drafter.loss.method, model=str(head.resolve()), fallback=recipe.drafter.fallback
+        )
+    done = read(run).rl_steps if (Path(run) / "trace").is_dir() else []
+    return RunToVerify(
+        recipe=recipe.model_copy(update={"drafter": None}), drafters=drafters, num_rl_steps=max(done, default=-1) + 1
+    )
+
+
+def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, DrafterSpec]:
+    """What the engines need. ConfigError where two policies mean different drafters by one name, or one cannot run."""
+    found: dict[str, DrafterSpec] = {}
+    for name, policy in policies.items():
+        mine = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
+        used = {s.drafter for s in policy.strategies if s.speculates}
+        for drafter in sorted((used | set(policy.drafters)) & set(mine)):
+            if found.setdefault(drafter, mine[drafter]) != mine[drafter]:
+                raise ConfigError(
+                    f"policy {name}: its drafter {drafter!r} has other settings than another policy's of that name; "
+                    "rename one, or verify them apart"
+                )
+    specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | found
+    pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
+    for name, policy in policies.items():
+        for strategy in policy.strategies:
+            if strategy.draft_depth > longest:
+                raise ConfigError(
+                    f"policy {name}: a draft of {strategy.draft_depth} tokens is longer than the run's longest "
+                    f"response, {longest} tokens"
+                )
+            try:
+                pool.check(strategy)
+            except ConfigError as error:
+                raise ConfigError(f"policy {name}: {error}") from error
+    return specs
+
+
+def deepest(run: RunToVerify, policies: Mapping[str, Policy]) -> int:
+    """Draft depth to build engines for: the run's, or what a policy asks for."""
+    asked = [s.draft_depth for policy in policies.values() for s in policy.strategies]
+    return max([run.recipe.rollout.max_draft_depth, *asked])
+
+
+def explore_all(policies: Mapping[str, Policy]) -> Policy:
+    """The policy that tries everything that any of these may choose: what is learned from it favours none of them."""
+    seen = {s: None for policy in policies.values() for s in policy.strategies}
+    return Policy(
+        selector=ExploreSpec(strategies=tuple({NO_SPECULATION: None} | seen), hold_iterations=HOLD_ITERATIONS)
+    )
+
+
+class PolicyRounds:
+    """The engines of a session and its recording in `out`; a context manager. Leaving it ends engines and own Ray."""
+
+    def __init__(self, run: RunToVerify, policies: Mapping[str, Policy], out: Path, *, seed: int) -> None:
+        self.run = run
+        self.policies = dict(policies)
+        self.out = Path(out)
+        self.seed = seed
+        self.specs = all_drafters(run, policies)
+        depth = deepest(run, policies)
+        self.recipe = _engines_alone(run.recipe, depth, seed)
+        self.prompts = load_prompts(self.recipe.data.train, self.recipe.data, load_tokenizer(self.recipe.model))
+        self.rollouts: list[RoundRollout] = []
+        self._in_force: list[dict[str, Any]] = []
+        self._repeats: list[dict[str, Any]] = []
+        self._events = RunEvents(self.out / "events.jsonl")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> PolicyRounds:
+        try:
+            if start_ray(self.recipe.cluster):
+                self._stack.callback(ray.shutdown)
+            place = self._stack.enter_context(Placement(self.recipe))
+            self._pool = WorkerPool(
+                self.recipe,
+                self.specs,
+                lambda worker: None,
+                place.worker_options,
+                events=self._events,
+                on_restart=lambda worker: None,
+            )
+            self._stack.callback(self._pool.close)
+            self._pool.start()
+            notes = "tltlab verify: each RL step is one policy's rollout, the model does not move"
+            self._recorder = Recorder(self.out / "trace", run_manifest(self.recipe, self.out.name, notes))
+            write_json(self.out / "run.json", run_json(self.recipe))
+        except BaseException:
+            self._stack.close()
+            raise
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        try:
+            self._recorder.__exit__(kind, error, tb)
+        finally:
+            self._stack.close()
+
+    def settle(self) -> None:
+        """A rollout that nobody counts: what an engine does only at first is over then."""
+        self._pool.set_policy(explore_all(self.policies), 0)
+        self._roll_out(self._requests(0, 0)[0], 0, again=False)
+
+    def round(self, number: int, *, num_repeated: int) -> list[RoundRollout]:
+        """One rollout per policy and an exploring one, in random order, on the prompts of round `number`.
+
+        The first `num_repeated` of that order are done twice.
+        """
+        rng = np.random.default_rng([self.seed, number])
+        names = [EXPLORE, *self.policies]
+        order = [names[i] for i in rng.permutation(len(names))]
+        done: list[RoundRollout] = []
+        for name in order:
+            done.append(self._rollout(name, number, again=len(done) < num_repeated))
+        self._recorder.flush()
+        self.rollouts += done
+        return done
+
+    def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
+        rl_step = self._events.rl_step = len(self._in_force)
+        policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
+        self._pool.set_policy(policy, rl_step)
+        self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
+        write_json(self.out / "policies.json", {"seed": self.seed, "policies": self._in_force})
+        requests, epochs = self._requests(number, rl_step)
+        t_start = time.perf_counter() - self._started
+        parts, twice = self._roll_out(requests, rl_step, again=again)
+        rollout_s = max(part.duration_s for part in parts)
+        again_s = max(part.duration_s for part in twice) if twice else None
+        self._record(name, rl_step, requests, epochs, parts, rollout_s, t_start)
+        if twice:
+            self._note_repeat(rl_step, parts, twice)
+        return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s, again_s=again_s)
+
+    def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:
+        """The prompts that come after the run's own, round by round, and the epoch of each response."""
+        rollout = self.recipe.rollout
+        batch = prompt_batch(
+            len(self.prompts), self.run.num_rl_steps + number, rollout.prompts_per_step, self.run.recipe.seed
+        )
+        requests = [
+            GenerationRequest(
+                key=(rl_step, self.prompts[i].prompt_id, sample, 0),
+                prompt_token_ids=self.prompts[i].token_ids,
+                max_response_tokens=rollout.max_response_tokens,
+            )
+            for _, i in batch
+            for sample in range(rollout.group_size)
+        ]
+        return requests, [epoch for epoch, _ in batch for _ in range(rollout.group_size)]
+
+    def _roll_out(
+        self, requests: Sequence[GenerationRequest], rl_step: int, *, again: bool
+    ) -> tuple[list[Part], list[Part]]:
+        """Each worker's share, once and if asked for once more; the engines are as before then."""
+        shares = self._pool.share(requests)
+        parts = self._pool.rehearse(shares, rl_step)
+        return parts, self._pool.repeat(shares, rl_step) if again else []
+
+    def _record(
+        self,
+        name: str,
+        rl_step: int,
+        requests: Sequence[GenerationRequest],
+        epochs: Sequence[int],
+        parts: Sequence[Part],
+        rollout_s: float,
+        t_start: float,
+    ) -> None:
+        report = StepReport(
+            rl_step=rl_step,
+            policy=name,
+            reward_mean=math.nan,
+            num_tokens=sum(len(r.token_ids) for part in parts for r in part.responses),
+            rollout_s=rollout_s,
+            reward_s=0.0,
+            inference_s=0.0,
+            train_s=0.0,
+            sync_s=0.0,
+            recorder_s=max(part.recorder_s for part in parts),
+            metrics={"drift_kl": 0.0},
+        )
+        rows = step_rows(
+            report,
+            requests,
+            parts,
+            [math.nan] * len(requests),
+            epochs=epochs,
+            policy_version=0,
+            t_start=t_start,
+            drafter={},
+        )
+        # Nothing but the rollout took place: no reward, no stage after it.
+        for row in (*rows["outcomes"], *rows["steps"]):
+            row.update(dict.fromkeys(row.keys() & {"reward", "reward_mean", "reward_s", "inference_s", "train_s"}))
+            row.update(dict.fromkeys(row.keys() & {"sync_s", "drift_kl"}))
+        rows["spans"] = [row for row in rows["spans"] if row["lane"] != "trainer"]
+        for table, new in rows.items():
+            self._recorder.append(table, new)
+
+    def _note_repeat(self, rl_step: int, parts: Sequence[Part], twice: Sequence[Part]) -> None:
+        tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, twice)]
+        self._repeats = [
+            *self._repeats,
+            {
+                "rl_step": rl_step,
+                "rollout_s": max(part.duration_s for part in parts),
+                "repeat_s": max(part.duration_s for part in twice),
+                "same_tokens": tokens[0] == tokens[1],
+            },
+        ]
+        write_json(self.out / "repeats.json", {"repeats": self._repeats})
+
+
+def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
+    """A recipe for its engines with whole GPUs and no trainer beside them, which roll out every response whole."""
+    rollout = {"max_draft_depth": max_draft_depth, "repeat_every": 0, "partial": None, "reuse": None}
+    return recipe.model_copy(
+        update={
+            "rollout": recipe.rollout.model_copy(update=rollout),
+            "train": recipe.train.model_copy(update={"gpus": 0.0}),
+            "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
+            "seed": seed,
+        }
+    )

@@ -1,0 +1,418 @@
+"""The rollout workers together: who dies is started again and does its work again, while the others go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
+
+from tltlab.drafters.specs import DrafterSpec
+from tltlab.errors import ConfigError, RunError, TltlabError
+from tltlab.policies.policy import Policy
+from tltlab.runtime.engine.drafter_pool import Response as Remembered
+from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
+from tltlab.runtime.ray.actor_env import actor_env
+from tltlab.runtime.ray.calls import error_of
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.trainer.group import TrainerDied
+from tltlab.traces.trace import Trace
+
+from .worker import RolloutWorker
+
+EVALUATION = 1 << 31
+"""Stands for the RL step in an evaluation's seed: no RL step has this number."""
+
+Ask = Callable[[int, Any], Any]
+Shares = Sequence[Sequence[GenerationRequest]]
+
+
+class WorkerLost(RunError):
+    """A worker's process or engine is gone; the message says why."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    """What is known of a worker, and what it is told when it starts again.
+
+    `memory` is what its policy and drafters had learned under `learned_by`, as a dict or a reference to one; `since`
+    are the responses that its drafters have seen from then on. `taken` is the memory that a rollout under way began
+    with. `deadline` is when a start that is under way has failed.
+    """
+
+    alive: bool = False
+    deaths: int = 0
+    deadline: float | None = None
+    learned_by: tuple[Policy, int] | None = None
+    memory: Any = None
+    since: list[Remembered] = field(default_factory=list)
+    taken: Any = None
+    replayed: list[dict[str, Any]] = field(default_factory=list)
+
+
+class WorkerPool:
+    """The rollout workers of a run, which live and are replaced in `handles`; `pids` are their processes.
+
+    `feed(n)` is where worker n hands over what its responses can teach a drafter, `options(n)` how its actor is placed
+    (`Placement.worker_options`), `on_restart(n)` is called when worker n has been started again.
+
+    A worker that dies in a call, or was dead before it, is noted in `events`, started again in the same place, up to
+    `faults.max_restarts` times, and told what the others know: policy, weights, decisions to replay, and what policy
+    and drafters had learned when the last rollout began, with the responses since then. What the selector learned in a
+    rollout that was lost stays lost. Then it does its work again, all of it: to keep the responses that had ended
+    before it died would favour short ones. Every rollout begins in a random state of its own, so under a fixed strategy
+    the responses are the same as if nobody had died. Meanwhile the others go on. While engines sleep nobody is started:
+    who dies then is back when they are woken.
+
+    Raises RunError when a worker dies too often or does not start in time, ConfigError for what engines cannot do, and
+    what a worker raises of ours as itself.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        drafters: Mapping[str, DrafterSpec],
+        feed: Callable[[int], str | None],
+        options: Callable[[int], dict[str, Any]],
+        *,
+        events: RunEvents,
+        on_restart: Callable[[int], None],
+    ) -> None:
+        num_workers = recipe.rollout.num_workers
+        self.recipe = recipe
+        self.drafters = dict(drafters)
+        self.feed, self.options = feed, options
+        self.events, self.on_restart = events, on_restart
+        self.handles: list[Any] = [None] * num_workers
+        self.pids = [0] * num_workers
+        self._known = [_Known() for _ in range(num_workers)]
+        self._policy: tuple[Policy, int] | None = None
+        self._weights: tuple[Any, int] | None = None
+        self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
+        self._asleep = False
+        self._running = False
+
+    def start(self) -> None:
+        """Start all workers, side by side."""
+        self._all(None)
+        self._running = True
+
+    def share(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
+        """Split requests over the workers in order: request i of N goes to worker i * W // N."""
+        num, total = len(self.handles), len(requests)
+        cuts = [-(-n * total // num) for n in range(num + 1)]
+        return [list(requests[cuts[n] : cuts[n + 1]]) for n in range(num)]
+
+    def set_policy(self, policy: Policy, rl_step: int) -> None:
+        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
+        self._policy = policy, rl_step
+        self._tell(lambda n, handle: handle.set_policy.remote(policy, rl_step))
+
+    def replay(self, trace: Trace) -> None:
+        """Let every engine follow the trace's decisions of the worker of its number, for as long as there are any."""
+        decisions = trace.decisions
+        if decisions is None:
+            raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
+        for number, known in enumerate(self._known):
+            known.replayed = decisions[decisions["worker"] == number].to_dict("records")
+        self._tell(lambda n, handle: handle.replay.remote(self._known[n].replayed))
+
+    def generate(
+        self,
+        shares: Shares,
+        rl_step: int,
+        *,
+        round: int = 0,
+        repeatable: bool = False,
+        quotas: Sequence[int] | None = None,
+    ) -> list[Rollout]:
+        """Every worker's share of a rollout, in its random state of this RL step and round.
+
+        With quotas worker n stops once that many prompts of its share have all their requests answered; the rest come
+        back as "abort". With `repeatable` a `repeat` may follow. Times are since this call, the time of workers that
+        died included.
+        """
+        self._seeds = [[self.recipe.seed, n, rl_step, round] for n in range(len(self.handles))]
+
+        def ask(n: int, handle: Any) -> Any:
+            self._known[n].taken = handle.state_dict.remote()
+            quota = None if quotas is None else quotas[n]
+            return handle.generate.remote(list(shares[n]), rl_step, self._seeds[n], repeatable=repeatable, quota=quota)
+
+        parts = self._rollouts(ask, shares)
+        for known, own in zip(self._known, _texts(shares, parts), strict=True):
+            known.learned_by, known.memory, known.since, known.taken = self._policy, known.taken, own, None
+        return parts
+
+    def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
+        """Do the last rollout, a repeatable one, again from the state it started in, and leave no trace of it."""
+        return self._rollouts(lambda n, handle: handle.repeat.remote(list(shares[n]), rl_step, self._seeds[n]), shares)
+
+    def rehearse(self, shares: Shares, rl_step: int, *, ahead: bool = False) -> list[Rollout]:
+        """Do a rollout and leave no trace of it. Every rehearsal has the same random state, unless it is one `ahead`.
+
+        Then it has that of the RL step's own, which is still to come.
+        """
+        own = [rl_step, 0] if ahead else []
+        self._seeds = [[self.recipe.seed, n, *own] for n in range(len(self.handles))]
+        return self._rollouts(
+            lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n]), shares
+        )
+
+    def evaluate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
+        """Responses in the order of the requests, without speculation; every evaluation has the same random state."""
+        shares = self.share(requests)
+        seeds = [[self.recipe.seed, n, EVALUATION] for n in range(len(shares))]
+        parts = self._rollouts(lambda n, handle: handle.evaluate.remote(shares[n], seeds[n]), shares)
+        return [response for part in parts for response in part.responses]
+
+    def remember_others(self, shares: Shares, parts: Sequence[Rollout]) -> None:
+        """Show each worker's drafters what the others generated: a prompt may come back on another worker."""
+        if len(self.handles) == 1:
+            return
+        texts = _texts(shares, parts)
+        others = [[text for m, part in enumerate(texts) if m != n for text in part] for n in range(len(texts))]
+        for known, new in zip(self._known, others, strict=True):
+            known.since = known.since + new
+        self._tell(lambda n, handle: handle.remember.remote(others[n]))
+
+    def update_weights(self, weights: Any, version: int) -> None:
+        """Load the weights that a reference holds, a dict of name -> tensor, into every engine.
+
+        The reference is kept for workers that start again. It must be the result of a call that the driver made, or
+        its own `ray.put`: such an object outlives the actor that it came from. TrainerDied where that died before.
+        """
+        self._weights = weights, version
+        self._tell(lambda n, handle: handle.update_weights.remote(weights, version))
+
+    def sleep(self) -> None:
+        """Give the engines' memory away until `wake_up`."""
+        self._all(lambda n, handle: handle.sleep.remote())
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        """Take it back."""
+        self._asleep = False
+        self._tell(lambda n, handle: handle.wake_up.remote())
+
+    def state_dicts(self) -> list[dict[str, Any]]:
+        """What each engine's policy and drafters have learned, as JSON types; of one that is dead, what is known."""
+        states = self._all(lambda n, handle: handle.state_dict.remote())
+        for n, known in enumerate(self._known):
+            if known.alive:
+                known.learned_by, known.memory, known.since = self._policy, states[n], []
+            else:
+                states[n] = ray.get(known.memory) if isinstance(known.memory, ray.ObjectRef) else known.memory or {}
+        return states
+
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go back to what `state_dicts` gave, under the policy that was in force then."""
+        for known, state in zip(self._known, states, strict=True):
+            known.learned_by, known.memory, known.since = self._policy, state, []
+        self._tell(lambda n, handle: handle.load_state_dict.remote(states[n]))
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """Call any method of every worker and return the answers; it must bear to be called once more."""
+        return self._all(lambda n, handle: getattr(handle, method).remote(*args))
+
+    def close(self) -> None:
+        """End all workers."""
+        for handle in self.handles:
+            if handle is not None:
+                ray.kill(handle)
+
+    # ---- calls that survive the death of a worker ----
+
+    def _rollouts(self, ask: Ask, shares: Shares) -> list[Rollout]:
+        """Rollouts whose times are since now, whenever a worker was asked for the last time."""
+        begun = time.perf_counter()
+        asked = [begun] * len(self.handles)
+
+        def timed(n: int, handle: Any) -> Any:
+            asked[n] = time.perf_counter()
+            return ask(n, handle)
+
+        parts = self._all(timed, doing=[f", {len(share)} requests re-issued" for share in shares])
+        return [later(part, asked[n] - begun) for n, part in enumerate(parts)]
+
+    def _tell(self, ask: Ask) -> None:
+        """Tell every worker what one that is started again is told anyway."""
+        self._all(ask, told=True)
+
+    def _all(self, ask: Ask | None, *, told: bool = False, doing: Sequence[str] = ()) -> list[Any]:
+        """Each worker's answer. One thread serves all: it waits for whichever call ends next, and goes on with that."""
+        lives = [self._life(n, ask, told, doing[n] if doing else "") for n in range(len(self.handles))]
+        answers: list[Any] = [None] * len(lives)
+        waiting: dict[Any, int] = {}
+
+        def go(n: int, step: Callable[[], Any]) -> None:
+            try:
+                waiting[step()] = n
+            except StopIteration as end:
+                answers[n] = end.value
+
+        for n, life in enumerate(lives):
+            go(n, partial(next, life))
+        while waiting:
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=self._patience(waiting.values()))
+            for call in done:
+                n = waiting.pop(call)
+                try:
+                    answer = self._answer(n, call)
+                except TltlabError as error:
+                    go(n, partial(lives[n].throw, error))
+                else:
+                    go(n, partial(lives[n].send, answer))
+        return answers
+
+    def _life(self, n: int, ask: Ask | None, told: bool, doing: str) -> Generator[Any, Any, Any]:
+        """What worker n goes through until it has answered: yields the calls to wait for, is sent their answers."""
+        known = self._known[n]
+        while True:
+            try:
+                if not known.alive:
+                    if self._asleep:
+                        return None
+                    yield from self._begin(n)
+                    if told:
+                        return None
+                return None if ask is None else (yield ask(n, self.handles[n]))
+            except WorkerLost as lost:
+                self._lost(n, lost, doing)
+
+    def _begin(self, n: int) -> Generator[Any, Any, None]:
+        """Start worker n, and tell it what it should know."""
+        known, again = self._known[n], self._known[n].deaths > 0
+        if self.handles[n] is not None:
+            ray.kill(self.handles[n])
+        placed = dict(self.options(n))
+        env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
+        handle = RolloutWorker.options(**placed, runtime_env=env).remote(  # type: ignore[attr-defined]
+            self.recipe, n, self.drafters, self.feed(n)
+        )
+        self.handles[n] = handle
+        known.deadline = time.monotonic() + self.recipe.faults.start_timeout_s
+        try:
+            self.pids[n] = yield handle.start.remote()
+        except ConfigError as error:
+            if not again:
+                raise
+            # It could start before: now something is in its way that may pass, such as memory not yet given back.
+            raise WorkerLost(f"it cannot start: {error}") from error
+        known.deadline = None
+        if self._weights is not None:
+            yield handle.update_weights.remote(*self._weights)
+        if self._running:
+            try:
+                self.on_restart(n)
+            except RunError:
+                # Did it fail because the worker has died again?
+                yield handle.place.remote()
+                raise
+        yield from self._telling(n, handle)
+        known.alive = True
+
+    def _telling(self, n: int, handle: Any) -> Generator[Any, Any, None]:
+        """Bring policy and drafters to where they were; what they say of draft weights counts once those are there."""
+        known = self._known[n]
+        if known.memory is not None and known.learned_by is not None:
+            yield handle.set_policy.remote(*known.learned_by)
+            yield handle.load_state_dict.remote(known.memory)
+        if self._policy is not None and (known.memory is None or known.learned_by != self._policy):
+            yield handle.set_policy.remote(*self._policy)
+        if known.since:
+            yield handle.remember.remote(known.since)
+        if known.replayed:
+            yield handle.replay.remote(known.replayed)
+
+    def _lost(self, n: int, lost: WorkerLost, doing: str) -> None:
+        known, most = self._known[n], self.recipe.faults.max_restarts
+        known.alive, known.deadline = False, None
+        known.deaths += 1
+        if known.taken is not None:
+            if _came(known.taken):
+                known.learned_by, known.memory, known.since = self._policy, known.taken, []
+            known.taken = None
+        ray.kill(self.handles[n])
+        if known.deaths > most:
+            raise RunError(
+                f"rollout worker {n} died {known.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
+            ) from lost
+        self.events.note(
+            f"rollout worker {n} died in RL step {self.events.rl_step} ({lost}); started again{doing}", worker=n
+        )
+
+    def _answer(self, n: int, call: Any) -> Any:
+        try:
+            return ray.get(call)
+        except RayError as error:
+            why = why_lost(error, self.handles[n])
+            if why:
+                raise WorkerLost(why) from error
+            if isinstance(error, RayTaskError | RayActorError):
+                raise error_of(error, died=TrainerDied) from error
+            raise RunError(f"Ray failed a rollout worker: {_line(error)}") from error
+
+    def _patience(self, waited: Any) -> float | None:
+        """Seconds until the next deadline of those that are waited for; RunError when one has passed."""
+        now, timeout_s = time.monotonic(), self.recipe.faults.start_timeout_s
+        deadlines = {n: self._known[n].deadline for n in waited if self._known[n].deadline is not None}
+        late = [n for n, deadline in deadlines.items() if deadline <= now]
+        if late:
+            raise RunError(
+                f"rollout worker {late[0]} did not start within {timeout_s:g} s (faults.start_timeout_s): "
+                "the model may be too large for it, or the machine too busy"
+            )
+        return min(deadlines.values()) - now if deadlines else None
+
+
+def later(rollout: Rollout, seconds: float) -> Rollout:
+    """The same rollout with its clock set back: all happened `seconds` later."""
+    return replace(
+        rollout,
+        responses=[
+            replace(r, t_first_token=r.t_first_token + seconds, t_finish=r.t_finish + seconds)
+            for r in rollout.responses
+        ],
+        iterations=[row | {"t_start": row["t_start"] + seconds} for row in rollout.iterations],
+        duration_s=rollout.duration_s + seconds,
+    )
+
+
+def _texts(shares: Shares, parts: Sequence[Rollout]) -> list[list[Remembered]]:
+    """What each worker's responses teach a drafter. Cut ones are left out: their lengths mislead."""
+    prompts = {request.key: request.prompt_token_ids for share in shares for request in share}
+    return [
+        [(r.key, prompts[r.key], r.token_ids) for r in part.responses if r.finish_reason != "abort"] for part in parts
+    ]
+
+
+def _came(call: Any) -> bool:
+    """Whether a call has ended well."""
+    done, _ = ray.wait([call], timeout=0)
+    try:
+        return bool(done) and ray.get(call) is not None
+    except RayError:
+        return False
+
+
+def why_lost(error: RayError, handle: Any) -> str:
+    """Why the worker is gone, in a line; empty where it is not."""
+    if isinstance(error, RayTaskError):
+        cause = error.cause
+        return str(cause) if isinstance(cause, EngineDied) else ""
+    if isinstance(error, RayActorError):
+        # A call can also fail because an actor is gone whose result it was given.
+        return _line(error) if error.actor_id in (None, handle._actor_id.hex()) else ""
+    return _line(error) if isinstance(error, NodeDiedError | OutOfMemoryError | WorkerCrashedError) else ""
+
+
+def _line(error: BaseException) -> str:
+    """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
+    said = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return (said[-1] if said else type(error).__name__).partition(" Some common causes")[0][:300]

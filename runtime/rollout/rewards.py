@@ -1,0 +1,165 @@
+"""Reward functions: how they are loaded and summed, and the ones for math answers and formats.
+
+A reward function is called as reward(prompt, response, answer) -> float. Those here are for recipes to name, as in
+`reward = "tltlab.runtime.rollout.rewards:math"`. How long a response is does not count here: see `train.overlong`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from math import isfinite
+from typing import Any
+
+from tltlab.errors import ConfigError
+
+Reward = Callable[[str, str, str], float]
+
+_NUMBER = re.compile(r"(?:(?<!\d)-)?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_THOUGHT = re.compile(r"\s*<think>(.*)</think>(.*)", re.DOTALL)
+_BOXED = r"\boxed{"
+_BRACES = re.compile(r"\\boxed\{|\\.|[{}]", re.DOTALL)
+
+
+class NotANumberError(Exception):
+    """A reward function returned something else than a finite number; the message says what, not its value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedReward:
+    """A weighted sum of reward functions, itself one. It raises what they raise, and NotANumberError."""
+
+    terms: tuple[tuple[Reward, float], ...]
+
+    def __call__(self, prompt: str, response: str, answer: str) -> float:
+        return _number(sum(weight * _number(function(prompt, response, answer)) for function, weight in self.terms))
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, (str, bytes)):
+        raise NotANumberError(f"returned a {type(value).__name__}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise NotANumberError(f"returned a {type(value).__name__}") from None
+    if not isfinite(number):
+        raise NotANumberError(f"returned {number}")
+    return number
+
+
+def load_rewards(terms: Sequence[tuple[str, float]]) -> WeightedReward:
+    """Import functions by (path, weight); ConfigError says which does not import or cannot be called."""
+    if not terms:
+        raise ConfigError("reward names no function: give package.module:function, or terms with path and weight")
+    for path, weight in terms:
+        if not isfinite(weight):
+            raise ConfigError(f"reward {path!r} has weight {weight}, which is not a finite number")
+    return WeightedReward(terms=tuple((load_reward(path), weight) for path, weight in terms))
+
+
+def load_reward(path: str) -> Reward:
+    """Import `package.module:function`; ConfigError says what did not import."""
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ConfigError(f"reward {path!r} is not package.module:function")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except AttributeError as error:
+        raise ConfigError(f"reward {path!r}: {module} has no {name!r}") from error
+    except Exception as error:  # whatever a user's module does while it is imported
+        raise ConfigError(f"reward {path!r} does not import: {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ConfigError(f"reward {path!r} is not a function")
+    try:
+        inspect.signature(function).bind("", "", "")
+    except TypeError as error:
+        raise ConfigError(f"reward {path!r} cannot be called as reward(prompt, response, answer): {error}") from error
+    except ValueError:
+        pass  # a function written in C that does not tell its parameters
+    return function  # type: ignore[no-any-return]
+
+
+def math(prompt: str, response: str, answer: str) -> float:
+    r"""1.0 where the response's answer equals `answer` in value, by math-verify.
+
+    The response's answer is its last \boxed{}, else what math-verify finds, the last expression at most. `answer` is
+    plain or LaTeX; of a GSM8K solution it is what follows "####". What does not parse is 0.0. It has no time limit.
+
+    >>> math("", r"thus \boxed{\frac{1}{2}}", "0.5")
+    1.0
+    """
+    # Imported here: SymPy takes long to import, and most runs do not need it.
+    import math_verify
+
+    # It warns of having no time limit: its own needs signals, and the pool of reward processes has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    gold = answer.rpartition("####")[2].strip()
+    boxes = boxed(response)
+    expected = math_verify.parse(gold if "$" in gold or boxed(gold) else _in_box(gold), parsing_timeout=None)
+    found = math_verify.parse(_in_box(boxes[-1]) if boxes else response, parsing_timeout=None)
+    return float(math_verify.verify(expected, found, timeout_seconds=None))
+
+
+def gsm8k(prompt: str, response: str, answer: str) -> float:
+    """1.0 where the response's number equals the answer's: the first after the last "####", else the last of the text.
+
+    >>> gsm8k("", "She pays 1,200 + 34 = $1,234.00 in all.", "1200 + 34 = 1234\\n#### 1,234")
+    1.0
+    """
+    expected = _final_number(answer)
+    return float(expected is not None and expected == _final_number(response))
+
+
+def boxed_format(prompt: str, response: str, answer: str) -> float:
+    r"""1.0 where the response has exactly one \boxed{}, and something in it."""
+    boxes = boxed(response)
+    return float(len(boxes) == 1 == response.count(_BOXED) and bool(boxes[0].strip()))
+
+
+def think_format(prompt: str, response: str, answer: str) -> float:
+    """1.0 where the response is <think>a thought</think> and then an answer, neither of them empty.
+
+    >>> think_format("", "<think>3 + 4</think> 7", "7")
+    1.0
+    """
+    parts = _THOUGHT.fullmatch(response)
+    if parts is None or response.count("<think>") != 1 or response.count("</think>") != 1:
+        return 0.0
+    return float(all(part.strip() for part in parts.groups()))
+
+
+def boxed(text: str) -> list[str]:
+    r"""The contents of every \boxed{} whose braces match, in order; of nested ones the outer.
+
+    >>> boxed(r"\boxed{1} and \boxed{\frac{1}{2}}")
+    ['1', '\\frac{1}{2}']
+    """
+    opened: list[int | None] = []
+    spans: list[tuple[int, int]] = []
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "}":
+            begin = opened.pop() if opened else None
+            if begin is not None:
+                while spans and spans[-1][0] > begin:
+                    spans.pop()
+                spans.append((begin, brace.start()))
+        elif brace[0].endswith("{") and brace[0] != r"\{":
+            opened.append(brace.end() if brace[0] == _BOXED else None)
+    return [text[begin:end] for begin, end in spans]
+
+
+def _in_box(text: str) -> str:
+    return f"{_BOXED}{text}}}"
+
+
+def _final_number(text: str) -> Decimal | None:
+    _, mark, rest = text.rpartition("####")
+    numbers = _NUMBER.findall(rest)
+    if not numbers:
+        return None
+    return Decimal(numbers[0 if mark else -1].replace(",", "").replace("$", ""))

@@ -1,0 +1,195 @@
+"""The rollout workers of a run: Ray actors, each around one engine in its own process."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import ray
+import torch
+
+from tltlab.coordination.canary import CanaryConfig
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DrafterSpec
+from tltlab.policies.policy import Policy
+from tltlab.runtime.drafter.feed import FeedSender, NoFeed
+from tltlab.runtime.engine.drafter_pool import DrafterReport
+from tltlab.runtime.engine.drafter_pool import Response as Remembered
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.recipe.recipe import Recipe
+
+
+@ray.remote
+class RolloutWorker:
+    """One engine in its own process."""
+
+    def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec], feed: str | None) -> None:
+        self.recipe = recipe
+        self.number = number
+        self.drafters = drafters
+        self.feed = FeedSender(feed) if feed is not None else NoFeed()
+        self.temperature = recipe.rollout.temperature
+        self.before: Any = None
+
+    def start(self) -> int:
+        """Build the engine and run it warm; the process's id. Ray would not hand on a constructor's errors as such."""
+        rollout = self.recipe.rollout
+        torch.set_num_threads(1)
+        self.engine = Engine(
+            self.recipe.model,
+            worker=self.number,
+            drafters=self.drafters,
+            max_draft_depth=rollout.max_draft_depth,
+            seed=self.recipe.seed + self.number,
+            vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
+        )
+        self.engine.warm_up(self.temperature)
+        if isinstance(self.feed, FeedSender):
+            self.engine.capture(self.feed.sequence)
+        return os.getpid()
+
+    def place(self) -> tuple[str, dict[str, str]]:
+        """The node, and what makes another process see the same devices."""
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+        return ray.get_runtime_context().get_node_id(), {} if seen is None else {"CUDA_VISIBLE_DEVICES": seen}
+
+    def set_policy(self, policy: Policy, rl_step: int) -> None:
+        self.engine.set_policy(policy, seed=[self.recipe.seed, self.number, rl_step])
+
+    def replay(self, rows: list[dict[str, Any]]) -> None:
+        """Follow the decisions of a trace's rows for as long as there are any."""
+        self.engine.replay(rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What policy, budget and model-free drafters have learned, as JSON types."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.engine.load_state_dict(state)
+
+    def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
+        self.engine.update_weights(weights.items(), version)
+
+    def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float], updates: int) -> None:
+        self.engine.update_draft_weights(weights.items(), predicted, updates)
+
+    def guard_drafter(self, config: CanaryConfig) -> None:
+        self.engine.guard_drafter(config)
+
+    def drafter_report(self) -> DrafterReport:
+        return self.engine.drafter_report()
+
+    def went_back(self, rl_step: int) -> None:
+        """Let who trains from here on hear of no RL step after the one before `rl_step`."""
+        self.feed.status(rl_step - 1, busy=False)
+
+    def generate(
+        self, requests: list[GenerationRequest], rl_step: int, seed: list[int], *, repeatable: bool, quota: int | None
+    ) -> Rollout:
+        """Roll out from random state `seed`; `repeatable` keeps the state before, so that `repeat` can follow.
+
+        With `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
+        """
+        self.before = self.engine.snapshot() if repeatable else None
+        self.feed.status(rl_step, busy=True)
+        try:
+            return self._generate(requests, rl_step, seed, None if quota is None else enough(requests, quota))
+        finally:
+            self.feed.status(rl_step, busy=False)
+
+    def repeat(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+        """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it.
+
+        A worker that has not done it, being new, begins in the state it is in.
+        """
+        after = self.engine.snapshot()
+        if self.before is not None:
+            self.engine.restore(self.before)
+        try:
+            with self.engine.uncaptured():
+                return self._generate(requests, rl_step, seed)
+        finally:
+            self.engine.restore(after)
+
+    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+        """Do a rollout that is still to come, and leave no trace of it."""
+        self.before = self.engine.snapshot()
+        return self.repeat(requests, rl_step, seed)
+
+    def remember(self, responses: list[Remembered]) -> None:
+        """Show the drafters what other workers generated."""
+        self.engine.remember(responses)
+
+    def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
+        """Generate without speculation, sampling as rollouts do."""
+        rollout = self.recipe.rollout
+        asked = [
+            replace(request, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for request in requests
+        ]
+        self.engine.reseed(seed)
+        return self.engine.evaluate(asked, temperature=self.temperature)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+
+    def _generate(
+        self,
+        requests: list[GenerationRequest],
+        rl_step: int,
+        seed: list[int],
+        until: Callable[[Sequence[Key]], bool] | None = None,
+    ) -> Rollout:
+        rollout = self.recipe.rollout
+        self.engine.reseed(seed)
+        return self.engine.generate(
+            requests,
+            rl_step=rl_step,
+            temperature=self.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            min_p=rollout.min_p,
+            until=until,
+        )
+
+
+def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
+    """vLLM's arguments for one engine of a recipe; what `rollout.vllm` says wins, but over the fixed concurrency.
+
+    >>> recipe = Recipe(model="m", reward="r:f", data={"train": "t"}, rollout={"partial": {"concurrency": 9}})
+    >>> engine_args(recipe, cuda=False)["max_num_seqs"]
+    5
+    """
+    rollout = recipe.rollout
+    args: dict[str, Any] = {"tensor_parallel_size": rollout.tensor_parallel_size}
+    if recipe.cluster.placement == "colocated" and cuda:
+        args["enable_sleep_mode"] = True
+    args |= rollout.vllm
+    if rollout.partial is not None:
+        args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)
+    return args
+
+
+def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:
+    """Says, given the keys of the responses that have ended, whether `quota` prompts have all their requests answered.
+
+    Made for one rollout: it is given a list that grows.
+    """
+    left = Counter(request.key[:2] for request in requests)
+    seen = whole = 0
+
+    def until(ended: Sequence[Key]) -> bool:
+        nonlocal seen, whole
+        for key in ended[seen:]:
+            left[key[:2]] -= 1
+            whole += left[key[:2]] == 0
+        seen = len(ended)
+        return whole >= quota
+
+    return until

@@ -1,0 +1,126 @@
+"""The actors of a run in their places: engines, trainers, and whose turn it is where they share the devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import ray
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
+from tltlab.runtime.drafter.run import NoDrafter
+from tltlab.runtime.ray.actor_env import actor_env
+from tltlab.runtime.ray.calls import get
+from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.pool import WorkerPool
+from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
+
+from .events import RunEvents
+from .placement import Placement
+
+
+class RunActors:
+    """Starts Ray where there is none, the rollout workers, the trainers and what trains the drafter; a context manager.
+
+    Colocated, engines sleep while trainers have the devices, and with `train.offload` trainers keep their tensors on
+    the host while engines have them. `engines_turn` and `trainers_turn` say who is next; where both have devices of
+    their own that is nothing to do.
+    """
+
+    def __init__(
+        self, recipe: Recipe, drafters: Mapping[str, DrafterSpec], drafting: NoDrafter, events: RunEvents
+    ) -> None:
+        self.recipe = recipe
+        self._drafters, self._drafting, self._events = drafters, drafting, events
+        self._colocated = recipe.cluster.placement == "colocated"
+        self._engines_awake = True
+
+    def __enter__(self) -> RunActors:
+        self._stack = ExitStack()
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _start(self) -> None:
+        recipe, drafting = self.recipe, self._drafting
+        if start_ray(recipe.cluster):
+            self._stack.callback(ray.shutdown)
+        place = self._stack.enter_context(Placement(recipe))
+        self._stack.callback(drafting.close)
+        drafting.prepare()
+        drafters = DEFAULT_DRAFTERS | dict(self._drafters) | recipe.rollout.drafters | drafting.specs
+        self.pool = WorkerPool(
+            recipe, drafters, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
+        )
+        env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)["env_vars"]
+        self.trainers = TrainerGroup(recipe, place.trainer_options, env)
+        self._stack.callback(self.trainers.close)
+        self._stack.callback(self.pool.close)
+        if self._colocated:
+            # An engine measures how much memory is free when it starts, so nobody else may take any then.
+            self.pool.start()
+            self.pool.sleep()
+            self._engines_awake = False
+            self._with_trainers()
+        else:
+            with ThreadPoolExecutor(1) as beside:
+                trainers = beside.submit(self._with_trainers)
+                self.pool.start()
+                trainers.result()
+        self._with_trainers(self._start_drafting)
+
+    def _start_drafting(self) -> None:
+        # Engines that sleep neither answer nor take draft weights.
+        self.engines_turn()
+        self._drafting.start(self.pool.handles, self.trainers, get, self.pool.ask)
+
+    def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
+        """Start the trainers where none are and do `then`; both again where one dies, `faults.max_restarts` times."""
+        for left in reversed(range(self.recipe.faults.max_restarts + 1)):
+            try:
+                if not self.trainers.handles:
+                    self.restart_trainers()
+                then()
+                return
+            except TrainerDied as error:
+                if not left:
+                    raise
+                self._events.note(f"{error}; trainers start again")
+
+    def engines_turn(self) -> None:
+        """From now on engines have the devices."""
+        if self._colocated and not self._engines_awake:
+            self.trainers.offload()
+            self.pool.wake_up()
+            self._engines_awake = True
+
+    def trainers_turn(self) -> None:
+        """From now on trainers have the devices."""
+        if self._colocated and self._engines_awake:
+            self.pool.sleep()
+            # Before trainers are asked, who may die of it: engines are not to be sent to sleep twice.
+            self._engines_awake = False
+            self.trainers.onload()
+
+    def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
+        """Bring the policy's weights to the engines as `version`, once `before`, which may ask engines, is done."""
+        self.trainers_turn()
+        weights = self.trainers.weights()
+        self.engines_turn()
+        before()
+        self.pool.update_weights(weights, version)
+
+    def restart_trainers(self) -> None:
+        """Start all trainers again: they are as at the start of the run then."""
+        if self._colocated and self._engines_awake:
+            self.pool.sleep()
+            self._engines_awake = False
+        self.trainers.restart()

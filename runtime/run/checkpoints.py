@@ -1,0 +1,169 @@
+"""The checkpoints of a run: folders that are there as a whole or not at all, the newest of which stay.
+
+    step-000010/ step-000020/    one each, named by the RL step that comes next
+    step-000020/checkpoint.json  {"rl_step": 20, "files": {NAME: {"bytes": 123, "sha256": ...}}}, written last
+
+Large files are known by their size alone: reading gigabytes back would take longer than the RL step.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.traces.storage import fsync_file, fsync_folder, write_durably
+
+MANIFEST = "checkpoint.json"
+MOST_HASHED_BYTES = 1 << 20
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+class RunCheckpoints:
+    """The checkpoints in `folder`, of which `save` leaves the newest `keep`.
+
+    A writer that is killed leaves what was there before. One process saves at a time. `complaints` says, in sentences,
+    why `latest` or `all` passed a checkpoint over.
+    """
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        if keep < 1:
+            raise ConfigError(f"checkpoints: at least 1 must be kept, got {keep}")
+        self.folder = Path(folder)
+        self.keep = keep
+        self.complaints: list[str] = []
+
+    def save(self, rl_step: int, write: Callable[[Path], None]) -> Path:
+        """Have `write` fill a folder, make that the checkpoint of `rl_step`, and remove all but the newest.
+
+        Newer ones go too, for they are of a future that this run has left. Raises RunError where the disk refuses;
+        what `write` raises comes through. The checkpoints before stay then.
+        """
+        final = self.folder / f"step-{rl_step:06d}"
+        partial = self.folder / f".{final.name}.partial"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._tidy()
+            partial.mkdir()
+            write(partial)
+            self._seal(partial, rl_step)
+            if final.exists():
+                os.rename(final, final.with_name(f".{final.name}.replaced"))
+            os.rename(partial, final)
+            fsync_folder(self.folder)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            self._put_back()
+            if isinstance(error, OSError):
+                said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
+                raise RunError(
+                    f"cannot write the checkpoint {final}: {said}; those before it are as they were"
+                ) from error
+            raise
+        self._put_back()
+        self._prune(rl_step)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that is whole, None where there is none."""
+        return next(reversed(self.all()), None)
+
+    def all(self) -> list[Path]:
+        """The checkpoints that are whole, oldest first."""
+        self._put_back()
+        self.complaints = []
+        good = []
+        for path in checkpoints_in(self.folder):
+            fault = fault_of(path)
+            if fault is None:
+                good.append(path)
+            else:
+                self.complaints.append(f"checkpoint {path} is passed over: {fault}")
+        return good
+
+    def _seal(self, folder: Path, rl_step: int) -> None:
+        """Make all files durable, then the list of them."""
+        files: dict[str, Any] = {}
+        folders = [folder]
+        for path in sorted(folder.rglob("*")):
+            if path.is_dir():
+                folders.append(path)
+                continue
+            fsync_file(path)
+            files[str(path.relative_to(folder))] = _known_by(path)
+        write_durably(folder / MANIFEST, json.dumps({"rl_step": rl_step, "files": files}, indent=1).encode())
+        for path in reversed(folders):
+            fsync_folder(path)
+
+    def _prune(self, rl_step: int) -> None:
+        found = checkpoints_in(self.folder)
+        whole = [path for path in found if step_of(path) <= rl_step and fault_of(path) is None]
+        for path in set(found) - set(whole[-self.keep :]):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """In one move, so that no half of it is left under its name."""
+        gone = path.with_name(f".{path.name}.gone")
+        shutil.rmtree(gone, ignore_errors=True)
+        os.rename(path, gone)
+        fsync_folder(self.folder)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def _put_back(self) -> None:
+        """A checkpoint that was to be replaced comes back where its successor did not arrive, and goes where it did."""
+        for old in self.folder.glob(".step-*.replaced"):
+            path = old.with_name(old.name.removeprefix(".").removesuffix(".replaced"))
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                os.rename(old, path)
+
+    def _tidy(self) -> None:
+        """Remove what writers that were killed have left."""
+        self._put_back()
+        for left in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.gone")):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder that need not be there, whole or not, oldest first; other things are left out."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The RL step that comes next after the checkpoint `path`; ConfigError where its name says none."""
+    named = _STEP.fullmatch(path.name)
+    if named is None:
+        raise ConfigError(f"{path} is no checkpoint: its name must be step-NNNNNN")
+    return int(named[1])
+
+
+def fault_of(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, None where it is whole."""
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, known in files.items():
+            found = _known_by(path / name)
+            if found["bytes"] != known["bytes"]:
+                return f"{name} has {found['bytes']} bytes instead of {known['bytes']}"
+            if found != known:
+                return f"{name} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        what = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else str(error)
+        return " ".join(what.split())
+    return None
+
+
+def _known_by(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    if size > MOST_HASHED_BYTES:
+        return {"bytes": size}
+    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}

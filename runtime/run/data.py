@@ -1,0 +1,55 @@
+"""What a run learns from and is judged by: its prompts, their order, and the rollouts that draw from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt, load_prompts, read_prompts
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.ways import rollouts_of
+
+
+class RunData:
+    """The prompts of a recipe. Raises ConfigError where they cannot be read or leave engines no room to respond."""
+
+    def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.recipe = recipe
+        data = recipe.data
+        found = read_prompts(data.train, data, tokenizer)
+        self.train, self.num_dropped = found.prompts, found.num_dropped
+        self.heldout: list[Prompt] = []
+        if data.heldout is not None:
+            self.heldout = load_prompts(data.heldout, data, tokenizer, split=data.heldout_split)
+        self._check_room()
+        self.begin()
+
+    def begin(self) -> None:
+        """Be at the first prompt, with no response that waits to be finished or used again."""
+        self.order = DataOrder(len(self.train), self.recipe.seed)
+        self.rollouts = rollouts_of(self.recipe, self.train, self.order)
+
+    def state_dict(self, folder: Path) -> dict[str, Any]:
+        """Where it is in the data, as JSON types; responses that wait go into `folder`, which is made."""
+        folder.mkdir()
+        return {"order": self.order.state_dict(), "rollouts": self.rollouts.state_dict(folder)}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Go on from what `state_dict` gave."""
+        self.begin()
+        self.order.load_state_dict(state["order"])
+        self.rollouts.load_state_dict(state["rollouts"], folder)
+
+    def _check_room(self) -> None:
+        room = self.recipe.rollout.vllm.get("max_model_len")
+        for prompt in [*self.train, *self.heldout] if room else []:
+            if len(prompt.token_ids) >= room:
+                raise ConfigError(
+                    f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "
+                    f"{room} must hold it and a response: raise it, or leave such prompts out by data.max_prompt_tokens"
+                )

@@ -1,0 +1,411 @@
+"""A GRPO run on Ray and vLLM, read from top to bottom: roll out, reward, log-probs, train, sync, record, checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.drafter.offline.data import load_tokenizer
+from tltlab.runtime.drafter.run import drafter_of
+from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+from tltlab.runtime.recipe.checks import check_policy, check_replay
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.reward_pool import RewardPool
+from tltlab.runtime.rollout.samples import Sample, Trajectory
+from tltlab.runtime.rollout.ways import Collected, RolloutTools
+from tltlab.runtime.trainer.group import TrainerDied
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.recording import lock
+from tltlab.traces.trace import Trace, read
+
+from .actors import RunActors
+from .checkpoints import RunCheckpoints, step_of
+from .data import RunData
+from .events import RunEvents
+from .manifest import run_manifest
+from .metrics import step_metrics
+from .recovery import Recovery
+from .rows import StepReport, step_rows
+from .state import RunState
+
+Done = TypeVar("Done")
+
+
+class GrpoRun:
+    """A run folder, its actors, and one method per thing to do: `step`, `evaluate`, `checkpoint`, `trace`, `save`.
+
+    Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by
+    one durable chunk per RL step, so a killed run keeps every finished step. With `resume` it goes on from the newest
+    whole checkpoint below `out`, or from the start where there is none; steps after that are done, and recorded, again.
+    `replay` is a trace whose decisions the policy follows for as long as there are any. A rollout worker that dies is
+    replaced while the others go on; when a trainer dies the run goes back to its newest checkpoint.
+    """
+
+    def __init__(
+        self, recipe: Recipe, out: Path, *, notes: str | None = None, resume: bool = False, replay: Path | None = None
+    ) -> None:
+        if replay is not None:
+            check_replay(recipe)
+        self.recipe = recipe
+        self.out = Path(out)
+        self.reward_pool = RewardPool(recipe)
+        self.tokenizer = load_tokenizer(recipe.model)
+        self.data = RunData(recipe, self.tokenizer)
+        self.policy = load_policy(recipe.rollout.policy)
+        check_policy(recipe, self.policy)
+        self.events = RunEvents(self.out / "events.jsonl")
+        self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
+        self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)
+        self.recovery = Recovery(
+            recipe,
+            self.policy,
+            self.checkpoints,
+            self.data,
+            self.drafting,
+            self.events,
+            replay=read(replay) if replay is not None else None,
+        )
+        self.state = RunState()
+        self.watch: Callable[[StepReport], None] = lambda report: None
+        """Is told of every RL step that is done, also of those that are done again."""
+        self._notes = notes
+        self._resume = resume
+        self._locked = False
+
+    @property
+    def rl_step(self) -> int:
+        """The RL step that comes next."""
+        return self.state.rl_step
+
+    @property
+    def reports(self) -> list[StepReport]:
+        """Of every RL step so far."""
+        return self.state.reports
+
+    @property
+    def begins_at(self) -> int:
+        """The RL step that a run which has not started yet will do first."""
+        folder = self.checkpoints.latest() if self._resume else None
+        return step_of(folder) if folder is not None else 0
+
+    def __enter__(self) -> GrpoRun:
+        self._stack = ExitStack()
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        self._started = time.perf_counter() - sum(r.step_s for r in self.reports)
+        return self
+
+    def _start(self) -> None:
+        self._stack.enter_context(self.locked())
+        folder = self.recovery.newest() if self._resume else None
+        self.recovery.prepare(folder)
+        if self.data.num_dropped:
+            self.events.note(
+                f"{self.data.num_dropped} prompts of more than data.max_prompt_tokens = "
+                f"{self.recipe.data.max_prompt_tokens} are left out"
+            )
+        self._stack.enter_context(self.reward_pool)
+        actors = RunActors(self.recipe, self.policy.drafters, self.drafting, self.events)
+        self.actors = self._stack.enter_context(actors)
+        self.pool, self.trainers = self.actors.pool, self.actors.trainers
+        self._choose_by(self.policy)
+        self.state = self.recovery.begin(self.actors, self.state, folder)
+        manifest = run_manifest(self.recipe, self.out.name, self._notes)
+        if self._resume:
+            self._recorder = Recorder.reopen(self.out / "trace", manifest, self.rl_step)
+        else:
+            self._recorder = Recorder(self.out / "trace", manifest)
+        self._write_notes()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run's folder for this process alone; a run that is entered does so by itself, if it is not held."""
+        if self._locked:
+            yield
+            return
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+            held = lock(self.out, "this run")
+        except OSError as error:
+            raise ConfigError(f"cannot write to {self.out}: {error.strerror}") from error
+        with held:
+            self._locked = True
+            try:
+                yield
+            finally:
+                self._locked = False
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self.events.record(f"the run stopped: {type(error).__name__}: {error}")
+        try:
+            self._recorder.__exit__(kind, error, tb)
+        finally:
+            self._stack.close()
+
+    def set_policy(self, policy: Policy, name: str | None = None) -> None:
+        """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step.
+
+        `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
+        """
+        self._choose_by(policy, name)
+        self._write_notes()
+
+    def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:
+        """Put in force what `policies` had from this RL step on; it may have been set after the checkpoint was made."""
+        for entry in policies:
+            if entry["rl_step"] == self.rl_step and entry not in self.state.policies:
+                self.set_policy(Policy.model_validate(entry["policy"]), entry["name"])
+
+    def _choose_by(self, policy: Policy, name: str | None = None) -> None:
+        self.state.in_force(policy, name)
+        self.pool.set_policy(policy, self.rl_step)
+
+    def step(self) -> StepReport:
+        """One RL step under the policy in force; where a trainer dies, steps since the checkpoint are done again."""
+        return self._through(self._step)
+
+    def _through(self, do: Callable[[], Done]) -> Done:
+        """What `do` returns; where a trainer dies in it, the run goes back, comes to this RL step again and does it."""
+        target, policies = self.rl_step, self.state.policies
+        while True:
+            try:
+                while self.rl_step < target:
+                    self._choose_as(policies)
+                    self._step()
+                self._choose_as(policies)
+                return do()
+            except TrainerDied as error:
+                first = self.state.reward_first
+                self.state = self.recovery.restart(error)
+                # Of the policy that the run began with, whenever it was measured.
+                self.state.reward_first = first
+                self._recorder.rewind(self.rl_step)
+                self._write_notes()
+
+    def _step(self) -> StepReport:
+        rl_step = self.rl_step
+        self.events.rl_step = rl_step
+        t_step = time.perf_counter()
+        collected = self.data.rollouts.collect(self._tools(rl_step))
+        self._after_rollout(collected, rl_step)
+
+        start = time.perf_counter()
+        self.actors.trainers_turn()
+        samples = _samples(collected)
+        metrics = self.trainers.old_logprobs(samples)
+        inference_s = time.perf_counter() - start + collected.score_s
+
+        start = time.perf_counter()
+        metrics = metrics | self.trainers.update(rl_step)
+        train_s = time.perf_counter() - start
+
+        start = time.perf_counter()
+        # Training predicted the drafter's acceptance for the policy as it was, so its weights come first.
+        self.actors.push_weights(self.state.policy_version + 1, before=lambda: self.drafting.publish(rl_step + 1))
+        self.drafting.target_moved()
+        sync_s = time.perf_counter() - start
+
+        rewards = list(collected.rewards.values())
+        report = StepReport(
+            rl_step=rl_step,
+            policy=self.state.policy_name,
+            reward_mean=sum(rewards) / len(rewards) if rewards else float("nan"),
+            num_tokens=sum(len(r.token_ids) for part in collected.parts for r in part.responses),
+            rollout_s=collected.rollout_s,
+            reward_s=collected.reward_s,
+            inference_s=inference_s,
+            train_s=train_s,
+            sync_s=sync_s,
+            recorder_s=max(part.recorder_s for part in collected.parts),
+            metrics=metrics,
+            notes=self.events.take(),
+        )
+        report = self._record(report, collected, t_step)
+        self.state.policy_version += 1
+        self.state.rl_step += 1
+        self.state.reports.append(report)
+        every = self.recipe.checkpoint.every
+        if every and self.rl_step % every == 0:
+            self._save_checkpoint()
+        self.watch(report)
+        return report
+
+    def _tools(self, rl_step: int) -> RolloutTools:
+        """What a rollout may ask of engines, trainers and rewards."""
+        every = self.recipe.rollout.repeat_every
+        repeats = bool(every) and rl_step % every == 0
+        self._first: tuple[Sequence[Sequence[GenerationRequest]], Sequence[Rollout], float] | None = None
+
+        def generate(
+            shares: Sequence[list[GenerationRequest]], number: int, quotas: Sequence[int] | None
+        ) -> list[Rollout]:
+            self.actors.engines_turn()
+            # Later rounds train no drafter: whether it is time to was decided for the RL step.
+            if number == 0:
+                self.drafting.rollout_starts(rl_step)
+            start = time.perf_counter()
+            parts = self.pool.generate(shares, rl_step, round=number, repeatable=repeats and number == 0, quotas=quotas)
+            if number == 0:
+                self.drafting.rollout_ends(rl_step)
+                self._first = (shares, parts, time.perf_counter() - start) if repeats else None
+            return parts
+
+        def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+            self.actors.trainers_turn()
+            return self.trainers.score(pairs, distributions=distributions)
+
+        return RolloutTools(
+            generate=generate,
+            share=self.pool.share,
+            rewards=self._rewards,
+            score=score,
+            rl_step=rl_step,
+            policy_version=self.state.policy_version,
+        )
+
+    def _rewards(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        rewards = self.reward_pool.rewards(
+            [(t.prompt.text, self._text(t.token_ids), t.prompt.answer) for t in trajectories]
+        )
+        for failure in self.reward_pool.take_failures():
+            self.events.note(failure)
+        return rewards
+
+    def _after_rollout(self, collected: Collected, rl_step: int) -> None:
+        """What engines and drafters do with what was rolled out, before weights move."""
+        if self._first is not None:
+            self._repeat(*self._first, rl_step)
+        self.drafting.annotate()
+        self.pool.remember_others(collected.requests, collected.parts)
+        for note in collected.notes:
+            self.events.note(note)
+
+    def _repeat(
+        self,
+        shares: Sequence[Sequence[GenerationRequest]],
+        parts: Sequence[Rollout],
+        rollout_s: float,
+        rl_step: int,
+    ) -> None:
+        """Roll out the same requests once more and note both times in `repeats.json`; nothing else remembers it."""
+        start = time.perf_counter()
+        again = self.pool.repeat(shares, rl_step)
+        repeat_s = time.perf_counter() - start
+        tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
+        same = tokens[0] == tokens[1]
+        told = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
+        self.state.repeats.append(told)
+        write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
+
+    def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
+        """Write the RL step's rows to the trace; the report with what they say of it. `t_step`: its start."""
+        start = time.perf_counter()
+        requests = [request for share in collected.requests for request in share]
+        rows = step_rows(
+            report,
+            requests,
+            collected.parts,
+            [collected.rewards.get(request.key) for request in requests],
+            epochs=[collected.epochs[request.key] for request in requests],
+            submitted_s=[collected.submitted_s.get(request.key, 0.0) for request in requests],
+            policy_version=self.state.policy_version,
+            t_start=t_step - self._started,
+            drafter=self.drafting.rows(report.rl_step, report.metrics["drift_kl"]),
+        )
+        for table, new in rows.items():
+            self._recorder.append(table, new)
+        # While the next rollout runs: a kill before that is over loses one RL step more.
+        self._recorder.flush(wait=False)
+        end = time.perf_counter()
+        report = replace(report, record_s=end - start, step_s=end - t_step)
+        return replace(report, measures=step_metrics(report, rows))
+
+    def checkpoint(self) -> Path:
+        """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
+        return self._through(self._save_checkpoint)
+
+    def _save_checkpoint(self) -> Path:
+        # A run that goes on from it needs the trace up to here.
+        self._recorder.flush()
+        return self.recovery.save(self.state)
+
+    def evaluate(self, num_prompts: int | None = None) -> float:
+        """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""
+        return self._through(lambda: self._evaluate(num_prompts))
+
+    def _evaluate(self, num_prompts: int | None) -> float:
+        prompts = self.data.heldout[: num_prompts or self.recipe.eval.num_prompts]
+        if not prompts:
+            raise ConfigError("evaluation needs data.heldout in the recipe")
+        requests = [
+            GenerationRequest(
+                key=(-1, p.prompt_id, 0, 0),
+                prompt_token_ids=p.token_ids,
+                max_response_tokens=self.recipe.rollout.max_response_tokens,
+            )
+            for p in prompts
+        ]
+        self.actors.engines_turn()
+        responses = self.pool.evaluate(requests)
+        rewards = self.reward_pool.rewards(
+            [(p.text, self._text(r.token_ids), p.answer) for p, r in zip(prompts, responses, strict=True)]
+        )
+        return sum(rewards) / len(rewards)
+
+    def save(self) -> Path:
+        """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, and the drafter's beside them."""
+        return self._through(self._save)
+
+    def _save(self) -> Path:
+        folder = self.out / "checkpoints" / "final"
+        partial = folder.with_name(".final.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        self.actors.trainers_turn()
+        self.trainers.save(str(partial.resolve()))
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+        self.drafting.save()
+        return folder
+
+    def trace(self) -> Trace:
+        """Everything recorded so far."""
+        return self._recorder.snapshot()
+
+    def _write_notes(self) -> None:
+        write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self.state.policies})
+        if self.state.repeats or (self.out / "repeats.json").exists():
+            write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
+
+    def _text(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _samples(collected: Collected) -> list[Sample]:
+    """What the trainer learns from: the whole responses of the RL step."""
+    return [
+        Sample(
+            prompt_token_ids=t.prompt.token_ids,
+            token_ids=t.token_ids,
+            logprobs=t.logprobs,
+            reward=t.reward if t.reward is not None else 0.0,
+            group=group,
+            token_versions=t.token_versions,
+            truncated=t.truncated,
+        )
+        for t, group in zip(collected.trajectories, collected.groups, strict=True)
+    ]

@@ -1,0 +1,177 @@
+"""Where a run can be watched: a progress bar or plain lines, TensorBoard, and W&B and MLflow where the recipe says so.
+
+A logger that cannot start is an error before anything else does; one that fails later says so once and is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, Self
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import LogConfig
+
+from .log_services import EVERY_STEP, Mlflow, Wandb
+from .rows import StepReport
+from .screen import Screen, screen
+
+
+class RunLog:
+    """What `train` says, and its metrics of each RL step.
+
+    `out` is the run's folder, `total_steps` the RL steps from 0 on, `resume_from` the first that this process runs. Of
+    a step that is done again, by a later process or after a trainer died, TensorBoard shows the later values, W&B and
+    MLflow the earlier ones.
+    `settings` are shown with the run by W&B and MLflow; give nothing secret. Standard error gets each step's figures
+    (`run_screen.step_text`), above a progress bar where it is a terminal. Raises ConfigError where a logger of
+    `config` is not installed or does not start.
+
+    >>> with RunLog(LogConfig(), Path("runs/first"), total_steps=12) as log:  # doctest: +SKIP
+    ...     log.step(report, {"reward/mean": 0.5})
+    """
+
+    def __init__(
+        self,
+        config: LogConfig,
+        out: Path,
+        total_steps: int,
+        *,
+        resume_from: int = 0,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        for name, wanted in (("wandb", config.wandb), ("mlflow", config.mlflow)):
+            if wanted is not None and importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"log.{name} = {wanted!r} needs {name}, which is not installed: 'pip install {name}', "
+                    f"or leave log.{name} out"
+                )
+        out, settings = Path(out), settings or {}
+        self._loggers: dict[str, _Logger] = {}
+        self._screen = Screen(total_steps)
+        try:
+            if config.tensorboard:
+                self._loggers["TensorBoard"] = _started("TensorBoard", _TensorBoard, out / "tensorboard", resume_from)
+            if config.wandb is not None:
+                self._loggers["W&B"] = _started("W&B", Wandb, config.wandb, out, settings)
+            if config.mlflow is not None:
+                self._loggers["MLflow"] = _started("MLflow", Mlflow, config.mlflow, out, settings)
+        except BaseException:
+            self.close(failed=True)
+            raise
+        self._screen = screen(total_steps, resume_from)
+        # Engines take minutes to start, and nothing else is said until they have.
+        steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"
+        if resume_from >= total_steps:
+            steps = f"all {total_steps} RL steps are in {out}"
+        self.say(f"{steps}: starting workers and trainer")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(failed=error is not None)
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches; a terminal that is gone loses it."""
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.say(text)
+
+    def step(self, report: StepReport, metrics: Mapping[str, float]) -> None:
+        """Say and log an RL step that is done."""
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.step(report, metrics)
+        self.measured(report.rl_step, metrics)
+
+    def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        """Log what was measured after RL step `rl_step`; nothing is said."""
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.step(rl_step, metrics)
+            except Exception as error:
+                # A disk or a network may fail in any way; the run is worth more than its log.
+                self._leave_out(name, error)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End every logger, telling those that ask whether the run `failed`. Nothing is raised."""
+        for name, logger in list(self._loggers.items()):
+            try:
+                logger.close(failed=failed)
+            except Exception as error:
+                self._leave_out(name, error)
+        self._loggers.clear()
+        with contextlib.suppress(OSError, ValueError):
+            self._screen.close()
+
+    def _leave_out(self, name: str, error: Exception) -> None:
+        del self._loggers[name]
+        self.say(f"{name} failed and gets nothing more: {_short(error)}")
+
+
+class _Logger(Protocol):
+    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+def _started(name: str, logger: Any, *args: Any) -> _Logger:
+    try:
+        started: _Logger = logger(*args)
+    except Exception as error:
+        raise ConfigError(
+            f"{name} did not start: {_short(error)}; check log.{logger.setting} in the recipe or leave it out"
+        ) from error
+    return started
+
+
+def _short(error: Exception) -> str:
+    text = re.sub(r"://[^/@\s]*@", "://***@", " ".join(str(error).split()))  # a server's user and password
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+class _TensorBoard:
+    """Event files, one per process. TensorBoard's own writer has a thread, and waits for ever once it died of a full
+    disk; this one writes in place."""
+
+    setting = "tensorboard"
+
+    def __init__(self, folder: Path, resume_from: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file: BinaryIO = open(folder / name, "xb")  # noqa: SIM115
+        self._records = RecordWriter(self._file)
+        self._write(Event(file_version="brain.Event:2"))
+        self._last = resume_from - 1
+        self._hide(resume_from)
+        self._file.flush()
+
+    def step(self, rl_step: int, metrics: Mapping[str, float]) -> None:
+        if EVERY_STEP in metrics:
+            if rl_step <= self._last:
+                self._hide(rl_step)
+            self._last = rl_step
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        self._write(Event(step=rl_step, summary=Summary(value=values)))
+        self._file.flush()
+
+    def close(self, *, failed: bool) -> None:
+        self._file.close()
+
+    def _hide(self, rl_step: int) -> None:
+        """Have TensorBoard show nothing of what was written before, by earlier processes too, from this step on."""
+        self._write(Event(step=rl_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def _write(self, event: Event) -> None:
+        event.wall_time = time.time()
+        self._records.write(event.SerializeToString())

@@ -1,0 +1,108 @@
+"""The figures of one RL step that people follow a run by, from its report and its rows of the trace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tltlab.traces.metrics import ROLLOUT_KINDS, tail_start
+
+from .rows import Row, StepReport
+
+LENGTH_PERCENTILES = (50, 90, 99)
+
+STAGES = ("rollout_s", "reward_s", "inference_s", "train_s", "sync_s")
+
+
+def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str, float]:
+    """Return the figures of an RL step by name, all finite; what is unknown is not there.
+
+    `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
+    `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
+    `tltlab.traces.metrics` of this step, reckoned from the rows as they are: a trace made of them takes twenty times as
+    long. `length/*`: tokens of the responses that ended, percentiles linear between ranks;
+    `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter
+    in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and driver, over
+    that of the step.
+
+    >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
+    0.25
+    """
+    stages = {name: getattr(report, name) for name in STAGES}
+    step_s = report.step_s or sum(stages.values())
+    found: dict[str, float | None] = {f"time/{name}": seconds for name, seconds in stages.items()}
+    found["time/step_s"] = step_s
+    found["recorder/share"] = (report.recorder_s + report.record_s) / step_s if step_s else None
+    found |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
+    for name, value in report.metrics.items():
+        kind, _, rest = name.partition("_")
+        found[f"mismatch/{rest}" if kind == "mismatch" else f"train/{name}"] = value
+    for step in rows.get("steps", []):
+        found |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
+    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | None]:
+    groups: dict[str, list[float]] = {}
+    for row in outcomes:
+        if row.get("reward") is not None:
+            groups.setdefault(row["prompt_id"], []).append(row["reward"])
+    rewards = [reward for group in groups.values() for reward in group]
+    mixed = [len(set(group)) > 1 for group in groups.values()]
+    return {
+        "reward/mean": report.reward_mean,
+        "reward/std": float(np.std(rewards)) if rewards else None,
+        "reward/mixed_groups": float(np.mean(mixed)) if mixed else None,
+    }
+
+
+def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
+    """Tokens per second, bubble, tail and accept length, each as `tltlab.traces.metrics` defines it."""
+    outcomes = rows["outcomes"]
+    # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
+    if not outcomes or not rollout_s:
+        return {}
+    start = min(row["t_submit"] for row in outcomes)
+    end = start + rollout_s
+    # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
+    working: dict[str, list[tuple[float, float]]] = {}
+    for row in rows["spans"]:
+        if row["lane"].startswith("worker "):
+            spans = working.setdefault(row["lane"], [])
+            if row["kind"] in ROLLOUT_KINDS:
+                spans.append((max(row["t_start"], start), min(row["t_start"] + row["duration"], end)))
+    busy = sum(map(_union_s, working.values()))
+    tail = end - min(tail_start([row["t_finish"] for row in outcomes]), end)
+    drafting = [row for row in rows["iterations"] if row["num_drafted"]]
+    pairs = sum(len(row["accepted_per_request"]) for row in drafting)
+    return {
+        "rollout/tokens_per_s": sum(row["response_tokens"] for row in outcomes) / rollout_s,
+        "rollout/bubble_fraction": 1 - busy / (len(working) * rollout_s) if working else None,
+        "rollout/tail_fraction": tail / rollout_s,
+        "rollout/mean_accept_length": 1 + sum(row["num_accepted"] for row in drafting) / pairs if pairs else None,
+    }
+
+
+def _union_s(intervals: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of intervals, (start, end) each."""
+    total, until = 0.0, -math.inf
+    for start, end in sorted(intervals):
+        total += max(end - max(start, until), 0.0)
+        until = max(until, end)
+    return total
+
+
+def _lengths(outcomes: Sequence[Row]) -> dict[str, float | None]:
+    ended = [row for row in outcomes if row["finish_reason"] != "abort"]
+    if not ended:
+        return {}
+    lengths = np.array([row["response_tokens"] for row in ended])
+    percentiles = zip(LENGTH_PERCENTILES, np.percentile(lengths, LENGTH_PERCENTILES), strict=True)
+    return {
+        **{f"length/p{rank}": float(value) for rank, value in percentiles},
+        "length/max": float(lengths.max()),
+        "length/mean": float(lengths.mean()),
+        "length/truncated_fraction": sum(row["finish_reason"] == "length" for row in ended) / len(ended),
+    }

@@ -1,0 +1,146 @@
+"""Where a run's actors go: bundles of GPUs that Ray reserves, and the options that put an actor into its own."""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.gpus import Bundles, bundles_of
+from tltlab.runtime.recipe.recipe import Recipe
+
+READY_S = 30.0
+"""How long Ray may take to reserve GPUs that it has: those of a run that just ended are not free at once."""
+
+
+class Placement:
+    """The GPUs of a run, reserved while the context lasts; Ray must be running.
+
+    A bundle lies on one node, so tensor parallelism never crosses nodes. Separate actors take their bundle's GPUs from
+    Ray. Colocated ones share them: one holder per bundle takes the GPUs, and worker and ranks run in the same bundle
+    with num_gpus 0 and CUDA_VISIBLE_DEVICES set to what the holder was given. Without GPUs nothing is reserved: actors
+    take no logical CPUs, so any number of them starts on any machine; on several nodes they spread.
+
+    ConfigError, at once or within `ready_s` seconds, where the cluster lacks what the recipe asks for.
+    """
+
+    def __init__(self, recipe: Recipe, *, ready_s: float = READY_S) -> None:
+        self.bundles: Bundles = bundles_of(recipe)
+        self.num_nodes = recipe.cluster.num_nodes
+        self.ready_s = ready_s
+        self._group: PlacementGroup | None = None
+        self._holders: list[Any] = []
+        self._visible: list[list[str]] = []
+
+    def __enter__(self) -> Placement:
+        if not self.bundles.all:
+            return self
+        self._check()
+        self._group = placement_group([{"GPU": gpus} for gpus in self.bundles.all], strategy="PACK")
+        try:
+            if not self._group.wait(timeout_seconds=self.ready_s):
+                raise ConfigError(self._lacking(f"are not free within {self.ready_s:g} s"))
+            if self.bundles.colocated:
+                self._hold()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def worker_options(self, number: int) -> dict[str, Any]:
+        """What `Actor.options` is told for rollout worker `number`; "env_vars" belongs into its runtime_env."""
+        gpus = self.bundles.workers[number]
+        if not gpus:
+            return self._anywhere()
+        if self.bundles.colocated:
+            return self._sharing(number, self._visible[number])
+        return self._own(number, gpus)
+
+    def trainer_options(self, rank: int) -> dict[str, Any]:
+        """The same for trainer rank `rank`."""
+        if self.bundles.colocated:
+            worker, gpu = self.bundles.worker_of_rank(rank)
+            return self._sharing(worker, [self._visible[worker][gpu]])
+        gpus = self.bundles.ranks[rank]
+        if not gpus:
+            return self._anywhere()
+        return self._own(sum(1 for taken in self.bundles.workers if taken) + rank, gpus)
+
+    def close(self) -> None:
+        """Give the GPUs back; whoever still runs in a bundle is ended."""
+        for holder in self._holders:
+            ray.kill(holder)
+        if self._group is not None:
+            remove_placement_group(self._group)
+        self._group, self._holders, self._visible = None, [], []
+
+    def _anywhere(self) -> dict[str, Any]:
+        return _options(0, "SPREAD" if self.num_nodes > 1 else "DEFAULT", {})
+
+    def _own(self, bundle: int, gpus: float) -> dict[str, Any]:
+        return _options(gpus, self._in(bundle), {})
+
+    def _sharing(self, bundle: int, visible: list[str]) -> dict[str, Any]:
+        # Ray leaves the variable alone where an actor is given no GPU of its own, unless it is told to empty it then.
+        env = {"CUDA_VISIBLE_DEVICES": ",".join(visible), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        return _options(0, self._in(bundle), env)
+
+    def _in(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        return PlacementGroupSchedulingStrategy(
+            placement_group=self._group,
+            placement_group_bundle_index=bundle,
+            # Else what an actor starts, such as a drafter's trainer, would be bound to the group's GPUs as well.
+            placement_group_capture_child_tasks=False,
+        )
+
+    def _hold(self) -> None:
+        self._holders = [
+            _Holder.options(  # type: ignore[attr-defined]
+                num_cpus=0, num_gpus=gpus, scheduling_strategy=self._in(bundle)
+            ).remote()
+            for bundle, gpus in enumerate(self.bundles.workers)
+        ]
+        try:
+            seen = ray.get([holder.visible.remote() for holder in self._holders], timeout=self.ready_s)
+        except GetTimeoutError as error:
+            raise ConfigError(f"Ray did not start the holders of GPUs within {self.ready_s:g} s") from error
+        self._visible = seen
+
+    def _check(self) -> None:
+        """Raise ConfigError where the cluster, all its GPUs free, would not do."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        if len(nodes) < self.num_nodes:
+            raise ConfigError(f"cluster.num_nodes = {self.num_nodes}, and Ray knows {len(nodes)} nodes")
+        sizes = [node["Resources"].get("GPU", 0) for node in nodes]
+        if self.bundles.num_gpus > sum(sizes) + 1e-9 or max(self.bundles.all) > max(sizes):
+            raise ConfigError(self._lacking("are more than that"))
+
+    def _lacking(self, why: str) -> str:
+        sizes = sorted((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]), reverse=True)
+        workers, ranks = self.bundles.workers, self.bundles.ranks
+        asked = f"{len(workers)} rollout workers of {workers[0]:g} GPUs"
+        if ranks:
+            asked += f" and {len(ranks)} trainer ranks of {ranks[0]:g}"
+        return f"Ray's nodes have {', '.join(f'{size:g}' for size in sizes)} GPUs, and {asked} {why}"
+
+
+@ray.remote
+class _Holder:
+    """Keeps a bundle's GPUs for those who share them."""
+
+    def visible(self) -> list[str]:
+        """The GPUs by the names that CUDA_VISIBLE_DEVICES takes."""
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+
+
+def _options(num_gpus: float, strategy: Any, env_vars: dict[str, str]) -> dict[str, Any]:
+    return {"num_cpus": 0, "num_gpus": num_gpus, "scheduling_strategy": strategy, "env_vars": env_vars}

@@ -1,0 +1,171 @@
+"""One RL step as rows of the trace's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one RL step did; seconds per stage and means over its responses.
+
+    `recorder_s` is the engines' time for keeping the book, `record_s` the driver's for the trace, `step_s` that of all.
+    `measures` are for loggers, by name (`run_metrics.step_metrics`); `notes`: what else happened.
+    """
+
+    rl_step: int
+    policy: str
+    reward_mean: float
+    num_tokens: int
+    rollout_s: float
+    reward_s: float
+    inference_s: float
+    train_s: float
+    sync_s: float
+    recorder_s: float
+    metrics: dict[str, float]
+    record_s: float = 0.0
+    step_s: float = 0.0
+    measures: Mapping[str, float] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        rate = self.num_tokens / self.rollout_s
+        lines = [
+            f"step {self.rl_step}: reward {self.reward_mean:.3f}, {self.num_tokens} tokens in {self.rollout_s:.2f} s "
+            f"({rate:.0f}/s), train {self.inference_s + self.train_s:.2f} s, sync {self.sync_s:.2f} s, {self.policy}",
+            *(f"  {note}" for note in self.notes),
+        ]
+        return "\n".join(lines)
+
+
+def step_rows(
+    report: StepReport,
+    requests: Sequence[GenerationRequest],
+    parts: Sequence[Rollout],
+    rewards: Sequence[float | None],
+    *,
+    epochs: Sequence[int],
+    submitted_s: Sequence[float] | None = None,
+    policy_version: int,
+    t_start: float,
+    drafter: Mapping[str, Sequence[Row]],
+) -> dict[str, list[Row]]:
+    """Return the step's rows by table.
+
+    By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
+    `epochs` and `submitted_s`, when it was handed to its engine (by default at the start of the rollout).
+    `policy_version` sampled them; `t_start` is in seconds since the start of the run. `drafter` are the rows that its
+    training gives, of `steps` only some columns.
+    """
+    placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
+    rows: dict[str, list[Row]] = {"workload": [], "outcomes": [], "tokens": []}
+    submitted_s = [0.0] * len(requests) if submitted_s is None else submitted_s
+    by_response = zip(requests, placed, rewards, epochs, submitted_s, strict=True)
+    for request, (worker, response), reward, epoch, t_submit in by_response:
+        key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
+        num_tokens = len(response.token_ids)
+        rows["workload"].append(
+            key
+            | {
+                "epoch": epoch,
+                "prompt_tokens": len(request.prompt_token_ids),
+                "max_response_tokens": request.max_response_tokens,
+                "policy_version": policy_version,
+            }
+        )
+        rows["outcomes"].append(
+            key
+            | {
+                "response_tokens": num_tokens,
+                "finish_reason": response.finish_reason,
+                "reward": reward,
+                "worker": worker,
+                "t_submit": t_submit,
+                "t_first_token": response.t_first_token,
+                "t_finish": response.t_finish,
+            }
+        )
+        rows["tokens"].append(
+            key
+            | {
+                "prompt_token_ids": request.prompt_token_ids,
+                "token_ids": response.token_ids,
+                "logprobs": response.logprobs,
+                "token_versions": [policy_version] * num_tokens,
+            }
+        )
+    rows["iterations"] = [row for part in parts for row in part.iterations]
+    rows["decisions"] = [row for part in parts for row in part.decisions]
+    rows["steps"] = [
+        {
+            "rl_step": report.rl_step,
+            "t_start": t_start,
+            "rollout_s": report.rollout_s,
+            "inference_s": report.inference_s,
+            "reward_s": report.reward_s,
+            "train_s": report.train_s,
+            "sync_s": report.sync_s,
+            "policy": report.policy,
+            "policy_version": policy_version,
+            "reward_mean": report.reward_mean,
+            "drift_kl": report.metrics["drift_kl"],
+        }
+    ]
+    rows["spans"] = list(_spans(report, parts, drafter.get("spot_training", ())))
+    for row, columns in zip(rows["steps"], drafter.get("steps", ()), strict=False):
+        row.update(columns)
+    return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
+
+
+def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]) -> Iterator[Row]:
+    """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
+    for worker, part in enumerate(parts):
+        lane = f"worker {worker}"
+        # A share that had to be issued again begins late.
+        end = min((row["t_start"] for row in part.iterations), default=0.0)
+        if end:
+            yield _span(report.rl_step, lane, "idle", 0.0, end, 0)
+        kind, start, batch = None, 0.0, None
+        for row in part.iterations:
+            now = _kind(row)
+            if (now, row["batch"]) != (kind, batch):
+                if kind is not None:
+                    yield _span(report.rl_step, lane, kind, start, row["t_start"] - start, batch)
+                kind, start, batch = now, row["t_start"], row["batch"]
+            end = row["t_start"] + row["duration"]
+        if kind is not None:
+            yield _span(report.rl_step, lane, kind, start, end - start, batch)
+        for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
+            start = max(row["t_start"], end)
+            yield _span(report.rl_step, lane, "idle", end, start - end, 0)
+            end = max(row["t_start"] + row["duration"], start)
+            yield _span(report.rl_step, lane, "spot_train", start, end - start, None)
+        yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
+    start = report.rollout_s
+    for kind, seconds in (
+        ("reward", report.reward_s),
+        ("inference", report.inference_s),
+        ("train", report.train_s),
+        ("weight_sync", report.sync_s),
+    ):
+        yield _span(report.rl_step, "trainer", kind, start, seconds, None)
+        start += seconds
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row["prefill_tokens"]:
+        return "prefill"
+    return "speculative_decode" if row["num_drafted"] else "decode"
+
+
+def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> dict[str, Any]:
+    return {
+        "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
+    }  # fmt: skip

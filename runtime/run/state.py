@@ -1,0 +1,108 @@
+"""What a run is between two RL steps, besides weights and what is learned: the JSON part of its checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from dataclasses import fields as fields_of
+from pathlib import Path
+from typing import Any
+
+from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
+from tltlab.policies.policy import Policy
+from tltlab.runtime.recipe.recipe import Recipe
+
+from .rows import StepReport
+
+STATE = "state.json"
+FORMAT, VERSION = "tltlab-checkpoint", 1
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """The next RL step, the policies in force from which RL step on, what was reported, and the first held-out reward.
+
+    `repeats` are the rollouts that were done twice, `policies` and they as in the run's `policies.json` and
+    `repeats.json`.
+    """
+
+    rl_step: int = 0
+    policy_version: int = 0
+    policies: list[dict[str, Any]] = field(default_factory=list)
+    repeats: list[dict[str, Any]] = field(default_factory=list)
+    reports: list[StepReport] = field(default_factory=list)
+    reward_first: float | None = None
+
+    @property
+    def policy_name(self) -> str:
+        """Of the policy in force."""
+        return str(self.policies[-1]["name"])
+
+    def in_force(self, policy: Policy, name: str | None = None) -> None:
+        """From this RL step on engines choose by `policy`."""
+        self.policies = [earlier for earlier in self.policies if earlier["rl_step"] != self.rl_step]
+        entry = {"name": name or policy.selector.kind, "policy": policy.model_dump(mode="json")}
+        self.policies.append({"rl_step": self.rl_step, **entry})
+
+    def copy(self) -> RunState:
+        """One that stays as it is when this one goes on."""
+        lists = {name: list(getattr(self, name)) for name in ("policies", "repeats", "reports")}
+        return replace(self, **lists)
+
+
+def write_state(
+    folder: Path,
+    state: RunState,
+    parts: Mapping[str, Any],
+    workers: Sequence[Mapping[str, Any]],
+    recipe: Recipe,
+) -> None:
+    """Write `state.json`, and `worker-N.json` for what each engine's policy and drafters have learned.
+
+    `parts` are the states of the run's other parts by name, as JSON types.
+    """
+    fields: dict[str, Any] = {item.name: getattr(state, item.name) for item in fields_of(state)}
+    fields["reports"] = [_plain(asdict(report)) for report in state.reports]
+    made_by = {"format": FORMAT, "version": VERSION, "model": recipe.model, "seed": recipe.seed}
+    write_json(folder / STATE, made_by | {"num_workers": len(workers)} | fields | dict(parts))
+    for number, worker in enumerate(workers):
+        write_json(folder / f"worker-{number}.json", worker)
+
+
+def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
+    """Read `state.json`: the state and the other parts.
+
+    ConfigError where it is of another program or of a run that the recipe does not go on with.
+    """
+    found = read_json(folder / STATE)
+    if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+        raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can go on with")
+    for name, ours in (("model", recipe.model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
+        if found[name] != ours:
+            raise ConfigError(f"{folder} is of a run with {name} {found[name]!r}, and the recipe has {ours!r}")
+    fields = {item.name: found.pop(item.name) for item in fields_of(RunState)}
+    fields["reports"] = [StepReport(**_known(report)) for report in fields["reports"]]
+    return RunState(**fields), found
+
+
+def read_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:
+    """What each engine's policy and drafters had learned."""
+    return [read_json(folder / f"worker-{number}.json") for number in range(num_workers)]
+
+
+def json_number(value: Any) -> Any:
+    """JSON knows no NaN and nothing infinite: such a number is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _plain(v) if isinstance(v, Mapping) else json_number(v) for name, v in report.items()}
+
+
+def _known(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: _known(value) if isinstance(value, Mapping) else math.nan if value is None else value
+        for name, value in report.items()
+    }

@@ -1,0 +1,1 @@
+"""The GRPO trainer: losses, packed attention, log-probabilities, data-parallel ranks, checkpoints."""

@@ -1,0 +1,247 @@
+"""The trainer's ranks as Ray actors, driven as one: a call goes to all of them, and returns when all have done it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from tltlab.errors import RunError, TltlabError
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.ray.calls import error_of
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.samples import Sample
+
+from .trainer import Pair, Trainer
+
+NOTICE_S = 10.0
+"""How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""
+
+_ENV = {
+    "TQDM_DISABLE": "1",
+    "RAY_DEDUP_LOGS": "0",
+    # Threads that wait for each other by spinning take the cores that engines and drafter trainers want.
+    "OMP_WAIT_POLICY": "passive",
+}
+
+
+class TrainerDied(RunError):
+    """A rank is dead, and all others were ended: `restart` and `load_checkpoint` go on from a checkpoint."""
+
+
+class TrainerGroup:
+    """All ranks of a recipe's trainer. `options(rank)` are Ray's options of an actor, "env_vars" among them.
+
+    A TltlabError raised in a rank is raised here as itself. Where a rank dies the others would wait for it for ever:
+    they are killed, and TrainerDied is raised.
+
+    >>> group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0})                                  # doctest: +SKIP
+    >>> group.start()                                                                               # doctest: +SKIP
+    >>> group.old_logprobs(samples) | group.update(rl_step=0)                                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self, recipe: Recipe, options: Callable[[int], Mapping[str, Any]], env: Mapping[str, str] | None = None
+    ) -> None:
+        self.recipe = recipe
+        self.handles: list[Any] = []
+        self._options = options
+        self._env = _ENV | dict(env or {}) | {"OMP_NUM_THREADS": str(recipe.train.threads)}
+        self._meeting: Path | None = None
+
+    def start(self) -> None:
+        """Start the ranks and load the recipe's model into them; at most `faults.start_timeout_s` seconds."""
+        timeout_s = self.recipe.faults.start_timeout_s
+        for rank in range(self.recipe.train.ranks):
+            options = dict(self._options(rank))
+            env = self._env | dict(options.pop("env_vars", {}))
+            actor = TrainerActor.options(**options, runtime_env={"env_vars": env})  # type: ignore[attr-defined]
+            self.handles.append(actor.remote(self.recipe, rank))
+        where = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
+        self._all("start", self._rendezvous(where), timeout_s=timeout_s)
+
+    def restart(self) -> None:
+        """End what is left of the ranks and start all anew, with the weights of the recipe's model."""
+        self.close()
+        self.start()
+
+    def old_logprobs(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """See `Trainer.old_logprobs`; samples travel to each machine once."""
+        return dict(self._all("old_logprobs", ray.put(list(samples)))[0])
+
+    def update(self, rl_step: int) -> dict[str, float]:
+        """See `Trainer.update`."""
+        return dict(self._all("update", rl_step)[0])
+
+    def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
+        """See `Trainer.score`."""
+        return list(self._all("score", ray.put(list(pairs)), distributions)[0])
+
+    def weights(self) -> Any:
+        """A reference to the policy's weights on the host, whole, by Hugging Face name."""
+        return self._reference("weights")
+
+    def frozen(self) -> Any:
+        """A reference to the FrozenTarget that a drafter shares with the policy."""
+        return self._reference("frozen")
+
+    def save(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self._all("save", str(folder))
+
+    def save_checkpoint(self, folder: str | Path) -> None:
+        """See `Trainer.save_checkpoint`; the folder is one that every rank's machine sees."""
+        self._all("save_checkpoint", str(folder))
+
+    def load_checkpoint(self, folder: str | Path) -> None:
+        """See `Trainer.load_checkpoint`."""
+        self._all("load_checkpoint", str(folder))
+
+    def offload(self) -> None:
+        """Move everything to the host where the recipe says `train.offload`; else nothing."""
+        if self.recipe.train.offload:
+            self._all("offload")
+
+    def onload(self) -> None:
+        """Move it back."""
+        if self.recipe.train.offload:
+            self._all("onload")
+
+    def close(self) -> None:
+        """End all ranks."""
+        for actor in self.handles:
+            ray.kill(actor)
+        self.handles = []
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+            self._meeting = None
+
+    def _rendezvous(self, where: Sequence[tuple[str, str, int]]) -> str | None:
+        """Where ranks meet: a file in a private folder on one machine, else a port on that of rank 0."""
+        if len(where) == 1:
+            return None
+        if {node for node, _, _ in where} == {ray.get_runtime_context().get_node_id()}:
+            self._meeting = Path(tempfile.mkdtemp(prefix="tltlab-trainers-"))
+            return f"file://{self._meeting / 'meeting'}"
+        _, address, port = where[0]
+        return f"tcp://{address}:{port}"
+
+    def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+        if not self.handles:
+            raise TrainerDied(f"no trainer is there to {method}: start the group first")
+        return self._wait([getattr(actor, method).remote(*args) for actor in self.handles], method, timeout_s)
+
+    def _reference(self, method: str) -> Any:
+        """What rank 0 returns besides None, by reference, once all ranks have returned."""
+        if not self.handles:
+            raise TrainerDied(f"no trainer is there to give its {method}: start the group first")
+        refs = [getattr(actor, method).remote() for actor in self.handles]
+        self._wait([done for done, _ in refs], method)
+        return refs[0][1]
+
+    def _wait(self, refs: list[Any], what: str, timeout_s: float | None = None) -> list[Any]:
+        pending, begun = list(refs), time.monotonic()
+        while pending:
+            left_s = None if timeout_s is None else max(timeout_s - (time.monotonic() - begun), 0.0)
+            done, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+            if not done:
+                self.close()
+                raise TrainerDied(f"{len(pending)} of {len(refs)} trainer ranks did not {what} within {timeout_s:g} s")
+            try:
+                ray.get(done)
+            except RayError as error:
+                failure = self._failure(error, pending, what)
+                self.close()
+                raise failure from None
+        return list(ray.get(refs))
+
+    def _failure(self, error: RayError, pending: Sequence[Any], what: str) -> TltlabError:
+        """What to raise for a rank's error: the death of another rank if that is why."""
+        found = error_of(error, died=TrainerDied)
+        if type(found) is RunError and pending:
+            ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=NOTICE_S)
+            for ref in ended:
+                try:
+                    ray.get(ref)
+                except RayActorError as death:
+                    found = error_of(death, died=TrainerDied)
+                except RayError:
+                    continue
+        if isinstance(found, TrainerDied):
+            return TrainerDied(f"a trainer rank died during {what}: {found}")
+        if "Timed out waiting" in str(found):
+            most_s = self.recipe.faults.collective_timeout_s
+            return RunError(f"a trainer rank waited faults.collective_timeout_s = {most_s:g} s for another ({found})")
+        return found
+
+
+@ray.remote
+class TrainerActor:
+    """One rank in its own process."""
+
+    def __init__(self, recipe: Recipe, rank: int) -> None:
+        self.recipe = recipe
+        self.rank = rank
+
+    def place(self) -> tuple[str, str, int]:
+        """The node, its address, and a port that is free there."""
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((address, 0))
+            return ray.get_runtime_context().get_node_id(), address, free.getsockname()[1]
+
+    def start(self, rendezvous: str | None) -> None:
+        """Load the model. Not in the constructor: Ray does not hand on its errors as they are."""
+        recipe = self.recipe
+        self.trainer = Trainer(
+            recipe.model,
+            recipe.train,
+            temperature=recipe.rollout.temperature,
+            max_response_tokens=recipe.rollout.max_response_tokens,
+            seed=recipe.seed,
+            rank=self.rank,
+            world=recipe.train.ranks,
+            rendezvous=rendezvous,
+            timeout_s=recipe.faults.collective_timeout_s,
+        )
+
+    def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:
+        return self.trainer.old_logprobs(samples)
+
+    def update(self, rl_step: int) -> dict[str, float]:
+        return self.trainer.update(rl_step)
+
+    def score(self, pairs: list[Pair], distributions: bool) -> list[np.ndarray] | None:
+        found = self.trainer.score(pairs, distributions=distributions)
+        return found if self.rank == 0 else None
+
+    @ray.method(num_returns=2)
+    def weights(self) -> tuple[None, dict[str, Any]]:
+        return None, self.trainer.weights()
+
+    @ray.method(num_returns=2)
+    def frozen(self) -> tuple[None, FrozenTarget | None]:
+        return None, self.trainer.frozen()
+
+    def save(self, folder: str) -> None:
+        self.trainer.save(folder)
+
+    def save_checkpoint(self, folder: str) -> None:
+        self.trainer.save_checkpoint(folder)
+
+    def load_checkpoint(self, folder: str) -> None:
+        self.trainer.load_checkpoint(folder)
+
+    def offload(self) -> None:
+        self.trainer.offload()
+
+    def onload(self) -> None:
+        self.trainer.onload()

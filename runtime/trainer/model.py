@@ -1,0 +1,228 @@
+"""A Hugging Face causal model as trainers use it: packed tokens in, log-probs out, sharded over ranks if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tltlab.errors import ConfigError
+
+from .attention import causal_attention
+from .logprobs import distributions, token_logprobs
+
+PACKED = "tltlab_packed"
+"""Name of the attention that transformers' models are loaded with."""
+
+_OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedTokens:
+    """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
+
+    token_ids and positions [1, T], boundaries [sequences + 1] as FlashAttention takes them, rows and next_tokens [R] in
+    the order of sequences. Without sequences it is one token that nothing is asked of: a rank with nothing to do
+    still takes part in the collectives of a sharded model.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    boundaries: Tensor
+    longest: int
+    rows: Tensor
+    next_tokens: Tensor
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[list[int], list[int]]], device: torch.device) -> PackedTokens:
+        """From (prompt, response) pairs; a prompt has one token at least."""
+        pairs = pairs or [([0], [])]
+        lengths = [len(prompt) + len(response) for prompt, response in pairs]
+        starts = [0, *accumulate(lengths)]
+        rows = [
+            torch.arange(start + len(prompt) - 1, start + len(prompt) + len(response) - 1)
+            for start, (prompt, response) in zip(starts, pairs, strict=False)
+        ]
+        flat = torch.tensor(list(chain.from_iterable(part for pair in pairs for part in pair)))
+        picked = torch.cat(rows)
+        return cls(
+            token_ids=flat[None].to(device),
+            positions=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+            boundaries=torch.tensor(starts, dtype=torch.int32).to(device),
+            longest=max(lengths),
+            rows=picked.to(device),
+            # The last row of a sequence may have no next token; only rows before a response token are picked.
+            next_tokens=flat[picked + 1].to(device),
+        )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each packed sequence, as transformers' AttentionInterface calls it.
+
+    Queries (1, heads, T, D), keys and values (1, KV heads, T, D); returns (1, T, heads, D). FlashAttention's varlen
+    kernel on CUDA in half precision, else one call per sequence. Dropout is never applied.
+    """
+    assert cu_seq_lens_q is not None
+    assert max_length_q is not None
+    assert sliding_window is None
+    assert other.get("softcap") is None
+    assert other.get("s_aux") is None
+    if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        out = varlen_attn(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
+            cu_seq_lens_q,
+            cu_seq_lens_q,
+            max_length_q,
+            max_length_q,
+            scale=scaling,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out[None], None
+    if scaling is not None:
+        query = query * (scaling * query.shape[-1] ** 0.5)
+    lengths = cu_seq_lens_q.diff().tolist()
+    return causal_attention(query, key, value, lengths).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+class PolicyModel(nn.Module):
+    """Log-probs of response tokens under a causal model at `temperature`.
+
+    Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
+    """
+
+    def __init__(self, model: nn.Module, temperature: float) -> None:
+        super().__init__()
+        self.model = model
+        self.temperature = temperature
+
+    def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
+        """[R] log-probs of `batch.next_tokens`, or `whole` rows [R, V] of which those are entries; float32."""
+        hidden = self.model.base_model(
+            input_ids=batch.token_ids,
+            position_ids=batch.positions,
+            use_cache=False,
+            cu_seq_lens_q=batch.boundaries,
+            cu_seq_lens_k=batch.boundaries,
+            max_length_q=batch.longest,
+            max_length_k=batch.longest,
+        ).last_hidden_state[0]
+        # Only positions before a response token need logits: prompts would waste the vocabulary projection.
+        asked = hidden[batch.rows]
+        head = self.model.get_output_embeddings().weight
+        if whole:
+            return distributions(asked, head, self.temperature)
+        # The sum of nothing keeps all parameters in the graph where no row is asked for.
+        return token_logprobs(asked, head, batch.next_tokens, self.temperature) + 0.0 * hidden[:1].float().sum()
+
+
+def load_policy_model(
+    model: str, temperature: float, *, device: torch.device, mesh: DeviceMesh | None, dtype: torch.dtype
+) -> PolicyModel:
+    """The model of a folder or an id with float32 weights on `device`; ConfigError for one that cannot be trained here.
+
+    With a `mesh` it is sharded over its ranks, layer by layer, and computes in `dtype` with gradients reduced in
+    float32: rank 0 reads the weights and hands them on, so the host holds one copy of them and no device a whole one.
+    """
+    try:
+        config = AutoConfig.from_pretrained(model)
+        check_trainable(config, model)
+        if mesh is None or mesh.get_rank() == 0:
+            made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED)
+        else:
+            with torch.device("meta"):
+                made = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=PACKED)
+            made.to_empty(device="cpu")
+            made.tie_weights()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load a model from {model}: {' '.join(str(error).split())[:300]}") from error
+    if getattr(made.get_output_embeddings(), "bias", None) is not None:
+        raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
+    policy = PolicyModel(made, temperature)
+    if mesh is None:
+        return policy.to(device)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for module in [*_layers(made), policy]:
+        for tensor in chain(module.parameters(), module.buffers()):
+            if not isinstance(tensor, DTensor):
+                tensor.data = tensor.data.to(device)
+                if mesh.size() > 1:
+                    dist.broadcast(tensor.data, 0)
+        fully_shard(module, mesh=mesh, mp_policy=precision)
+    return policy
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Let layers keep their inputs alone and compute the rest again for the gradient.
+
+    transformers does so in training mode only, which dropout would follow: layers are in it, not what is in them.
+    """
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for layer in _layers(model):
+        layer.training = True
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def check_trainable(config: PretrainedConfig, model: str) -> None:
+    """ConfigError for a model whose attention or logits are not what the trainer computes."""
+    layers = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    if any(kind != "full_attention" for kind in layers) if layers else window is not None:
+        raise ConfigError(
+            f"{model}: a model with other layers than full attention (sliding windows, linear attention) cannot be "
+            "trained on packed sequences here: choose one without"
+        )
+    for name in _OTHER_LOGITS:
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ConfigError(f"{model}: the trainer does not know {name}, which changes its logits: choose another")
+
+
+def full_tensors(
+    module: nn.Module, *, keep: bool, dtype: torch.dtype, names: Sequence[str] | None = None
+) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name, whole, copied to the host in `dtype`; what is tied stays one tensor.
+
+    All ranks of a sharded model call it; those that do not `keep` get nothing. `names` picks some.
+    """
+    state = module.state_dict(keep_vars=True)
+    copied: dict[int, Tensor] = {}
+    for name in state if names is None else names:
+        tensor = state[name]
+        # Ranks that keep nothing remember what they took part in: a tied tensor is gathered once by all of them.
+        if id(tensor) not in copied:
+            whole = tensor.detach()
+            whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
+            kept_dtype = dtype if whole.is_floating_point() else whole.dtype
+            copied[id(tensor)] = whole.to("cpu", kept_dtype, copy=True) if keep else torch.empty(0)
+    return {name: copied[id(state[name])] for name in (state if names is None else names)} if keep else {}

@@ -1,0 +1,326 @@
+"""The trainer: log-probs of recorded responses and policy updates of a Hugging Face causal model, on one or more ranks.
+
+Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens; all of them get all
+samples, so that advantages, weights and the order of mini-batches are computed by each alike. What they compute is the
+same for any number of ranks and any size of micro-batches, up to rounding; the same state and samples on the same
+number of ranks give the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from tltlab.errors import RunError
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.rollout.samples import Sample
+
+from .batches import micro_batches
+from .checkpoint import load_trainer, save_trainer
+from .losses import advantages, correction_weights, kl_estimate, mismatch, policy_loss, shape_rewards, token_weights
+from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
+from .ranks import be_repeatable, device_of, meet
+
+DRIFT_SAMPLES = 16
+"""Responses on which an update's step is measured."""
+
+_NOTHING: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "kl": 0.0, "correction_mean": 0.0}
+
+Pair = tuple[list[int], list[int]]
+"""Token ids of a prompt, one at least, and of its response."""
+
+
+class Trainer:
+    """One rank of `world`: its share of the policy and of its optimizer. All ranks call the same methods in turn.
+
+    `rendezvous` is where more than one rank meet: `file:///PATH` of a file that is not there yet, on one machine, or
+    `tcp://HOST:PORT`, where rank 0 listens. Weights are float32; where it is to compute in bfloat16, or with other
+    ranks, the model is sharded (FSDP2) and casts them layer by layer. `max_response_tokens` is the cap of responses.
+
+    >>> trainer = Trainer("my-model", TrainConfig(), temperature=1.0, max_response_tokens=512, seed=0)  # doctest: +SKIP
+    >>> trainer.old_logprobs(samples) | trainer.update(rl_step=0)                                       # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: str,
+        config: TrainConfig,
+        *,
+        temperature: float,
+        max_response_tokens: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        rendezvous: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        torch.manual_seed(seed)
+        torch.set_num_threads(config.threads)
+        self.config = config
+        self.max_response_tokens = max_response_tokens
+        self.seed = seed
+        self.rank, self.world = rank, world
+        self.device, self.dtype = device_of(config)
+        be_repeatable(self.device)
+        mesh: DeviceMesh | None = None
+        if world > 1 or self.dtype == torch.bfloat16:
+            meet(self.device, rank, world, rendezvous, timeout_s)
+            mesh = init_device_mesh(self.device.type, (world,))
+
+        def load() -> PolicyModel:
+            return load_policy_model(model, temperature, device=self.device, mesh=mesh, dtype=self.dtype)
+
+        self.policy = load()
+        self.reference = load().requires_grad_(False) if config.kl_coef else None
+        # Dropout would move log-probs away from those that drew the tokens.
+        self.policy.eval()
+        if config.activation_checkpointing:
+            checkpoint_activations(self.policy.model)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
+        )
+        self.steps = 0
+        self._samples: list[Sample] = []
+        self._pairs: list[Pair] = []
+        self._old: list[Tensor] = []
+
+    def old_logprobs(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
+
+        Returns the distance to what the engine recorded (`losses.mismatch`). Engine and trainer hold the same weights,
+        so on-policy it should be near 0.
+        """
+        self._samples = list(samples)
+        self._pairs = [(s.prompt_token_ids, s.token_ids) for s in samples]
+        self._old = self._logprobs(self.policy, self._pairs)
+        if not samples:
+            return mismatch(torch.empty(0), torch.empty(0), cap=self.config.correction_cap)
+        behaviour = torch.cat([torch.tensor(s.logprobs) for s in samples])
+        return mismatch(torch.cat(self._old), behaviour, cap=self.config.correction_cap)
+
+    def update(self, rl_step: int) -> dict[str, float]:
+        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over mini-batches.
+
+        `clip_fraction` and `kl` are means over their tokens, by weight, and `correction_mean` over those computed.
+        Responses without an advantage carry no gradient: they count in their mini-batch, as in the papers, and are not
+        computed, unless a penalty for the distance to the reference moves them. Truncated ones do not count where they
+        are filtered. Without a token left nothing moves. The learning rate grows linearly over the first
+        `warmup_steps` optimizer steps. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on
+        some of the samples. RunError where a gradient is not finite.
+        """
+        config, samples = self.config, self._samples
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
+        advantage = self._advantages(lengths, truncated)
+        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
+        order = torch.from_numpy(np.random.default_rng([self.seed, rl_step]).permutation(len(samples)))
+        parts = [part for part in order.tensor_split(config.minibatches) if trained[part].any()]
+        old, corrections = self._ratio_base()
+        reference = self._reference_logprobs(torch.nonzero(trained)[:, 0].tolist())
+        totals = torch.zeros(len(_NOTHING), dtype=torch.float64)
+        norms = lr = 0.0
+        for part in parts:
+            weights = torch.zeros(len(samples))
+            weights[part] = token_weights(
+                lengths[part],
+                counted[part],
+                aggregation=config.aggregation,
+                max_response_tokens=self.max_response_tokens,
+            )
+            shares = weights * lengths
+            whole, computed = float(shares.sum()), float(shares[trained].sum())
+            for rows in self._dealt(part[trained[part]].tolist(), self._pairs):
+                logp = self.policy(self._packed([self._pairs[i] for i in rows]))
+                correction = self._joined(corrections, rows) if corrections else None
+                token_weight = weights[rows].repeat_interleave(lengths[rows]).to(self.device)
+                terms = policy_loss(
+                    logp,
+                    self._joined(old, rows),
+                    advantage[rows].repeat_interleave(lengths[rows]).to(self.device),
+                    token_weight,
+                    clip_low=config.clip_low,
+                    clip_high=config.clip_high,
+                    correction=correction,
+                    kl_coef=config.kl_coef,
+                    ref_logp=self._joined(reference, rows) if config.kl_coef else None,
+                )
+                # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
+                (terms.loss * self.world).backward()
+                corrected = float((token_weight if correction is None else token_weight * correction).sum())
+                totals += torch.tensor(
+                    [float(terms.loss.detach()), terms.clip_fraction / whole, terms.kl / whole, corrected / computed]
+                )
+            lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
+            norms += self._optimizer_step(lr, rl_step)
+        self._sum(totals)
+        mean = {name: float(total) / max(len(parts), 1) for name, total in zip(_NOTHING, totals, strict=True)}
+        mean |= {"grad_norm": norms / max(len(parts), 1), "lr": lr, "trained_responses": float(trained.sum())}
+        return mean | {"drift_kl": self._drift()}
+
+    def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
+        """Log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
+
+        With `distributions` the whole rows that they are from, [N, V]; natural logarithms at the rollout temperature.
+        """
+        return [found.numpy() for found in self._logprobs(self.policy, list(pairs), whole=distributions)]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
+        return full_tensors(self.policy.model, keep=self.rank == 0, dtype=self.dtype)
+
+    def frozen(self) -> FrozenTarget | None:
+        """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
+        state = self.policy.model.state_dict(keep_vars=True)
+        model = self.policy.model
+        wanted = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in wanted]
+        found = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
+        return FrozenTarget(embedding=found[names[0]], lm_head=found[names[1]]) if found else None
+
+    def save(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
+        weights = self.weights()
+        if self.rank == 0:
+            Path(folder).parent.mkdir(parents=True, exist_ok=True)
+            self.policy.model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+            self.tokenizer.save_pretrained(folder)
+        self._wait()
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write all that `load_checkpoint` needs to go on, each rank its share (`trainer_checkpoint`)."""
+        save_trainer(Path(folder), self.policy, self.optimizer, steps=self.steps, rank=self.rank)
+        self._wait()
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Be what a trainer of any number of ranks saved. The reference stays the model that this one was made of."""
+        self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
+        self._samples, self._pairs, self._old = [], [], []
+
+    def offload(self) -> None:
+        """Move weights and optimizer state to the host, so that an engine can have the device."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        """Move them back."""
+        self._move(self.device)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _advantages(self, lengths: Tensor, truncated: Tensor) -> Tensor:
+        shaped = shape_rewards(
+            torch.tensor([s.reward for s in self._samples], dtype=torch.float32),
+            lengths,
+            truncated,
+            overlong=self.config.overlong,
+            buffer=self.config.overlong_buffer,
+            max_response_tokens=self.max_response_tokens,
+        )
+        groups = torch.tensor([s.group for s in self._samples], dtype=torch.int64)
+        return advantages(shaped, groups, scale=self.config.advantage_scale) if len(groups) else shaped
+
+    def _ratio_base(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The log-probs that ratios are taken to, and weights of tokens, or none, for who drew them."""
+        if self.config.correction == "none":
+            return self._old, []
+        behaviour = [torch.tensor(s.logprobs) for s in self._samples]
+        if self.config.correction == "behaviour":
+            return behaviour, []
+        cap = self.config.correction_cap
+        return self._old, [correction_weights(o, b, cap) for o, b in zip(self._old, behaviour, strict=True)]
+
+    def _reference_logprobs(self, rows: list[int]) -> list[Tensor]:
+        """The reference's log-probs of the samples `rows`, nothing for others."""
+        found = [torch.empty(0)] * len(self._samples)
+        if self.reference is not None:
+            for i, logp in zip(rows, self._logprobs(self.reference, [self._pairs[i] for i in rows]), strict=True):
+                found[i] = logp
+        return found
+
+    def _optimizer_step(self, lr: float, rl_step: int) -> float:
+        """Step once at `lr`; the gradient's norm before it was clipped."""
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm)
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if not math.isfinite(value):
+            raise RunError(
+                f"RL step {rl_step}: the gradient's norm is {value}; the weights were left as they are: lower train.lr "
+                "or look at the rewards and log-probs of that step"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return value
+
+    def _drift(self) -> float:
+        """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
+        stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
+        rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
+        now = self._logprobs(self.policy, [self._pairs[i] for i in rows])
+        old = torch.cat([torch.empty(0), *(self._old[i] for i in rows)])
+        return float(kl_estimate(old, torch.cat(now)).mean()) if len(old) else 0.0
+
+    def _logprobs(self, model: PolicyModel, pairs: Sequence[Pair], *, whole: bool = False) -> list[Tensor]:
+        """[N] of every pair, or [N, V], on the host and on every rank."""
+        sizes = [len(response) for _, response in pairs]
+        starts = [0, *accumulate(sizes)]
+        width = model.model.get_output_embeddings().weight.shape[:1] if whole else ()
+        found = torch.zeros(starts[-1], *width, device=self.device)
+        with torch.no_grad():
+            for rows in self._dealt(list(range(len(pairs))), pairs):
+                logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
+                for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
+                    found[starts[i] : starts[i + 1]] = part
+        self._sum(found)
+        return list(found.cpu().split(sizes))
+
+    def _dealt(self, rows: Sequence[int], pairs: Sequence[Pair]) -> Iterator[list[int]]:
+        """This rank's micro-batches of `rows`."""
+        lengths = [sum(map(len, pairs[i])) for i in rows]
+        for members in micro_batches(lengths, self.world, self.config.tokens_per_microbatch)[self.rank]:
+            yield [rows[m] for m in members]
+
+    def _packed(self, pairs: Sequence[Pair]) -> PackedTokens:
+        return PackedTokens.of(pairs, self.device)
+
+    def _joined(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+        return torch.cat([tensors[i] for i in rows] or [torch.empty(0)]).to(self.device)
+
+    def _sum(self, tensor: Tensor) -> None:
+        """Replace by the sum over ranks."""
+        if self.world > 1 and tensor.numel():
+            shared = tensor.to(self.device)
+            dist.all_reduce(shared)
+            tensor.copy_(shared)
+
+    def _wait(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+    def _move(self, device: torch.device) -> None:
+        for module in (self.policy, self.reference):
+            if module is not None:
+                module.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                state[name] = value.to(device)
+        if self.device.type == "cuda":
+            # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
+            torch._C._cuda_clearCublasWorkspaces()
+            torch.cuda.empty_cache()

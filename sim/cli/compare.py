@@ -1,0 +1,203 @@
+"""`tltlab compare`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+
+from tltlab.acceptance.load import load_acceptance
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import Json, emit, made_by
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.planning.systems import SYSTEMS, find_systems
+from tltlab.policies.policy import load_policy
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.scenario import Scenario
+from tltlab.traces.trace import Trace, read
+
+_POLICIES = "none,table,beg-mab"
+
+
+def compare(
+    trace: Annotated[Path, typer.Argument(help="A trace or RUN folder, or a CSV of lengths.")],
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Names, files or package.module:Class, with commas between; the first is the baseline. "
+            f"[default: {_POLICIES}]"
+        ),
+    ] = None,
+    systems: Annotated[
+        str | None,
+        typer.Option(help=f"Systems from the literature instead: all, or {','.join(SYSTEMS)}; verl is the baseline."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
+    costs: Annotated[str | None, typer.Option(help="Cost file or preset.")] = None,
+    acceptance: Annotated[str | None, typer.Option(help="constant:A, geometric:ALPHA, trace, or a file.")] = None,
+    model_free_acceptance: Annotated[
+        str | None,
+        typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="With --systems: stage costs, a file or preset, for whole RL steps too.")
+    ] = None,
+    gpus_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
+    ] = None,
+    placement: Annotated[
+        str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
+    ] = None,
+    mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
+    rl_steps: Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1. [default: all]")] = None,
+    repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
+    decision_block: Annotated[
+        int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")
+    ] = 1,
+    jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of sampled acceptance.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Simulate several policies, or systems from the literature, on one trace with common random numbers.
+
+    Ratios have paired 95 % intervals over RL steps; regret is against a clairvoyant bound over all their strategies.
+    A system whose drafter's acceptance is not known here is left out, or runs on a drafter that is named.
+
+    Example: tltlab compare traces/tiny --systems all --stages cpu-small
+    """
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: give the name of a JSON file")
+    source = read(trace)
+    shared: dict[str, Any] = {
+        "costs": costs, "workers": workers, "mode": mode, "seed": seed, "decision_block": decision_block,
+        "rl_steps": parse_rl_steps(rl_steps, source.rl_steps),
+    }  # fmt: skip
+    if systems is None:
+        if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance)):
+            raise ConfigError("--stages, --gpus-per-worker and --model-free-acceptance are for --systems")
+        result, text = _policies(
+            source, policies or _POLICIES, acceptance, placement or "contiguous", repeats, jobs, ray_address, shared
+        )
+    else:
+        if policies is not None or placement is not None or ray_address is not None:
+            raise ConfigError("--systems bring their policies and placement, and run on --jobs: leave out --policies, "
+                              "--placement and --ray")  # fmt: skip
+        if gpus_per_worker is not None and stages is None:
+            raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
+        asked = {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
+        result, text = _systems(source, systems, shared | asked | {"repeats": repeats, "jobs": jobs}, gpus_per_worker)
+        result |= asked
+    result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
+    result |= {"num_repeats": repeats, "mode": mode, "seed": seed, **made_by("numpy", "scipy", "simpy")}
+    if out is not None:
+        write_json(out, result)
+    emit(result, as_json=as_json, text=text)
+
+
+def _policies(
+    source: Trace,
+    policies: str,
+    acceptance: str | None,
+    placement: str,
+    repeats: int,
+    jobs: int,
+    ray_address: str | None,
+    shared: dict[str, Any],
+) -> tuple[dict[str, Any], str]:
+    from tltlab.sim.compare import compare as run
+
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--policies {policies!r}: a policy is given twice")
+    chosen = {name: load_policy(name) for name in names}
+    if len(chosen) < 2:
+        raise ConfigError(f"--policies {policies!r}: give at least two to compare")
+    scenario = Scenario.of(source, acceptance=acceptance, placement=placement, **shared)
+    found = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
+    rows = json.loads(found.to_json(orient="records", double_precision=15))
+    result = {"policies": rows, "baseline": next(iter(chosen)), "num_rl_steps": len(scenario.steps)}
+    return result, table(found)
+
+
+def _systems(
+    source: Trace, names: str, settings: dict[str, Any], gpus_per_worker: int | None
+) -> tuple[dict[str, Any], str]:
+    from tltlab.sim.systems import compare_systems
+
+    asked = find_systems(names)
+    if settings["model_free_acceptance"] is not None:
+        load_acceptance(settings["model_free_acceptance"])
+    found = compare_systems(source, asked, gpus_per_worker=gpus_per_worker, **settings)
+    kept = ("baseline", "left_out", "num_rl_steps", "num_workers", "num_gpus")
+    return {"systems": system_rows(found)} | {"figures": "simulated"} | {
+        key: found.attrs[key] for key in kept
+    }, system_table(found)
+
+
+def system_rows(found: pd.DataFrame) -> list[dict[str, Any]]:
+    """The comparison's rows for JSON: unknown figures are None, and each interval is a pair too."""
+    rows: list[dict[str, Any]] = json.loads(found.to_json(orient="records", double_precision=15))
+    for row in rows:
+        row["interval"] = _pair(row, "ratio")
+        if "step_s" in row:
+            row["step_interval"] = _pair(row, "step_ratio")
+    return rows
+
+
+def _pair(row: dict[str, Any], name: str) -> list[float] | None:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return None if low is None else [low, high]
+
+
+def system_table(found: pd.DataFrame) -> str:
+    """The comparison of systems for people, what was assumed below it."""
+    whole = "step_s" in found
+    head = f"{'system':14s}{'rollout s':>11s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}{'accept':>8s}"
+    lines = [head + (f"{'RL step s':>11s}{'ratio':>8s}{'95 % interval':>18s}" if whole else "")]
+    notes: dict[str, list[str]] = {}
+    for row in found.to_dict("records"):
+        name = row["system"] + ("*" if row["stand_ins"] else "")
+        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
+        accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
+        line = f"{name:14s}{row['makespan_s']:11.4g}{row['ratio']:8.3f}{_interval(row, 'ratio'):>18s}{regret:>9s}"
+        step = f"{row['step_s']:11.4g}{row['step_ratio']:8.3f}{_interval(row, 'step_ratio'):>18s}" if whole else ""
+        lines.append(f"{line}{accept:>8s}{step}")
+        for note in row["stand_ins"]:
+            notes.setdefault(f"* {note}", []).append(row["system"])
+        if not row["lossless"]:
+            notes.setdefault("not lossless", []).append(row["system"])
+    lines.append(
+        f"simulated on {found.attrs['num_workers']} workers, {found.attrs['num_rl_steps']} RL steps; ratios to "
+        f"{found.attrs['baseline']}; --json has each system's assumptions and source"
+    )
+    lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
+    split = found[found["workers"] < found.attrs["num_workers"]]
+    lines += [
+        f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()
+    ]
+    lines += [f"left out: {name}: {reason}" for name, reason in found.attrs["left_out"].items()]
+    return "\n".join(lines)
+
+
+def _interval(row: dict[Any, Any], name: str) -> str:
+    low, high = row[f"{name}_low"], row[f"{name}_high"]
+    return "one RL step only" if pd.isna(low) else f"[{low:.3f}, {high:.3f}]"
+
+
+def table(found: pd.DataFrame) -> str:
+    """The comparison of policies for people."""
+    lines = [f"{'policy':32s}{'makespan s':>12s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}"]
+    for row in found.to_dict("records"):
+        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:9.1%}"
+        interval = _interval(row, "ratio")
+        lines.append(f"{row['policy']:32s}{row['makespan_s']:12.4g}{row['ratio']:8.3f}{interval:>18s}{regret}")
+    return "\n".join(lines)

@@ -1,0 +1,248 @@
+"""The simulator on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.acceptance.load import Acceptance, FreshAcceptance
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import Json, emit
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.stage_files import load_stages
+from tltlab.errors import ConfigError
+from tltlab.planning.systems import SYSTEMS
+from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.rl_steps import RunResult, run_steps
+from tltlab.sim.rl_steps import summary as whole_steps
+from tltlab.sim.scenario import find_acceptance
+from tltlab.sim.simulate import simulate as run
+from tltlab.sim.system_run import by_name
+from tltlab.sim.topology import load_topology
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.schema import MANIFEST_FILE
+from tltlab.traces.trace import read
+
+
+def simulate(
+    trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
+    policy: Annotated[str, typer.Option(help="Policy file, shipped name or package.module:Class.")] = "none",
+    system: Annotated[
+        str | None,
+        typer.Option(help=f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
+    ] = None,
+    acceptance: Annotated[
+        str | None,
+        typer.Option(help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has]"),
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
+    strategy: Annotated[
+        str | None, typer.Option(help="D,K,V: one strategy throughout, e.g. 4,1,5; replaces --policy.")
+    ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="Drafter of --strategy. [default: the acceptance's, else learned on GPU costs, else ngram]"),
+    ] = None,
+    sd_threshold: Annotated[
+        int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of sampled acceptance.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
+    ] = None,
+    rl_steps: Annotated[
+        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
+    ] = None,
+    max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
+    decision_block: Annotated[int, typer.Option(help="Iterations per decision of a learning policy.")] = 1,
+    record_iterations: Annotated[
+        bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
+    ] = False,
+    spot_training: Annotated[
+        str | None, typer.Option(help="Train the drafter on idle workers: a file of rates and costs, or tlt.")
+    ] = None,
+    stages: Annotated[
+        str | None, typer.Option(help="Stage costs, a file or preset: simulate whole RL steps, not rollouts alone.")
+    ] = None,
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            help="With --stages: colocated (all GPUs do all stages) or separate (GPUs that train apart). "
+            "[default: colocated, or the system's]"
+        ),
+    ] = None,
+    gpus_per_worker: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
+    ] = None,
+    max_staleness: Annotated[
+        int, typer.Option(help="With --topology separate: 1 lets a rollout run on weights one update old.")
+    ] = 0,
+    as_json: Json = False,
+) -> None:
+    """Replay a trace's responses under a policy, a cost model and a placement.
+
+    Example: tltlab simulate traces/tiny --strategy 4,1,5 --sd-threshold 8 --acceptance geometric:0.7 --json
+    """
+    source = read(trace)
+    refuse_to_replace_a_recording(out)
+    if stages is None and (topology is not None or gpus_per_worker is not None or max_staleness):
+        raise ConfigError(
+            "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
+        )
+    model = find_acceptance(source, acceptance)
+    common: dict[str, Any] = {
+        "mode": mode, "seed": seed, "rl_steps": parse_rl_steps(rl_steps, source.rl_steps),
+        "decision_block": decision_block, "record_iterations": record_iterations,
+        "max_response_tokens": max_response_tokens,
+    }  # fmt: skip
+    notes: list[str] = []
+    whole: RunResult | None = None
+    if system is not None:
+        if policy != "none" or any(given is not None for given in (strategy, drafter, sd_threshold)):
+            raise ConfigError(
+                "--system brings its own policy: leave out --policy, --strategy, --drafter, --sd-threshold"
+            )
+        if topology is not None or max_staleness:
+            raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
+        found = by_name(
+            source, system, costs=costs, acceptance=model, workers=workers, placement=placement,
+            spot=spot_training, stages=stages, gpus_per_worker=gpus_per_worker, **common,
+        )  # fmt: skip
+        result, whole = found.result, found.whole
+        notes = [f"assumed            {note}" for note in found.bound.assumptions]
+    else:
+        result = run(
+            source,
+            choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs)),
+            costs=costs,
+            acceptance=model,
+            workers=workers,
+            placement=placement or "contiguous",
+            spot=spot_training,
+            **common,
+        )
+        if stages is not None:
+            gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
+            placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
+            whole = run_steps(result, load_stages(stages), topology=placed)
+    summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
+    if system is not None:
+        summary = summary | {"system": found.bound.system.name, "assumptions": list(found.bound.assumptions)}
+    if whole is not None:
+        summary = summary | whole_steps(whole)
+        trace_out = whole.trace if out is not None else None
+        shown.append(stage_table(summary))
+    if out is not None and trace_out is not None:
+        trace_out.write(out)
+    if spot_training is not None and not isinstance(result.scenario.acceptance, FreshAcceptance):
+        shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
+    emit(summary, as_json=as_json, text="\n".join([*shown, *notes]))
+
+
+def likely_drafter(model: Acceptance | None, costs: str | None) -> str:
+    """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
+    if isinstance(model, FreshAcceptance):
+        return model.drafter
+    if model is not None and len(model.drafters) == 1:
+        return model.drafters[0]
+    return "ngram" if costs is None or isinstance(load_costs(costs), LinearCosts) else "learned"
+
+
+def choose_policy(name: str, strategy: str | None, sd_threshold: int | None, drafter: str) -> str | Policy:
+    """The policy that --policy, --strategy and --sd-threshold together mean."""
+    if strategy is not None and name != "none":
+        raise ConfigError(f"--strategy {strategy} and --policy {name} exclude each other")
+    if strategy is None and sd_threshold is None:
+        return name
+    if strategy is None:
+        chosen = load_policy(name)
+        if chosen.activation is not None:
+            raise ConfigError(f"--sd-threshold: policy {name} has its own activation; change max_requests there")
+    else:
+        chosen = Policy(selector=FixedSpec(strategy=parse_strategy(strategy, drafter)))
+    if sd_threshold is None:
+        return chosen
+    if sd_threshold < 0:
+        raise ConfigError(f"--sd-threshold counts requests, got {sd_threshold}")
+    active = Activation(max_requests=sd_threshold, count="running", hold_iterations=0)
+    return chosen.model_copy(update={"activation": active})
+
+
+def parse_strategy(text: str, drafter: str) -> Strategy:
+    """`D,K,V` (draft depth, top-k, tokens to verify) as a strategy; `0,0,1` is no speculation."""
+    try:
+        depth, top_k, tokens_to_verify = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--strategy {text!r}: give D,K,V as three whole numbers, such as 4,1,5") from error
+    return Strategy(drafter, depth, top_k, tokens_to_verify) if depth else NO_SPECULATION
+
+
+def refuse_to_replace_a_recording(out: Path | None) -> None:
+    """ConfigError where `out` is a trace that no simulation wrote."""
+    if out is not None and (out / MANIFEST_FILE).exists() and (kind := read(out).manifest.kind) != "simulated":
+        raise ConfigError(
+            f"{out} holds a trace of kind {kind!r}, which a simulation must not replace: choose another --out"
+        )
+
+
+def spot_line(spot: dict[str, Any]) -> str:
+    """What idle workers trained, for people."""
+    return (
+        f"spot training      {spot['updates']} updates in {spot['used_share']:.1%} of {spot['idle_worker_s']:.4g} idle "
+        f"worker seconds, {spot['checkpoints']} checkpoints"
+    )
+
+
+def stage_table(summary: dict[str, Any]) -> str:
+    """What stages add, for people."""
+    share = summary["rollout_share"]
+    stages = ", ".join(f"{name.removesuffix('_s')} {seconds:.4g} s" for name, seconds in summary["stages"].items())
+    return "\n".join(
+        [
+            f"RL step            {summary['step_s']:.4g} s ({summary['topology']}, {summary['num_gpus']} GPUs)",
+            f"stages             {stages}",
+            f"rollout share      {'unknown' if share is None else format(share, '.1%')}",
+            f"idle GPUs          {summary['idle_gpu_fraction'] or 0.0:.1%} of GPU time",
+        ]
+    )
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary for people, one figure a line."""
+
+    def shown(key: str, form: str) -> str:
+        return "unknown" if summary[key] is None else format(summary[key], form)
+
+    num_steps = len(summary["makespan_s_per_step"])
+    outside = [f"{name} {share:.0%}" for name, share in (summary["outside_calibration"] or {}).items()]
+    beyond = [f"extrapolated       {', '.join(outside)} of the iterations lie outside what was measured"]
+    accept = "no speculation" if summary["mean_accept_length"] is None else shown("mean_accept_length", ".3f")
+    return "\n".join(
+        [
+            f"makespan           {shown('makespan_s', '.4g')} s (mean of {num_steps} RL steps)",
+            f"lower bound        {shown('lower_bound_s', '.4g')} s, any use of the policy's strategies "
+            f"(regret {shown('regret', '.1%')})",
+            f"throughput         {shown('tokens_per_s', '.4g')} tokens/s",
+            f"responses, tokens  {summary['num_responses']}, {summary['num_tokens']}",
+            f"idle workers       {shown('bubble_fraction', '.1%')} of worker time",
+            f"tail               {shown('tail_fraction', '.1%')} of the rollout",
+            f"accept length      {accept}",
+            f"costs, acceptance  {summary['costs']}; {summary['acceptance'] or 'none needed'}",
+            f"simulated in       {shown('wall_s', '.3g')} s",
+            *(beyond if outside else []),
+            *([spot_line(spot)] if (spot := summary["spot_training"]) else []),
+        ]
+    )

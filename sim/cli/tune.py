@@ -1,0 +1,177 @@
+"""`tltlab tune`."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.config import faults
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError, InputError
+from tltlab.files import read_json
+from tltlab.planning.graph_pool import GraphPool, sglang_sizes
+from tltlab.traces.trace import Trace, read
+
+if TYPE_CHECKING:
+    from tltlab.sim.tuning.search import GraphMemory
+    from tltlab.sim.tuning.tune import TuneResult
+
+_GIB = 2**30
+
+
+def tune(
+    traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
+    out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
+    costs: Annotated[
+        str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
+    ] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="geometric:ALPHA, trace, or a fitted file. [default: what the trace has]")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
+    placement: Annotated[
+        str | None, typer.Option(help="As simulate's. [default: recorded where known, else contiguous]")
+    ] = None,
+    depths: Annotated[str, typer.Option(help="Draft depths to try, with commas between.")] = "1,2,4,8",
+    drafters: Annotated[
+        str | None, typer.Option(help="Drafters to try, with commas between. [default: those the acceptance knows]")
+    ] = None,
+    judge: Annotated[
+        str | None, typer.Option(help="a:b, RL steps to judge on; the rest is tuned on. [default: every other one]")
+    ] = None,
+    max_buckets: Annotated[int, typer.Option(min=1, help="Most rows of a table and buckets of a bandit.")] = 4,
+    trials: Annotated[int, typer.Option(min=0, help="Bandit settings to try; 0 leaves the bandit out.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Seeds that each sampled score is the mean of.")] = 3,
+    decision_block: Annotated[int, typer.Option(min=1, help="Iterations per decision of a bandit.")] = 1,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Worst case over the traces and the cost error instead of the mean.")
+    ] = False,
+    cost_error: Annotated[
+        float | None, typer.Option(help="With --robust: costs and acceptance may be off by this share, such as 0.2.")
+    ] = None,
+    graph_memory: Annotated[float | None, typer.Option(help="GiB on each GPU that CUDA graphs may take.")] = None,
+    graph_pool: Annotated[
+        Path | None, typer.Option(help="With --graph-memory: the engine's pool, a JSON file of GraphPool's fields.")
+    ] = None,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="With --graph-memory: the largest batch that is captured.")
+    ] = 256,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of what is sampled.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the result does not depend on them.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Find a policy for a trace in simulation, judge it on RL steps held out, and say whether it was worth it.
+
+    `simulate` and `train` take the file, export-policy turns it into settings of plain vLLM. Costs and acceptance are
+    taken as right on all RL steps, save with --cost-error; whether they are is for `calibrate` and `verify` to say.
+
+    Example: tltlab tune traces/subset-sum-small --out policy.json --trials 20
+    """
+    check_writable(out)
+    sources = [read(path) for path in traces]
+    wanted = _numbers(depths)
+    graphs = _graphs(graph_memory, graph_pool, max_batch)
+    from tltlab.sim.tuning.tune import tune as run
+
+    progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
+    result = run(
+        sources,
+        costs=costs,
+        acceptance=acceptance,
+        workers=workers,
+        placement=placement,
+        depths=wanted,
+        drafters=[d for d in drafters.split(",") if d] if drafters is not None else None,
+        judge_steps=_judged(judge, sources),
+        max_buckets=max_buckets,
+        trials=trials,
+        repeats=repeats,
+        decision_block=decision_block,
+        robust=robust,
+        cost_error=cost_error,
+        graphs=graphs,
+        seed=seed,
+        jobs=jobs,
+        provenance={"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]},
+    )
+    result.policy.write(out)
+    emit(result.json(str(out)), as_json=as_json, text=text(result, out))
+
+
+def check_writable(path: Path) -> None:
+    """InputError where no file can be written to `path`, before any work is done for it; makes no folders."""
+    if path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file, such as {path / 'policy.json'}")
+    try:
+        with tempfile.TemporaryFile(dir=next(parent for parent in path.absolute().parents if parent.exists())):
+            pass
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def text(result: TuneResult, out: Path) -> str:
+    """The result for people."""
+    lines = [
+        f"{'held-out RL steps, simulated':42s}{'makespan s':>11s}{'to best fixed':>14s}{'95 % interval':>17s}"
+        f"{'regret':>8s}{'to bound':>9s}"
+    ]
+    for row in result.candidates:
+        one = row.ratio_low is None or row.ratio_high is None
+        interval = "one RL step" if one else f"[{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
+        bound = "" if row.regret_to_bound is None else f"{row.regret_to_bound:9.1%}"
+        name = row.name if len(row.name) <= 41 else row.name[:38] + "..."
+        lines.append(f"{name:42s}{row.makespan_s:11.4g}{row.ratio:14.3f}{interval:>17s}{row.regret:8.1%}{bound}")
+    lines += [
+        f"{'per-iteration oracle':42s}{result.oracle_s:11.4g}",
+        f"{'clairvoyant bound (no noise)':42s}{result.bound_s:11.4g}",
+        "",
+        f"minimised: {result.policy.provenance['objective']}",
+        f"verdict: {result.verdict}",
+        f"{len(result.searched)} policies without luck, {len(result.trials)} bandits with it; {result.wall_s:.0f} s",
+        f"{result.name} -> {out}",
+    ]
+    if result.trials:
+        settings = ", ".join(f"{name} {value}" for name, value in result.trials[0].settings.items())
+        lines.insert(-1, f"tuned beg-mab: {settings}")
+    return "\n".join(lines + [f"note: {note}" for note in result.notes])
+
+
+def _numbers(depths: str) -> list[int]:
+    try:
+        return [int(depth) for depth in depths.split(",") if depth]
+    except ValueError as error:
+        raise ConfigError(f"--depths {depths!r}: give whole numbers with commas between, such as 1,2,4,8") from error
+
+
+def _judged(judge: str | None, sources: list[Trace]) -> list[int] | None:
+    if judge is None:
+        return None
+    try:
+        return sorted({step for source in sources for step in parse_rl_steps(judge, list(source.rl_steps)) or []})
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--rl-steps", "--judge")) from error
+
+
+def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMemory | None:
+    from tltlab.sim.tuning.search import GraphMemory
+
+    if (memory is None) != (pool is None):
+        raise ConfigError("--graph-memory and --graph-pool belong together: how much there is, and what graphs take")
+    if memory is None or pool is None:
+        return None
+    if not 0.0 < memory < math.inf:
+        raise ConfigError(f"--graph-memory is the GiB that graphs may take, above 0, got {memory:g}")
+    value: Any = read_json(pool)
+    try:
+        known = GraphPool.model_validate(value)
+    except ValidationError as error:
+        raise ConfigError(f"{pool}: {faults(error)}") from error
+    return GraphMemory(pool=known, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))

@@ -1,0 +1,308 @@
+"""A worker's running requests where each has its own expected gain: per-request curves, siblings, budgets.
+
+Chances depend on how far a response has come and on how many of its group have finished, so they change all the time.
+A macro-step holds them fixed at what they are expected to be in its middle: it ends with the first finish, and after
+`refresh` iterations at the latest. Fluid, each request gains the expected tokens; sampled, they are drawn from these
+chances with common random numbers (random_numbers.py). With `refresh` = 1 both are exact.
+
+An iteration verifies 1 + drafted tokens of each request. A cost model takes the same number for every request: it gets
+their mean, which leaves the tokens of the batch as they are. Drafting is paid as deep as the deepest request's draft.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tltlab.acceptance.load import AcceptanceModel, RequestAcceptance, per_request
+from tltlab.costs.base import CostModel
+from tltlab.drafters.budget import DraftBudget, refuse_trees
+from tltlab.errors import ConfigError
+from tltlab.state import RequestState, StepState
+from tltlab.strategy import Strategy
+
+from .batch import TOLERANCE_TOKENS, Batch, Floats, Ints, MacroStep, iterations_that_fit
+from .random_numbers import request_seeds, uniforms
+from .regime import Regime
+from .requests import Requests
+
+REFRESH_ITERATIONS = 32
+RECENT_ITERATIONS = 16.0
+"""Recent acceptance forgets with this time constant."""
+_BLOCK_CELLS = 1 << 16
+
+
+class Groups:
+    """What all workers of a rollout share: how many samples of each group have finished, and every request's level."""
+
+    def __init__(self, requests: Requests) -> None:
+        self.levels: dict[str, Floats] = {}
+        number: dict[tuple[int, str], int] = {}
+        self._group = np.array([number.setdefault(key[:2], len(number)) for key in requests.keys], np.int64)
+        self._finished = np.zeros(len(number), np.int64)
+
+    def finish(self, requests: Sequence[int]) -> None:
+        """These are done; each once."""
+        np.add.at(self._finished, self._group[np.asarray(requests, np.int64)], 1)
+
+    def siblings(self, running: Ints) -> Floats:
+        """Finished samples of the group of each request, which runs itself."""
+        return self._finished[self._group[running]].astype(np.float64)
+
+
+class RateBatch(Batch):
+    """Residents as arrays in order of admission.
+
+    `settle` tells the group that requests have finished; it belongs at the end of a macro-step in virtual time, and
+    `advance` catches up on it. Without a budget the given regime's cost holds; with one, `costs` says what the drafts
+    it allots take.
+    """
+
+    def __init__(
+        self,
+        requests: Requests,
+        model: RequestAcceptance,
+        groups: Groups,
+        *,
+        seed: int,
+        sampled: bool,
+        costs: CostModel,
+        budget: DraftBudget | None = None,
+        refresh: int = REFRESH_ITERATIONS,
+    ) -> None:
+        super().__init__(requests)
+        self._model = model
+        self._groups = groups
+        self._seed = seed
+        self._sampled = sampled
+        self._costs = costs
+        self._budget = budget
+        self._refresh = refresh
+        self._generated = np.zeros(len(requests))
+        self._recent = np.full(len(requests), np.nan)
+        self._drafted = np.zeros(len(requests))
+        self._accepted = np.zeros(len(requests))
+        self._running = np.zeros(0, np.int64)
+        self._pending: list[int] = []
+        self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
+        self._seeds = request_seeds(seed, requests.keys) if sampled else None
+        self._draws = np.zeros(len(requests), np.int64)
+
+    @property
+    def running(self) -> Sequence[int]:
+        return [int(r) for r in self._running]
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def context_tokens(self) -> float:
+        return float(self.requests.prompts[self._running].sum() + self._generated[self._running].sum())
+
+    def generated(self, request: int) -> float:
+        return float(self._generated[request])
+
+    def recent_acceptance(self, request: int) -> float | None:
+        """Accepted tokens per draft lately, None before the first draft."""
+        recent = float(self._recent[request])
+        return None if math.isnan(recent) else recent
+
+    def admit(self, request: int, generated: float) -> None:
+        self._generated[request] = generated
+        self._running = np.append(self._running, request)
+
+    def preempt(self) -> tuple[int, float]:
+        request = int(self._running[-1])
+        self._running = self._running[:-1]
+        return request, self.generated(request)
+
+    def settle(self) -> None:
+        """The last macro-step is over: its finished requests count for their siblings and budgets from now on."""
+        if self._pending:
+            self._groups.finish(self._pending)
+            if self._budget is not None:
+                for request in self._pending:
+                    drafted, accepted = round(self._drafted[request]), round(self._accepted[request])
+                    done = self._request_state(request, self.requests.response_tokens[request])
+                    self._budget.finished(done, drafted=drafted, accepted=accepted)
+            self._pending = []
+
+    def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
+        self.settle()
+        running, batch, context = self._running, len(self._running), self.context_tokens
+        left = self.requests.lengths[running] - self._generated[running]
+        gains: npt.NDArray[Any] | None = None
+        if regime.strategy.speculates:
+            drafted: Ints | None = None
+            if self._budget is not None:
+                regime, drafted = self._allotted(regime)
+            limit = min(limit, self._refresh)
+            gains, n = (self._drawn if self._sampled else self._expected)(regime, drafted, left, limit, room_tokens)
+            if self._sampled:
+                self._draws[running] += n
+            self._remember(gains.mean(axis=1) - 1.0, n, drafted, regime)
+            total = gains.sum(axis=1)
+            grown = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
+        else:
+            whole = max(1, math.ceil(float(left.min()) - TOLERANCE_TOKENS))
+            n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
+            total, grown = np.full(batch, n), batch * n * (n - 1) / 2
+        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
+        seconds = n * first_s + regime.slope_s(batch) * grown
+        self._generated[running] += total
+        over = self._generated[running] >= self.requests.lengths[running] - TOLERANCE_TOKENS
+        self._running = running[~over]
+        self._pending = [int(r) for r in running[over]]
+        return MacroStep(regime, n, batch, seconds, first_s, context, list(self._pending), gains)
+
+    def _expected(
+        self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float
+    ) -> tuple[Floats, int]:
+        def rates(ahead: Floats) -> tuple[Floats, int]:
+            gain = 1.0 + self._survival(regime.strategy, drafted, ahead).sum(axis=1)
+            n = max(1, math.ceil(float(((left - TOLERANCE_TOKENS) / gain).min())))
+            fit = iterations_that_fit(len(left), float(gain.sum()), room_tokens)
+            return gain, int(min(n, limit, fit))
+
+        gain, n = rates(np.zeros(len(left)))
+        if n > 1:
+            gain, n = rates(gain * ((n - 1) / 2))
+        return np.broadcast_to(gain[:, None], (len(left), n)), n
+
+    def _drawn(
+        self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float
+    ) -> tuple[Ints, int]:
+        assert self._seeds is not None
+        running, batch = self._running, len(left)
+        survival = self._survival(regime.strategy, drafted, np.zeros(batch))
+        # The first to finish is likely the one with the fewest iterations left: rarely worth drawing far beyond it.
+        soonest = math.ceil(float((left / (1.0 + survival.sum(axis=1))).min()) * 1.2) + 4
+        count = max(1, int(min(limit, soonest, left.min(), _BLOCK_CELLS // batch)))
+        if count > 1:
+            survival = self._survival(regime.strategy, drafted, (1.0 + survival.sum(axis=1)) * ((count - 1) / 2))
+        luck = uniforms(self._seeds[running], self._draws[running], count)
+        gains = np.ones((batch, count), np.int64)
+        for level in survival.T:
+            gains += luck >= 1.0 - level[:, None]
+        gained = np.cumsum(gains, axis=1)
+        done = (gained >= left[:, None] - TOLERANCE_TOKENS).any(axis=0)
+        n = int(done.argmax()) + 1 if done.any() else count
+        if batch > 1 and not math.isinf(room_tokens):
+            growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
+            n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
+        return gains[:, :n], n
+
+    def _survival(self, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
+        """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""
+        running = self._running
+        known = self._groups.levels
+        if strategy.drafter not in known:
+            known[strategy.drafter] = self._model.levels(strategy.drafter, self.requests.keys, self._seed)
+        full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
+        levels, siblings = known[strategy.drafter][running], self._groups.siblings(running)
+        kept = self._model.at(len(running)).survival(full, levels, self._generated[running] + ahead, siblings)
+        if drafted is None:
+            return kept
+        given: Floats = np.where(np.arange(kept.shape[1])[None, :] < drafted[:, None], kept, 0.0)
+        return given
+
+    def _allotted(self, regime: Regime) -> tuple[Regime, Ints]:
+        """The budget's share of each resident, and the regime with its cost."""
+        strategy, batch = regime.strategy, len(self._running)
+        refuse_trees(strategy)
+        assert self._budget is not None
+        drafted = np.array(self._budget.allot(self._state(strategy), strategy), np.int64)
+        if len(drafted) != batch or ((drafted < 0) | (drafted > strategy.draft_depth)).any():
+            raise ConfigError(
+                f"the budget gave {drafted.tolist()} for {batch} requests: it must give each 0 to "
+                f"{strategy.draft_depth} tokens under {strategy}"
+            )
+        full = Strategy.chain(strategy.drafter, strategy.draft_depth)
+        share = self._model.at(batch).num_drafted(full) / strategy.draft_depth
+        deepest, mean = int(drafted.max()), float(drafted.mean()) * share
+        key = (strategy, deepest, mean)
+        if key not in self._regimes:
+            cost = self._costs.iteration(
+                Strategy.chain(strategy.drafter, deepest), tokens_to_verify=1.0 + mean, drafter_loaded=True
+            )
+            self._regimes[key] = Regime(
+                strategy=strategy, cost=cost, tokens=regime.tokens, num_drafted=mean, most=deepest, cdf=None
+            )
+        return self._regimes[key], drafted
+
+    def _state(self, strategy: Strategy) -> StepState:
+        requests = [self._request_state(r, int(self._generated[r])) for r in self.running]
+        return StepState(
+            rl_step=self.requests.rl_step,
+            batch=len(requests),
+            context_tokens=self.context_tokens,
+            strategy=strategy,
+            requests=requests,
+        )
+
+    def _request_state(self, request: int, generated: int) -> RequestState:
+        key = self.requests.keys[request]
+        return RequestState(
+            key=key,
+            prompt_id=key[1],
+            generated_tokens=generated,
+            max_response_tokens=self.requests.max_response_tokens[request],
+            recent_acceptance=self.recent_acceptance(request),
+        )
+
+    def _remember(self, accepted: Floats, num_iterations: int, drafted: Ints | None, regime: Regime) -> None:
+        share = regime.num_drafted / drafted.mean() if drafted is not None and drafted.any() else 1.0
+        each = regime.num_drafted if drafted is None else drafted * share
+        self._drafted[self._running] += num_iterations * each
+        self._accepted[self._running] += num_iterations * accepted
+        asked = self._running if drafted is None else self._running[drafted > 0]
+        now = accepted if drafted is None else accepted[drafted > 0]
+        before = self._recent[asked]
+        weight = 1.0 - math.exp(-num_iterations / RECENT_ITERATIONS)
+        self._recent[asked] = np.where(np.isnan(before), now, before + weight * (now - before))
+
+
+@dataclass(slots=True, kw_only=True)
+class Rates:
+    """Makes the batches of a simulation. Those of one rollout, known by its `Requests`, share their groups.
+
+    `budgets` are those of the workers in order, none where the strategy alone says what is drafted: a rollout's first
+    batch gets the first one.
+    """
+
+    model: AcceptanceModel | RequestAcceptance
+    costs: CostModel
+    seed: int = 0
+    sampled: bool = False
+    budgets: Sequence[DraftBudget] = ()
+    refresh: int = REFRESH_ITERATIONS
+    _of: Requests | None = field(default=None, init=False)
+    _num_made: int = field(default=0, init=False)
+    _groups: Groups | None = field(default=None, init=False)
+    _asked: RequestAcceptance = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.refresh < 1:
+            raise ConfigError(f"refresh must be at least 1 iteration, got {self.refresh}")
+        self._asked = per_request(self.model)
+
+    def __call__(self, requests: Requests) -> RateBatch:
+        if self._groups is None or self._of is not requests:
+            self._of, self._groups, self._num_made = requests, Groups(requests), 0
+        budget = self.budgets[self._num_made] if self.budgets else None
+        self._num_made += 1
+        return RateBatch(
+            requests,
+            self._asked,
+            self._groups,
+            seed=self.seed,
+            sampled=self.sampled,
+            costs=self.costs,
+            budget=budget,
+            refresh=self.refresh,
+        )

@@ -1,0 +1,115 @@
+"""The per-iteration oracle: at every iteration the strategy with the least expected seconds per token.
+
+It knows the true costs and acceptance, batch and context, but not the luck to come: what regret is measured against
+where the clairvoyant bound asks too much. Greedy, it does not weigh what an iteration does to later ones; for one
+worker whose strategies gain alike at every batch, that loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tltlab.acceptance.load import AcceptanceModel, FreshAcceptance, fresh
+from tltlab.costs.base import IterationCost
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.selector import Selector
+from tltlab.sim.scenario import Scenario
+from tltlab.state import DrafterState, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .regime import Regimes
+
+
+class Expected:
+    """Seconds and tokens that an iteration of a strategy is expected to take and to bring, at a batch and a context.
+
+    Where acceptance differs between requests or is replayed, tokens are the mean of a simulation under that strategy
+    alone; a learned drafter is taken as fresh as it is at first.
+    """
+
+    def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
+        self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
+        model = scenario.acceptance
+        if isinstance(model, FreshAcceptance):
+            model = fresh(model, {s.drafter: DrafterState() for s in self.strategies})
+        self.acceptance = model
+        self._regimes = Regimes(self.strategies, scenario.costs, model)
+        self._means: dict[Strategy, float] = {}
+        if not isinstance(model, AcceptanceModel):
+            self._means = {s: _mean_tokens(scenario, s) for s in self.strategies if s.speculates}
+
+    def tokens(self, strategy: Strategy, batch: int) -> float:
+        """Tokens of one request in one iteration, the bonus token included."""
+        mean = self._means.get(strategy)
+        return self._regimes.at(strategy, batch).tokens if mean is None else mean
+
+    def cost(self, strategy: Strategy, batch: int) -> IterationCost:
+        """What an iteration costs."""
+        return self._regimes.at(strategy, batch).cost
+
+    def seconds_per_token(self, strategy: Strategy, batch: int, context_tokens: float) -> float:
+        """Seconds of an iteration for each token that a request gains in it; `context_tokens` sums over the batch."""
+        return self.cost(strategy, batch).seconds(batch, context_tokens) / self.tokens(strategy, batch)
+
+
+class Oracle(Selector):
+    """Chooses by `Expected`, from all its strategies."""
+
+    def __init__(self, expected: Expected) -> None:
+        self.strategies = expected.strategies
+        self._expected = expected
+        self._lines: dict[int, list[tuple[float, float, Strategy]]] = {}
+
+    def choose(self, state: StepState) -> Strategy:
+        batch = state.batch
+        if batch not in self._lines:
+            self._lines[batch] = _least_somewhere([self._line(s, batch) for s in self.strategies])
+        context = state.context_tokens
+        return min(self._lines[batch], key=lambda line: line[0] + line[1] * context)[2]
+
+    def _line(self, strategy: Strategy, batch: int) -> tuple[float, float, Strategy]:
+        cost, tokens = self._expected.cost(strategy, batch), self._expected.tokens(strategy, batch)
+        return cost.without_context_s(batch) / tokens, cost.context_slope_s(batch) / tokens, strategy
+
+
+class OraclePolicy:
+    """The oracle as a policy of the simulator; it has no file, since no run knows the truth.
+
+    >>> scenario.rollouts(OraclePolicy(scenario, strategies))  # doctest: +SKIP
+    """
+
+    def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
+        if scenario.acceptance is None and any(s.speculates for s in strategies):
+            raise ConfigError("the oracle needs an acceptance model to know what speculation brings")
+        self._expected = Expected(scenario, strategies)
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self._expected.strategies
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        return Oracle(self._expected)
+
+
+def _least_somewhere(lines: list[tuple[float, float, Strategy]]) -> list[tuple[float, float, Strategy]]:
+    """Lines that no other is below at every context."""
+    return [
+        line
+        for i, line in enumerate(lines)
+        if not any(
+            other[0] <= line[0] and other[1] <= line[1] and (other[:2] != line[:2] or j < i)
+            for j, other in enumerate(lines)
+        )
+    ]
+
+
+def _mean_tokens(scenario: Scenario, strategy: Strategy) -> float:
+    rollouts = scenario.rollouts(Policy(selector=FixedSpec(strategy=strategy)))
+    tokens = pairs = 0.0
+    for columns in (log.columns for rollout in rollouts for log in rollout.logs):
+        tokens += float(columns.tokens.sum())
+        pairs += float((columns.num_iterations * columns.batch).sum())
+    return max(1.0, tokens / pairs) if pairs else 1.0

@@ -1,0 +1,228 @@
+"""Turns simulated rollouts into the tables a recorder writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.traces.schema import KEY, TABLES
+
+from .log import Columns, Floats, Ints
+from .worker import Rollout
+
+WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")
+
+
+SPANS = ["lane", "kind", "t_start", "duration", "batch", "detail"]
+
+
+def tables(rollouts: Sequence[Rollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:
+    """Workload, outcomes, steps and spans; with `iterations` also iterations and decisions, row by row."""
+    built = {
+        "workload": pd.concat([r.requests.rows[list(WORKLOAD)] for r in rollouts], ignore_index=True),
+        "outcomes": pd.concat([_outcomes(r) for r in rollouts], ignore_index=True),
+        "steps": _steps(rollouts, policy),
+        "spans": pd.concat([_spans(r) for r in rollouts], ignore_index=True),
+    }
+    if iterations:
+        built["iterations"] = _concat("iterations", [_iterations(r, w) for r in rollouts for w in range(len(r.logs))])
+        built["decisions"] = _concat("decisions", [_decisions(r, w) for r in rollouts for w in range(len(r.logs))])
+    return built
+
+
+def _concat(table: str, parts: list[pd.DataFrame]) -> pd.DataFrame:
+    filled = [part for part in parts if len(part)]
+    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=TABLES[table].names)
+
+
+def _outcomes(rollout: Rollout) -> pd.DataFrame:
+    kept = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
+    out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *kept]].copy()
+    out["worker"] = rollout.worker_of
+    out["t_submit"] = 0.0
+    out["t_first_token"] = rollout.first_token_s
+    out["t_finish"] = rollout.finish_s
+    return out
+
+
+def _steps(rollouts: Sequence[Rollout], policy: str) -> pd.DataFrame:
+    lengths = np.array([r.makespan_s for r in rollouts])
+    return pd.DataFrame(
+        {
+            "rl_step": [r.requests.rl_step for r in rollouts],
+            "t_start": np.cumsum(lengths) - lengths,
+            "rollout_s": lengths,
+            "policy": policy,
+            "policy_version": [r.requests.policy_version for r in rollouts],
+        }
+    )
+
+
+def _spans(rollout: Rollout) -> pd.DataFrame:
+    parts = []
+    for w, log in enumerate(rollout.logs):
+        c = log.columns
+        if not len(c):
+            continue
+        strategies = [regime.strategy for regime in c.regime]
+        kinds = np.where(c.speculates, "speculative_decode", "decode").astype(object)
+        details = np.array([str(s) if s.speculates else None for s in strategies], dtype=object)
+        nothing = np.full(len(c), None, dtype=object)
+        switching, prefilling = c.switch_s > 0, c.prefill_s > 0
+        blocks = [
+            _block("switch", c.start_s, c.switch_s, c.batch, nothing, switching),
+            _block("prefill", c.start_s + c.switch_s, c.prefill_s, c.batch, nothing, prefilling),
+            _block(kinds, c.decode_start_s, c.seconds, c.batch, details, np.ones(len(c), dtype=bool)),
+        ]
+        spans = pd.concat(blocks, ignore_index=True).sort_values("t_start", kind="stable")
+        spans.insert(0, "lane", f"worker {w}")
+        parts.append(spans)
+    rows = [row for w in range(len(rollout.logs)) for row in _idle(rollout, w)]
+    if rollout.spot is not None:
+        rows += [(s.lane, s.kind, s.start_s, s.end_s - s.start_s, 0, s.detail) for s in rollout.spot.spans]
+    if rows:
+        parts.append(pd.DataFrame(rows, columns=SPANS))
+    joined = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=SPANS)
+    joined.insert(0, "rl_step", rollout.requests.rl_step)
+    return joined
+
+
+def _idle(rollout: Rollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
+    """The times after a worker's last request in which it does not even train the drafter."""
+    lane, now = f"worker {worker}", rollout.worker_end_s[worker]
+    held = [span for span in (rollout.spot.spans if rollout.spot else ()) if span.lane == lane]
+    for start_s, end_s in [*((span.start_s, span.end_s) for span in held), (rollout.makespan_s, rollout.makespan_s)]:
+        if start_s > now:
+            yield lane, "idle", now, start_s - now, 0, None
+        now = max(now, end_s)
+
+
+def _block(
+    kind: str | npt.NDArray[Any],
+    start_s: Floats,
+    seconds: Floats,
+    batch: Ints,
+    detail: npt.NDArray[Any],
+    kept: npt.NDArray[np.bool_],
+) -> pd.DataFrame:
+    frame = pd.DataFrame({"kind": kind, "t_start": start_s, "duration": seconds, "batch": batch, "detail": detail})
+    return frame[kept].astype({"kind": object, "detail": object})
+
+
+def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
+    """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
+
+    So row i lasts from the start of its verification to the start of the next one and holds the drafting for i + 1;
+    the first row of a macro-step also holds its switch and what it prefilled up front, the first of all also its own
+    drafting; chunks of prompts are spread over the iterations beside which they were prefilled.
+    """
+    c = rollout.logs[worker].columns
+    if not len(c):
+        return pd.DataFrame()
+    counts = c.num_iterations
+    of = np.repeat(np.arange(len(c)), counts)
+    first = (np.cumsum(counts) - counts)[of] == np.arange(counts.sum())
+    sizes = list(zip(c.regime, c.batch.tolist(), strict=True))
+    batch = c.batch[of]
+    gained = [_tokens(c, i) for i in range(len(c))]
+    tokens = np.concatenate(gained)
+    context = np.concatenate([start + np.cumsum(t) - t for start, t in zip(c.context_tokens, gained, strict=True)])
+    drafting = np.array([regime.cost.draft_s(b) for regime, b in sizes])
+    draft_s = drafting[of]
+    verify_s = (np.array([regime.fixed_s(b) for regime, b in sizes]) - drafting)[of]
+    verify_s = verify_s + np.array([regime.slope_s(b) for regime, b in sizes])[of] * context
+    if any(noise is not None for noise in c.noise):
+        noise = _noise(c, verify_s + draft_s)
+        draft_s, verify_s = draft_s * noise, verify_s * noise
+    next_draft_s = np.append(draft_s[1:], 0.0)
+    up_front = 1.0 - _share(c.chunk_tokens, c.prefill_tokens)
+    duration = np.where(first, (c.switch_s + c.prefill_s * up_front)[of], 0.0) + verify_s + next_draft_s
+    duration += (c.prefill_s * (1.0 - up_front) / counts)[of]
+    prefilled = np.where(first, (c.prefill_tokens - c.chunk_tokens)[of], 0.0) + (c.chunk_tokens / counts)[of]
+    duration[0] += draft_s[0]
+    depth = np.array([regime.strategy.draft_depth for regime in c.regime], np.int64)[of]
+    drafted = _whole(np.array([b * regime.num_drafted for regime, b in sizes])[of])
+    accepted = _whole(tokens - batch)
+    # What a drafter returned is known on average only, what was accepted exactly.
+    drafted = np.maximum.reduce([drafted, accepted, (depth > 0).astype(np.int64)])
+    return pd.DataFrame(
+        {
+            "rl_step": rollout.requests.rl_step,
+            "worker": worker,
+            "iteration": np.arange(len(of)),
+            "t_start": np.cumsum(duration) - duration,
+            "duration": duration,
+            "draft_duration": next_draft_s,
+            "batch": batch,
+            "num_waiting": c.waiting[of],
+            "context_tokens": np.rint(context).astype(np.int64),
+            "prefill_tokens": _whole(prefilled),
+            "drafter": np.array([regime.strategy.drafter for regime in c.regime], dtype=object)[of],
+            "draft_depth": depth,
+            "top_k": np.array([regime.strategy.top_k for regime in c.regime], np.int64)[of],
+            "tokens_to_verify": np.array([regime.strategy.tokens_to_verify for regime in c.regime], np.int64)[of],
+            "num_drafted": drafted,
+            "num_accepted": accepted,
+            "num_generated": batch + accepted,
+            "accepted_per_request": [row for i in range(len(c)) for row in _accepted_rows(c, i)],
+            "next_draft_depth": np.append(depth[1:], 0),
+        }
+    )
+
+
+def _noise(columns: Columns, modelled_s: Floats) -> Floats:
+    """The factor of each iteration, such that a macro-step's iterations add up to its seconds."""
+    counts = columns.num_iterations
+    parts = [np.ones(n) if one is None else one for one, n in zip(columns.noise, counts.tolist(), strict=True)]
+    drawn = np.concatenate(parts)
+    summed = np.add.reduceat(drawn * modelled_s, np.cumsum(counts) - counts)
+    return drawn * np.repeat(_share(columns.seconds, summed), counts)
+
+
+def _share(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros_like(whole), where=whole > 0)
+
+
+def _tokens(columns: Columns, i: int) -> Floats:
+    """Tokens that came out of each iteration of a macro-step."""
+    gains, n = columns.gains[i], int(columns.num_iterations[i])
+    if gains is None:
+        return np.full(n, columns.tokens[i] / n)
+    return np.asarray(gains.sum(axis=0), np.float64)
+
+
+def _accepted_rows(columns: Columns, i: int) -> list[list[int] | None]:
+    gains = columns.gains[i]
+    if gains is None or not np.issubdtype(gains.dtype, np.integer):
+        return [None] * int(columns.num_iterations[i])
+    rows: list[list[int] | None] = (gains.T - 1).tolist()
+    return rows
+
+
+def _whole(expected: Floats) -> Ints:
+    """Whole numbers whose running sum stays within a half of the expected one."""
+    return np.diff(np.rint(np.cumsum(expected)).astype(np.int64), prepend=0)
+
+
+def _decisions(rollout: Rollout, worker: int) -> pd.DataFrame:
+    c = rollout.logs[worker].columns
+    asked = np.flatnonzero(c.asked)
+    strategies = [c.regime[i].strategy for i in asked]
+    return pd.DataFrame(
+        {
+            "rl_step": rollout.requests.rl_step,
+            "worker": worker,
+            "iteration": (np.cumsum(c.num_iterations) - c.num_iterations)[asked],
+            "bucket": [c.bucket[i] for i in asked],
+            "drafter": [s.drafter for s in strategies],
+            "draft_depth": [s.draft_depth for s in strategies],
+            "top_k": [s.top_k for s in strategies],
+            "tokens_to_verify": [s.tokens_to_verify for s in strategies],
+            "propensity": c.propensity[asked],
+            "reward": [c.reward[i] for i in asked],
+        }
+    )

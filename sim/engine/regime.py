@@ -1,0 +1,97 @@
+"""What one strategy costs and yields in a simulation: worked out once per strategy and acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tltlab.acceptance.load import AcceptanceModel, FloatArray, RequestAcceptance, Settled, TraceAcceptance, reach
+from tltlab.costs.base import CostModel, IterationCost
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Regime:
+    """One strategy with its cost, expected `tokens` and drafts per request and iteration.
+
+    `most` is the largest number of accepted tokens, `cdf[j]` = P(accepted <= j) for j < most. Where acceptance is
+    replayed or differs between requests, `cdf` is None and `tokens` nan.
+    """
+
+    strategy: Strategy
+    cost: IterationCost
+    tokens: float
+    num_drafted: float
+    most: int
+    cdf: FloatArray | None
+    _fixed_s: dict[int, float] = field(default_factory=dict)
+
+    def fixed_s(self, batch: int) -> float:
+        """Seconds of an iteration at this batch, without the context's share."""
+        if batch not in self._fixed_s:
+            self._fixed_s[batch] = self.cost.without_context_s(batch)
+        return self._fixed_s[batch]
+
+    def slope_s(self, batch: int) -> float:
+        """Seconds per token of context at this batch."""
+        return self.cost.context_slope_s(batch)
+
+
+class Regimes:
+    """The regimes of a policy's strategies, by strategy and batch size.
+
+    Raises ConfigError for a missing cost term or an unknown acceptance.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Settled | None) -> None:
+        self.strategies = tuple(strategies)
+        self._loaded = any(s.speculates for s in strategies)
+        self._costs = costs
+        self._acceptance = acceptance
+        self._by_model: dict[tuple[Strategy, int], Regime] = {}
+        self._by_batch: dict[tuple[Strategy, int], Regime] = {}
+        for strategy in strategies:
+            self.at(strategy, 1)
+
+    def at(self, strategy: Strategy, batch: int) -> Regime:
+        """The regime of a strategy at a batch size."""
+        found = self._by_batch.get((strategy, batch))
+        if found is None:
+            model = self._acceptance
+            if isinstance(model, AcceptanceModel | RequestAcceptance) and strategy.speculates:
+                model = model.at(batch)
+            key = (strategy, id(model))
+            if key not in self._by_model:
+                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded)
+            found = self._by_batch[strategy, batch] = self._by_model[key]
+        return found
+
+    def up_to(self, batch: int) -> list[Regime]:
+        """All regimes that batches 1 to `batch` can meet."""
+        return list({id(r): r for s in self.strategies for n in range(1, batch + 1) for r in [self.at(s, n)]}.values())
+
+
+def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool) -> Regime:
+    tokens, drafted, cdf = 1.0, 0.0, None
+    if strategy.speculates:
+        if acceptance is None:
+            raise ConfigError(
+                f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
+                "acceptance.parquet nor acceptance.json; give --acceptance constant:A, geometric:ALPHA or a fitted file"
+            )
+        if isinstance(acceptance, TraceAcceptance):
+            acceptance.check(strategy)
+            tokens, drafted = float("nan"), float(reach(strategy))
+        elif isinstance(acceptance, RequestAcceptance):
+            nobody = np.zeros(0)
+            acceptance.survival(strategy, nobody, nobody, nobody)  # refuses what it does not cover
+            tokens, drafted = float("nan"), acceptance.num_drafted(strategy)
+        else:
+            tokens = acceptance.tokens_per_iteration(strategy)
+            drafted = acceptance.num_drafted(strategy)
+            cdf = np.cumsum(acceptance.distribution(strategy))[:-1]
+    cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded)
+    return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=reach(strategy), cdf=cdf)

@@ -1,0 +1,305 @@
+"""Whole RL steps: simulated rollouts and stage costs put on GPUs that share the work, or that split it.
+
+Generation and training are two processes. A bounded store carries the responses from one to the other; the weights go
+back while the engines are between two rollouts. Rollout k waits for the update of RL step k - 1 - `max_staleness`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import pandas as pd
+import simpy
+
+from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
+from tltlab.errors import ConfigError
+from tltlab.sim.engine.worker import Rollout
+from tltlab.traces.trace import Trace
+
+from .topology import Colocated, Pools, Topology
+
+
+class Simulated(Protocol):
+    """What `run_steps` needs of a simulation; `SimResult` is one."""
+
+    @property
+    def rollouts(self) -> Sequence[Rollout]: ...
+
+    @property
+    def trace(self) -> Trace: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """A simulated run of whole RL steps.
+
+    `steps`: rl_step, t_start (start of its rollout), the five stages' seconds (sync_s with an engine's sleep and wake),
+    `step_s` from the end of the RL step before to its own end, `latency_s` from t_start to its own end, policy_version.
+    An RL step ends when its weights are in the engines; step_s adds up to the run. `spans`: those of the trainer, and
+    of workers outside rollouts, in the trace's form. `gpu_s`: stage, held_gpu_s, idle_gpu_s; "waiting" is the time in
+    which one side's GPUs wait for the other, and held_gpu_s adds up to num_gpus times the run. A rollout's idle_gpu_s
+    is its bubble.
+    """
+
+    topology: Topology
+    num_gpus: int
+    steps: pd.DataFrame
+    spans: pd.DataFrame
+    gpu_s: pd.DataFrame
+    simulated: Simulated
+
+    @property
+    def run_s(self) -> float:
+        """Seconds from the first rollout's start to the last sync's end."""
+        return float(self.steps["step_s"].sum())
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of an RL step."""
+        return float(self.steps["step_s"].mean())
+
+    @property
+    def rollout_share(self) -> float | None:
+        """Seconds of rollout per second of the run; None for a run of no time."""
+        return float(self.steps["rollout_s"].sum()) / self.run_s if self.run_s > 0 else None
+
+    @property
+    def idle_gpu_fraction(self) -> float | None:
+        """Idle GPU-seconds per GPU-second of the run; None for a run of no time."""
+        held_s = float(self.gpu_s["held_gpu_s"].sum())
+        return float(self.gpu_s["idle_gpu_s"].sum()) / held_s if held_s > 0 else None
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The simulation's trace with the stages in its steps and spans, to draw or to write."""
+        trace = self.simulated.trace
+        known = trace.steps
+        assert known is not None
+        columns = ["t_start", "rollout_s", *STAGES, "policy_version"]
+        steps = known.drop(columns=columns).merge(self.steps[["rl_step", *columns]], on="rl_step")
+        version = self.steps.set_index("rl_step")["policy_version"]
+        workload = trace.workload
+        spans = [frame for frame in (trace.spans, self.spans) if frame is not None and len(frame)]
+        staleness = f", staleness up to {self.topology.max_staleness}" if self.topology.max_staleness else ""
+        notes = f"{trace.manifest.notes or 'simulated'}; {self.topology.name}, {self.num_gpus} GPUs{staleness}"
+        return trace.replace(
+            manifest=trace.manifest.model_copy(update={"notes": notes}),
+            steps=steps,
+            spans=pd.concat(spans, ignore_index=True).sort_values("rl_step", kind="stable") if spans else None,
+            workload=workload.assign(policy_version=workload["rl_step"].map(version)),
+        )
+
+
+def run_steps(
+    result: Simulated, stages: StageCosts, *, topology: Topology | None = None, num_updates: int = 1
+) -> RunResult:
+    """Make whole RL steps of a simulation's rollouts; the topology defaults to `Colocated()`.
+
+    The RL steps of `result` follow each other. Training takes `num_updates` optimizer steps on each. Responses without
+    a reward count as trained. Raises ConfigError for no RL step, an RL step without responses or workers, a stage of
+    unknown cost, and stage costs for another number of GPUs.
+    """
+    topology = topology or Colocated()
+    rollouts = list(result.rollouts)
+    if not rollouts:
+        raise ConfigError("no RL step to run: the simulation has no rollout")
+    num_workers = len(rollouts[0].worker_end_s)
+    if num_workers < 1:
+        raise ConfigError("the rollouts have no workers: simulate at least one")
+    pools = topology.pools(num_workers, stages)
+    times = [_times(rollout, stages, pools.shared, num_updates) for rollout in rollouts]
+    pipeline = _Pipeline(times, topology.max_staleness)
+    steps = _steps(rollouts, times, pipeline)
+    return RunResult(
+        topology=topology,
+        num_gpus=pools.num_gpus,
+        steps=steps,
+        spans=_spans(pipeline, steps, num_workers, pools.shared),
+        gpu_s=_gpu_s(rollouts, steps, pools),
+        simulated=result,
+    )
+
+
+def summary(result: RunResult) -> dict[str, Any]:
+    """The keys that stages add to `tltlab simulate --json`; seconds are means over the RL steps."""
+    return {
+        "step_s": result.step_s,
+        "rollout_share": result.rollout_share,
+        "stages": {name: float(result.steps[name].mean()) for name in ("rollout_s", *STAGES)},
+        "topology": result.topology.name,
+        "num_gpus": result.num_gpus,
+        "idle_gpu_fraction": result.idle_gpu_fraction,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """Seconds of an RL step's parts; `sleep_s` and `wake_s` lie before and behind what the trainer does."""
+
+    rollout_s: float
+    sleep_s: float
+    reward_s: float
+    inference_s: float
+    train_s: float
+    sync_s: float
+    wake_s: float
+
+
+def _times(rollout: Rollout, stages: StageCosts, shared: bool, num_updates: int) -> _Times:
+    if stages.inference is None or stages.reward is None or stages.train is None or stages.sync is None:
+        missing = [name for name in ("inference", "reward", "train", "sync") if getattr(stages, name) is None]
+        raise ConfigError(f"the stage costs do not know {', '.join(missing)}: add what it takes, {{}} for nothing")
+    work = StepWorkload.of_rows(rollout.requests.rows, num_updates=num_updates)
+    return _Times(
+        rollout_s=float(rollout.makespan_s),
+        sleep_s=stages.sleep_s + (rollout.spot.release_delay_s if rollout.spot else 0.0) if shared else 0.0,
+        reward_s=stages.reward.seconds(rollout.finish_s, np.asarray(rollout.requests.response_tokens, np.int64)),
+        inference_s=stages.inference.seconds(work),
+        train_s=stages.train.seconds(work),
+        sync_s=stages.sync.seconds(),
+        wake_s=stages.wake_s if shared else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Interval:
+    """Something that one RL step does; `start_s` and `end_s` since the start of the run."""
+
+    step: int
+    kind: str
+    start_s: float
+    end_s: float
+    detail: str | None = None
+
+
+class _Pipeline:
+    """Generation and training of a run in virtual time: what each did when, in order."""
+
+    def __init__(self, times: Sequence[_Times], max_staleness: int) -> None:
+        self.times = times
+        self.max_staleness = max_staleness
+        self.rollouts: list[_Interval] = []
+        self.training: list[_Interval] = []
+        self.syncs: list[_Interval] = []
+        self.done_s: list[float] = []
+        self.version_of: list[int] = []
+        """How many updates were in the weights of each rollout."""
+        self._env = simpy.Environment()
+        self._engines = simpy.Resource(self._env, capacity=1)
+        self._batches = simpy.Store(self._env, capacity=max(1, max_staleness))
+        self._synced = [self._env.event() for _ in times]
+        self._env.process(self._generator())
+        self._env.process(self._trainer())
+        self._env.run()
+
+    def _generator(self) -> Generator[Any, Any, None]:
+        for k, t in enumerate(self.times):
+            if (needed := k - 1 - self.max_staleness) >= 0:
+                yield self._synced[needed]
+            with self._engines.request() as turn:
+                yield turn
+                self.version_of.append(len(self.done_s))
+                yield from self._spend(self.rollouts, k, "rollout", t.rollout_s)
+            yield self._batches.put(k)
+
+    def _trainer(self) -> Generator[Any, Any, None]:
+        for _ in self.times:
+            k = yield self._batches.get()
+            t = self.times[k]
+            yield from self._spend(self.training, k, "weight_sync", t.sleep_s, "engine sleeps")
+            yield from self._spend(self.training, k, "reward", t.reward_s)
+            yield from self._spend(self.training, k, "inference", t.inference_s)
+            yield from self._spend(self.training, k, "train", t.train_s)
+            with self._engines.request() as turn:
+                yield turn
+                yield from self._spend(self.syncs, k, "weight_sync", t.sync_s)
+                yield from self._spend(self.syncs, k, "weight_sync", t.wake_s, "engine wakes")
+            self.done_s.append(float(self._env.now))
+            self._synced[k].succeed()
+
+    def _spend(
+        self, into: list[_Interval], k: int, kind: str, seconds: float, detail: str | None = None
+    ) -> Generator[Any, Any, None]:
+        start = float(self._env.now)
+        yield self._env.timeout(seconds)
+        into.append(_Interval(step=k, kind=kind, start_s=start, end_s=float(self._env.now), detail=detail))
+
+
+def _steps(rollouts: Sequence[Rollout], times: Sequence[_Times], pipeline: _Pipeline) -> pd.DataFrame:
+    start = np.array([r.start_s for r in pipeline.rollouts])
+    done = np.array(pipeline.done_s)
+    return pd.DataFrame(
+        {
+            "rl_step": [r.requests.rl_step for r in rollouts],
+            "t_start": start,
+            "rollout_s": [t.rollout_s for t in times],
+            "inference_s": [t.inference_s for t in times],
+            "reward_s": [t.reward_s for t in times],
+            "train_s": [t.train_s for t in times],
+            "sync_s": [t.sleep_s + t.sync_s + t.wake_s for t in times],
+            "step_s": np.diff(done, prepend=0.0),
+            "latency_s": done - start,
+            "policy_version": [rollouts[v].requests.policy_version for v in pipeline.version_of],
+        }
+    )
+
+
+def _spans(pipeline: _Pipeline, steps: pd.DataFrame, num_workers: int, shared: bool) -> pd.DataFrame:
+    trainer = sorted([*pipeline.training, *pipeline.syncs], key=_when)
+    lanes = {"trainer": trainer}
+    if not shared:
+        engines = sorted([*pipeline.rollouts, *pipeline.syncs], key=_when)
+        outside = [i for i in _with_gaps(engines, after=True, until_s=pipeline.done_s[-1]) if i.kind != "rollout"]
+        lanes = {f"worker {w}": outside for w in range(num_workers)}
+        lanes["trainer"] = list(_with_gaps(trainer, after=False, until_s=pipeline.done_s[-1]))
+    rl_step, t_start = steps["rl_step"].tolist(), steps["t_start"].tolist()
+    rows = [
+        (rl_step[i.step], lane, i.kind, i.start_s - t_start[i.step], i.end_s - i.start_s, None, i.detail)
+        for lane, intervals in lanes.items()
+        for i in intervals
+        if i.end_s > i.start_s
+    ]
+    columns = ["rl_step", "lane", "kind", "t_start", "duration", "batch", "detail"]
+    return pd.DataFrame(rows, columns=columns).sort_values("rl_step", kind="stable", ignore_index=True)
+
+
+def _when(interval: _Interval) -> tuple[float, float]:
+    return interval.start_s, interval.end_s
+
+
+def _with_gaps(intervals: Sequence[_Interval], *, after: bool, until_s: float) -> Iterator[_Interval]:
+    """Intervals with "idle" between them: of the rollout's RL step before the gap (`after`), else of the next one's."""
+    end_s, step = 0.0, intervals[0].step
+    for interval in intervals:
+        if not after:
+            step = interval.step
+        if interval.start_s > end_s:
+            yield _Interval(step=step, kind="idle", start_s=end_s, end_s=interval.start_s)
+        yield interval
+        end_s = interval.end_s
+        if interval.kind == "rollout":
+            step = interval.step
+    if until_s > end_s:
+        yield _Interval(step=step, kind="idle", start_s=end_s, end_s=until_s)
+
+
+def _gpu_s(rollouts: Sequence[Rollout], steps: pd.DataFrame, pools: Pools) -> pd.DataFrame:
+    per_worker = pools.rollout_gpus / len(rollouts[0].worker_end_s)
+    bubble_s = sum(r.makespan_s - end for r in rollouts for end in r.worker_end_s) * per_worker
+    total = {name: float(steps[name].sum()) for name in ("rollout_s", *STAGES)}
+    held = {
+        "rollout": pools.rollout_gpus * total["rollout_s"],
+        "inference": pools.train_gpus * total["inference_s"],
+        "reward": pools.train_gpus * total["reward_s"],
+        "train": pools.train_gpus * total["train_s"],
+        "sync": pools.num_gpus * total["sync_s"],
+    }
+    idle = {"rollout": bubble_s, "reward": held["reward"]}
+    waiting = max(0.0, pools.num_gpus * float(steps["step_s"].sum()) - sum(held.values()))
+    rows = [(stage, gpu_s, idle.get(stage, 0.0)) for stage, gpu_s in held.items()]
+    waits = [] if pools.shared else [("waiting", waiting, waiting)]
+    return pd.DataFrame([*rows, *waits], columns=["stage", "held_gpu_s", "idle_gpu_s"])

@@ -1,0 +1,228 @@
+"""`simulate`: replay a trace's responses under a policy, a cost model and a placement."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tltlab.acceptance.load import (
+    Acceptance,
+    AcceptanceModel,
+    FreshAcceptance,
+)
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.base import CostModel
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.sim.engine import record
+from tltlab.sim.engine.log import Columns
+from tltlab.sim.engine.regime import Regime
+from tltlab.sim.engine.worker import Rollout
+from tltlab.traces import metrics
+from tltlab.traces.trace import Manifest, Trace
+
+from .scenario import PolicyLike, Scenario, budgets_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimResult:
+    """A simulation's result. `summary` and `trace` are made when they are first read, from the logs in `rollouts`.
+
+    `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step.
+    """
+
+    rollouts: tuple[Rollout, ...]
+    manifest: Manifest
+    policy: str
+    scenario: Scenario
+    wall_s: float
+    bounds_s: Callable[[], list[float] | None]
+    record_iterations: bool
+
+    @property
+    def makespan_s(self) -> float:
+        """Mean over the RL steps, as in `summary`, without making a trace."""
+        return float(np.mean([rollout.makespan_s for rollout in self.rollouts]))
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The simulation as a trace of kind "simulated", as a recorder would have written it."""
+        return Trace.from_tables(
+            self.manifest, record.tables(self.rollouts, self.policy, iterations=self.record_iterations)
+        )
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The keys of `tltlab simulate --json`: `tltlab.traces.metrics.summary` of the trace, the bound, the wall time.
+
+        `mean_accept_length` is over all speculative iterations; `regret` is makespan / lower bound - 1;
+        `outside_calibration` the share of iterations outside the range that costs ("batch", "verified_tokens",
+        "context_tokens") or acceptance ("acceptance") were fitted on; `costs` and `acceptance` name what was used.
+        """
+        bounds_s = self.bounds_s()
+        speculates = any(regime.strategy.speculates for regime in self._regimes())
+        bound_s = float(np.mean(bounds_s)) if bounds_s is not None else None
+        return metrics.summary(self.trace) | {
+            "mean_accept_length": self._mean_accept_length(),
+            "outside_calibration": self._outside_calibration(),
+            "spot_training": self._spot_training(),
+            "costs": self.scenario.costs_name,
+            "acceptance": self.scenario.acceptance_name if speculates else None,
+            "lower_bound_s": bound_s,
+            "regret": self.makespan_s / bound_s - 1.0 if bound_s and self.makespan_s else None,
+            "wall_s": self.wall_s,
+        }
+
+    def _spot_training(self) -> dict[str, float] | None:
+        """Sums over the RL steps, and the share of idle worker time that went into updates; None without."""
+        found = [rollout.spot for rollout in self.rollouts if rollout.spot is not None]
+        if not found:
+            return None
+        idle_s = math.fsum(spot.idle_worker_s for spot in found)
+        return {
+            "updates": sum(spot.trained.updates for spot in found),
+            "updates_lost": sum(spot.trained.updates_lost for spot in found),
+            "checkpoints": sum(spot.trained.checkpoints for spot in found),
+            "idle_worker_s": idle_s,
+            "used_share": math.fsum(spot.trained_worker_s for spot in found) / idle_s if idle_s else 0.0,
+            "release_delay_s": math.fsum(spot.release_delay_s for spot in found),
+        }
+
+    def _regimes(self) -> list[Regime]:
+        found = {id(r): r for rollout in self.rollouts for log in rollout.logs for r in log.columns.regime}
+        return list(found.values())
+
+    def _outside_calibration(self) -> dict[str, float] | None:
+        """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
+        calibrated, acceptance = self.scenario.costs.calibrated, self.scenario.acceptance
+        if isinstance(acceptance, FreshAcceptance):
+            acceptance = acceptance.base
+        strange = {
+            r.strategy
+            for r in self._regimes()
+            if isinstance(acceptance, AcceptanceModel) and r.strategy.speculates and acceptance.outside(r.strategy)
+        }
+        if calibrated is None and not strange:
+            return None
+        outside: Counter[str] = Counter()
+        total = 0
+        for c in (log.columns for rollout in self.rollouts for log in rollout.logs):
+            total += int(c.num_iterations.sum())
+            outside["acceptance"] += int(c.num_iterations[[r.strategy in strange for r in c.regime]].sum())
+            verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
+            for name, values in {"batch": c.batch, "verified_tokens": verified}.items():
+                if span := getattr(calibrated, name, None):
+                    outside[name] += int(c.num_iterations[(values < span[0]) | (values > span[1])].sum())
+            if calibrated is not None and calibrated.context_tokens:
+                outside["context_tokens"] += _contexts_outside(c, *calibrated.context_tokens)
+        return {name: count / total for name, count in outside.items() if count}
+
+    def _mean_accept_length(self) -> float | None:
+        tokens, pairs = [], 0
+        for columns in (log.columns for rollout in self.rollouts for log in rollout.logs):
+            chosen = columns.speculates
+            tokens += columns.tokens[chosen].tolist()
+            pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
+        return math.fsum(tokens) / pairs if pairs else None
+
+
+def _contexts_outside(c: Columns, least: float, most: float) -> int:
+    """Iterations whose context lies outside [least, most]; it grows by the same number of tokens in each of a step."""
+    growth = np.maximum(c.tokens / np.maximum(c.num_iterations, 1), 1e-9)
+    first_inside = np.clip(np.ceil((least - c.context_tokens) / growth), 0, c.num_iterations)
+    first_above = np.clip(np.floor((most - c.context_tokens) / growth) + 1, first_inside, c.num_iterations)
+    return int((c.num_iterations - (first_above - first_inside)).sum())
+
+
+def simulate(
+    trace: Trace,
+    policy: str | Path | PolicyLike = "none",
+    *,
+    costs: CostModel | dict[str, Any] | str | Path | None = None,
+    acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
+    workers: int | None = None,
+    placement: str = "contiguous",
+    mode: str = "fluid",
+    seed: int = 0,
+    rl_steps: Sequence[int] | None = None,
+    decision_block: int = 1,
+    record_iterations: bool = False,
+    max_response_tokens: int | None = None,
+    spot: SpotTraining | dict[str, Any] | str | Path | None = None,
+) -> SimResult:
+    """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
+
+    Response lengths are the trace's; what is simulated is when each token comes. Defaults: costs from the trace
+    folder's `costs.json`, else the preset `cpu-small`; acceptance from the trace's acceptance.parquet, else the
+    folder's `acceptance.json`; workers from the manifest. In `fluid` mode every request gains the expected tokens in
+    each iteration, in `sampled` mode they are drawn from the seed, and so is the costs' noise; `acceptance="trace"` is
+    the same in both.
+
+    A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
+    asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
+    one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
+    to the result's trace. `max_response_tokens` cuts longer responses.
+
+    `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
+    updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
+
+    Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
+
+    >>> simulate(tltlab.read("traces/tiny"), "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
+    """
+    chosen: PolicyLike = load_policy(policy) if isinstance(policy, str | Path | Policy) else policy
+    scenario = Scenario.of(
+        trace,
+        costs=costs,
+        acceptance=acceptance,
+        workers=workers,
+        placement=placement,
+        mode=mode,
+        seed=seed,
+        rl_steps=rl_steps,
+        decision_block=decision_block,
+        max_response_tokens=max_response_tokens,
+        spot=spot,
+    )
+    started = time.perf_counter()
+    rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
+    wall_s = time.perf_counter() - started
+    name = _name(policy)
+    return SimResult(
+        rollouts=rollouts,
+        manifest=_manifest(trace, scenario, name, placement),
+        policy=name,
+        scenario=scenario,
+        wall_s=wall_s,
+        # A budget drafts less than its strategy for some: the bound does not hold for it.
+        bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies),
+        record_iterations=record_iterations,
+    )
+
+
+def _name(policy: str | Path | PolicyLike) -> str:
+    if isinstance(policy, str | Path):
+        return str(policy)
+    return policy.selector.kind if isinstance(policy, Policy) else type(policy).__name__
+
+
+def _manifest(trace: Trace, scenario: Scenario, policy: str, placement: str) -> Manifest:
+    source = trace.manifest
+    return source.model_copy(
+        update={
+            "kind": "simulated",
+            "engine": "tltlab.sim",
+            "num_workers": scenario.workers,
+            "num_rl_steps": len(scenario.steps),
+            "seed": scenario.seed,
+            "source": source.name or source.source,
+            "notes": f"simulated: policy {policy}, placement {placement}, mode {scenario.mode}",
+        }
+    )

@@ -1,0 +1,1 @@
+"""Search for the policy that is fastest in the simulator."""

@@ -1,0 +1,148 @@
+"""Finalists on held-out RL steps: ratios with intervals, regret, and whether anything beats a fixed strategy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tltlab.policies.policy import Policy
+from tltlab.sim.engine.batch import Floats
+from tltlab.strategy import Strategy
+
+from .cases import Cases
+
+ORDER = ("none", "fixed", "elastic", "table", "bandit")
+"""From simple to complicated: of policies that are equally good the first is taken."""
+_TUNED = ("elastic", "table", "bandit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finalists:
+    """Policies by name, what kind each is, and the fixed strategy (or none) that was best on the tuning steps."""
+
+    policies: Mapping[str, Policy]
+    kind_of: Mapping[str, str]
+    best_fixed: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A finalist on the held-out steps.
+
+    `ratio` of the objective to the best fixed strategy's with its 95 % interval, None where one RL step gives none;
+    `regret` of the makespan to the per-iteration oracle, `regret_to_bound` to the clairvoyant bound.
+    """
+
+    name: str
+    kind: str
+    makespan_s: float
+    ratio: float
+    ratio_low: float | None
+    ratio_high: float | None
+    regret: float
+    regret_to_bound: float | None
+
+    def json(self) -> dict[str, Any]:
+        """The row as JSON types."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """The finalists' rows, the fastest first, and the `name` of the one to take."""
+
+    name: str
+    worth_it: bool
+    verdict: str
+    best_fixed: str
+    rows: tuple[Row, ...]
+    oracle_s: float
+    bound_s: float
+
+
+def judge(
+    cases: Cases,
+    finalists: Finalists,
+    scores: Mapping[str, float],
+    strategies: Sequence[Strategy],
+    *,
+    seeds: Sequence[int],
+    seed: int,
+    jobs: int = 1,
+) -> Judged:
+    """Compare the finalists in sampled mode; `scores` are theirs on the tuning steps, which name the champion.
+
+    Tuning is worth it where the champion's interval over the best fixed strategy lies below 1. The policy to take is
+    the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it, else of
+    those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster policy.
+    """
+    own = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, jobs=jobs)
+    oracle = cases.oracle(strategies, mode="sampled", seeds=seeds)
+    oracle_s, bound_s = cases.mean_s(oracle), cases.bound_s(strategies)
+    plain, fixed = own["none"], finalists.best_fixed
+    rows = []
+    for name, mine in own.items():
+        interval = cases.ratio(mine, own[fixed], plain, seed=seed)
+        makespan_s = cases.mean_s(mine)
+        rows.append(
+            Row(
+                name=name,
+                kind=finalists.kind_of[name],
+                makespan_s=makespan_s,
+                ratio=interval.estimate,
+                ratio_low=_known(interval.low),
+                ratio_high=_known(interval.high),
+                regret=makespan_s / oracle_s - 1.0,
+                regret_to_bound=makespan_s / bound_s - 1.0 if bound_s > 0 else None,
+            )
+        )
+    by_name = {row.name: row for row in rows}
+    eligible = [name for name in own if finalists.kind_of[name] in ORDER]
+    tuned = [name for name in eligible if finalists.kind_of[name] in _TUNED]
+    champion = min(tuned, key=lambda n: scores[n]) if tuned else fixed
+    high = by_name[champion].ratio_high
+    worth_it = champion != fixed and high is not None and high < 1.0
+    if not worth_it:
+        eligible = [name for name in eligible if finalists.kind_of[name] not in _TUNED]
+    best = champion if worth_it else min(eligible, key=lambda n: scores[n])
+    level = [n for n in eligible if _reaches(cases, own[n], own[best], plain, seed) or n == best]
+    name = min(level, key=lambda n: (ORDER.index(finalists.kind_of[n]), scores[n]))
+    return Judged(
+        name=name,
+        worth_it=worth_it,
+        verdict=_verdict(by_name, champion, fixed, name, worth_it, "worst case" if cases.robust else "time"),
+        best_fixed=fixed,
+        rows=tuple(sorted(rows, key=lambda row: row.makespan_s)),
+        oracle_s=oracle_s,
+        bound_s=bound_s,
+    )
+
+
+def _reaches(cases: Cases, own: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int) -> bool:
+    """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
+    interval = cases.resampled(own, best, plain, seed=seed)
+    return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _verdict(rows: Mapping[str, Row], champion: str, fixed: str, taken: str, worth_it: bool, measure: str) -> str:
+    row = rows[champion]
+    if champion == fixed:
+        return f"there was nothing to tune; take {taken}"
+    if row.ratio_low is None or row.ratio_high is None:
+        return (
+            f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: the {measure} of "
+            f"{champion} is {row.ratio:.3f} times that of {fixed} (simulated); take {taken}"
+        )
+    found = (
+        f"on held-out RL steps the {measure} of {champion} is {row.ratio:.3f} [{row.ratio_low:.3f}, "
+        f"{row.ratio_high:.3f}] times that of {fixed} (simulated)"
+    )
+    if not worth_it:
+        return f"not worth it: {found}; take {taken}"
+    return f"worth it: {found}" + ("" if taken == champion else f"; {taken} is simpler and within noise of it")

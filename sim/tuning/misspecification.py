@@ -1,0 +1,126 @@
+"""Costs and acceptance that are off by a known share: what a robust policy has to put up with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from pydantic import SerializeAsAny
+
+from tltlab.acceptance.load import Acceptance, AcceptanceModel, FloatArray, FreshAcceptance
+from tltlab.costs.base import CostModel, IterationCost
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
+
+class OffCosts(CostModel):
+    """`costs` whose plain iterations take `plain` times, and speculative ones `speculative` times as long."""
+
+    costs: SerializeAsAny[CostModel]
+    plain: float
+    speculative: float
+
+    @classmethod
+    def of(cls, costs: CostModel, *, plain: float, speculative: float) -> OffCosts:
+        """With the limits, the noise and the notes of `costs`."""
+        kept = {name: getattr(costs, name) for name in CostModel.model_fields}
+        return cls(**kept, costs=costs, plain=plain, speculative=speculative)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.costs.tensor_parallel
+
+    def iteration(
+        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+    ) -> IterationCost:
+        own = self.costs.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
+        return _Times(own, self.speculative if strategy.speculates else self.plain, own.tokens_to_verify)
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.costs.prefill_s(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times(IterationCost):
+    cost: IterationCost
+    factor: float
+    tokens_to_verify: float
+
+    def without_context_s(self, batch: int) -> float:
+        return self.factor * self.cost.without_context_s(batch)
+
+    def context_slope_s(self, batch: int) -> float:
+        return self.factor * self.cost.context_slope_s(batch)
+
+    def draft_s(self, batch: int) -> float:
+        return self.factor * self.cost.draft_s(batch)
+
+
+class OffAcceptance(AcceptanceModel):
+    """`model` whose mean of accepted tokens is `factor` times as large, as far as the depth allows.
+
+    Less: a share of the drafts is rejected outright. More: a share is accepted whole.
+    """
+
+    model: SerializeAsAny[AcceptanceModel]
+    factor: float
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.model.drafters
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return self.model.outside(strategy)
+
+    def at(self, batch: int) -> AcceptanceModel:
+        held = self.model.at(batch)
+        if held is self.model:
+            return self
+        # One object per band: callers remember models by identity.
+        if id(held) not in self._at:
+            self._at[id(held)] = OffAcceptance(model=held, factor=self.factor)
+        return self._at[id(held)]
+
+    def distribution(self, strategy: Strategy) -> FloatArray:
+        known = self.model.distribution(strategy)
+        mean, most = float(known @ np.arange(len(known))), len(known) - 1
+        if self.factor <= 1.0:
+            share, at = 1.0 - self.factor, 0
+        else:
+            share, at = min(1.0, (self.factor - 1.0) * mean / (most - mean)) if mean < most else 0.0, most
+        found: FloatArray = (1.0 - share) * known
+        found[at] += share
+        return found
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.model.num_drafted(strategy)
+
+    @cached_property
+    def _at(self) -> dict[int, OffAcceptance]:
+        return {}
+
+
+def corners(error: float) -> dict[str, tuple[float, float, float]]:
+    """Factors of (plain iterations, speculative iterations, accepted tokens) by name, the costs erring either way.
+
+    Where both kinds of iterations err alike nothing changes relative to plain decoding, so those corners are left out.
+    """
+    if not 0.0 < error < 1.0:
+        raise ConfigError(f"the cost error is a share between 0 and 1, such as 0.2, got {error:g}")
+    ways = {"cheaper": 1.0 - error, "dearer": 1.0 + error}
+    return {
+        f"speculation {how} than thought, {word} accepted": (2.0 - factor, factor, accepted)
+        for how, factor in ways.items()
+        for word, accepted in (("less", 1.0 - error), ("more", 1.0 + error))
+    }
+
+
+def off(acceptance: Acceptance | None, factor: float) -> Acceptance | None:
+    """The acceptance with `factor` times the accepted tokens; ConfigError for one that tells requests apart."""
+    if isinstance(acceptance, FreshAcceptance) or not isinstance(acceptance, AcceptanceModel | None):
+        raise ConfigError(
+            "a cost error needs an acceptance model that treats requests alike, such as a fitted one (by-batch) or "
+            "geometric:ALPHA"
+        )
+    return None if acceptance is None else OffAcceptance(model=acceptance, factor=factor)

@@ -1,0 +1,233 @@
+"""The policies that tuning tries: fixed strategies, elastic ones, exact tables, and a bandit's settings by Optuna."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from tltlab.planning.buckets import plan_buckets
+from tltlab.planning.graph_pool import GraphPool, plan_for
+from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .cases import Case
+
+EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+WINDOWS = (10, 30, 100, 300, 1000)
+SHIPPED_SETTINGS = {
+    "epsilon": 0.1, "window": 300, "reward": "relative", "statistic": "median", "num_arms": 4, "num_buckets": 3,
+    "max_requests": 32,
+}  # fmt: skip
+_TRIALS_AT_ONCE = 4
+_LEAST_WEIGHT = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphMemory:
+    """Room for captured CUDA graphs: the engine's pool, what it captures, and how many bytes may go into it."""
+
+    pool: GraphPool
+    cap_bytes: float
+    max_batch: int
+    sizes: tuple[int, ...]
+
+    def holds(self, policy: Policy) -> bool:
+        """Whether the graphs of a policy fit."""
+        return self.pool.fits(plan_for(policy, self.max_batch, self.sizes), self.cap_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prices:
+    """Seconds that a strategy takes for what the workers do at a batch size, summed over the cases of a tuning."""
+
+    strategies: tuple[Strategy, ...]
+    seconds: Mapping[tuple[Strategy, int], float]
+    max_batch: int
+
+    @classmethod
+    def of(cls, cases: Sequence[Case], strategies: Sequence[Strategy]) -> Prices:
+        """With NO_SPECULATION first. A batch that no rollout meets counts a little, at its neighbour's context."""
+        every = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
+        times = [case.batch_times() for case in cases]
+        most = max(max(t, default=1) for t in times)
+        seconds: dict[tuple[Strategy, int], float] = {}
+        for case, known in zip(cases, times, strict=True):
+            expected, near = case.expected(strategies), (1, 0.0)
+            for b in range(1, most + 1):
+                weight, context = known.get(b, (0.0, near[1] * b / near[0]))
+                near = (b, context)
+                for s in every:
+                    spent = (weight + _LEAST_WEIGHT) * expected.seconds_per_token(s, b, context)
+                    seconds[s, b] = seconds.get((s, b), 0.0) + spent
+        return cls(strategies=every, seconds=seconds, max_batch=most)
+
+    def best(self, first: int, last: int, count: int) -> list[Strategy]:
+        """The cheapest strategies for batches first..last, the best one first."""
+        total = {s: sum(self.seconds[s, b] for b in range(first, last + 1)) for s in self.strategies}
+        return sorted(self.strategies, key=lambda s: total[s])[:count]
+
+    def table(self, max_buckets: int, graphs: GraphMemory | None = None) -> TableSpec:
+        """The exact table of at most `max_buckets` rows; ConfigError where no table's graphs fit.
+
+        Batches above the largest captured one run under the last row, so what they take counts for its choice.
+        """
+        most = graphs.max_batch if graphs else self.max_batch
+        known = min(most, self.max_batch)
+        plan = plan_buckets(
+            dict.fromkeys(range(1, known + 1), 1.0),
+            lambda s, b: math.fsum(self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else b + 1)),
+            self.strategies,
+            pool=graphs.pool if graphs else None,
+            cap_bytes=graphs.cap_bytes if graphs else None,
+            sizes=graphs.sizes if graphs else None,
+            max_batch=most,
+            max_buckets=max_buckets,
+        )
+        return TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in plan.rows))
+
+
+def thresholds(max_batch: int) -> list[int]:
+    """Activation thresholds to try below a batch size: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    every = sorted({size for k in range(14) for size in (2**k, 3 * 2**k)})
+    return [size for size in every if size < max_batch]
+
+
+def fixed(strategies: Sequence[Strategy]) -> dict[str, Policy]:
+    """Plain decoding, and each strategy throughout."""
+    named = {f"fixed {s}": Policy(selector=FixedSpec(strategy=s)) for s in strategies if s.speculates}
+    return {"none": load_policy("none"), **named}
+
+
+def elastic(strategies: Sequence[Strategy], max_batch: int) -> dict[str, Policy]:
+    """Each strategy while at most so many requests run, for every threshold."""
+    return {
+        f"{s} up to {most} requests": Policy(
+            selector=FixedSpec(strategy=s), activation=Activation(max_requests=most, hold_iterations=0)
+        )
+        for s in strategies
+        if s.speculates
+        for most in thresholds(max_batch)
+    }
+
+
+def tables(prices: Sequence[Prices], max_buckets: int, graphs: GraphMemory | None) -> dict[str, Policy]:
+    """Exact tables of two rows or more for each of the prices, those of 1 to `max_buckets` rows."""
+    specs = {p.table(k, graphs) for p in prices for k in range(1, max_buckets + 1)}
+    found = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
+    return {f"table {_row_text(spec)}": Policy(selector=spec) for spec in found}
+
+
+def _row_text(spec: TableSpec) -> str:
+    return " ".join(f"{row.min_batch}+:{row.strategy}" for row in spec.rows)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bandits:
+    """Makes BEG-MAB policies from settings: buckets are a table's rows, arms the strategies cheapest there."""
+
+    prices: Prices
+    tables: tuple[TableSpec, ...]
+    """The exact table of at most i + 1 rows."""
+
+    def policy(self, settings: Mapping[str, Any]) -> Policy:
+        """The policy of a trial. A relative reward needs no speculation as an arm, which then comes on top."""
+        rows = self.tables[settings["num_buckets"] - 1].rows
+        ends = [row.min_batch - 1 for row in rows[1:]] + [self.prices.max_batch]
+        buckets = []
+        for row, end in zip(rows, ends, strict=True):
+            arms = self.prices.best(min(row.min_batch, end), end, settings["num_arms"])
+            if settings["reward"] == "relative" and NO_SPECULATION not in arms:
+                arms.append(NO_SPECULATION)
+            buckets.append(Bucket(min_batch=row.min_batch, strategies=tuple(arms)))
+        most = settings["max_requests"]
+        return Policy(
+            selector=BegMabSpec(
+                buckets=tuple(buckets),
+                epsilon=settings["epsilon"],
+                window=settings["window"],
+                reward=settings["reward"],
+                statistic=settings["statistic"],
+            ),
+            activation=Activation(max_requests=most) if most else None,
+        )
+
+    def choices(self) -> dict[str, tuple[Any, ...]]:
+        """The settings of a trial and their values; activation 0 is none."""
+        arms = range(2, min(4, len(self.prices.strategies)) + 1)
+        return {
+            "epsilon": EPSILONS,
+            "window": WINDOWS,
+            "reward": ("relative", "paper"),
+            "statistic": ("median", "mean"),
+            "num_arms": tuple(arms),
+            "num_buckets": tuple(range(1, len(self.tables) + 1)),
+            "max_requests": (0, *[t for t in (4, 8, 16, 32, 64, 128) if t < self.prices.max_batch]),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Settings that were tried and their score."""
+
+    settings: dict[str, Any]
+    policy: Policy
+    score: float
+
+
+def search(
+    bandits: Bandits,
+    score: Callable[[Mapping[str, Policy]], Mapping[str, float]],
+    *,
+    trials: int,
+    seed: int,
+    fits: Callable[[Policy], bool] = lambda policy: True,
+) -> list[Trial]:
+    """Optuna's TPE over a bandit's settings, the shipped ones first; the best trial comes first.
+
+    Four trials are asked for at a time, however many processes score them: the numbers do not depend on that.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    choices = bandits.choices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=12)
+    study = optuna.create_study(sampler=sampler)
+    study.enqueue_trial({name: _nearest(SHIPPED_SETTINGS[name], values) for name, values in choices.items()})
+    known: dict[str, float] = {}
+    done: list[Trial] = []
+    for begin in range(0, trials, _TRIALS_AT_ONCE):
+        asked = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
+        settings = [_suggested(trial, choices) for trial in asked]
+        policies = [bandits.policy(one) for one in settings]
+        keys = [policy.model_dump_json() for policy in policies]
+        new = {key: p for key, p in zip(keys, policies, strict=True) if key not in known and fits(p)}
+        known |= score(new) if new else {}
+        for trial, chosen, policy, key in zip(asked, settings, policies, keys, strict=True):
+            if key not in known:
+                study.tell(trial, state=optuna.trial.TrialState.PRUNED)
+                continue
+            study.tell(trial, known[key])
+            done.append(Trial(settings=chosen, policy=policy, score=known[key]))
+    return sorted(done, key=lambda trial: trial.score)
+
+
+def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Ordered values are suggested by their place, so that the sampler knows which lie beside one another."""
+    found = {}
+    for name, values in choices.items():
+        if isinstance(values[0], str):
+            found[name] = trial.suggest_categorical(name, values)
+        else:
+            found[name] = values[trial.suggest_int(name, 0, len(values) - 1)]
+    return found
+
+
+def _nearest(value: Any, values: Sequence[Any]) -> Any:
+    if isinstance(value, str):
+        return value
+    return min(range(len(values)), key=lambda i: abs(cast(float, values[i]) - value))

@@ -1,0 +1,337 @@
+"""Predicted against measured: every RL step of a run from what the other steps taught, and what history foresaw.
+
+A step is predicted from its recorded lengths, its policy and its drafter's age and updates where the run tells them;
+costs, acceptance, freshness and training rates are fitted to other steps only. Beside it stands a forecast as one has
+it before the step: fitted to earlier steps, with lengths drawn from theirs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
+from tltlab.calibration.api import Calibration, calibrate, iteration_times
+from tltlab.coordination.progress import SpotTraining
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy
+from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.scenario import Scenario
+from tltlab.traces.trace import Trace, read
+
+from . import idle_training as verify_spot
+from .idle_training import SpotRun
+from .run_files import InForce, policies_in_force, repeats
+
+FORECASTS = 15
+INTERVAL = (10, 90)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """One row per predicted RL step, and what they come to.
+
+    Columns of `rows`: `rl_step`, `policy`, `measured_s`, `predicted_s`, `error` (predicted / measured - 1),
+    `step_time_ratio` (the recorded iterations of the busiest worker, measured over predicted: how much slower the
+    machine was than in the steps of the fit), `forecast_s` with its 10 % and 90 % quantiles `forecast_low_s` and
+    `forecast_high_s` (nan without two earlier steps), and `fitted_on`. Of a run with spot training also `updates` of
+    the drafter and `used_share` of the idle worker-seconds that went into them, `predicted_updates` and
+    `predicted_used_share` (nan where the step did not train: that is the schedule's decision and not predicted).
+
+    Where the run did rollouts twice, `repeat_bias` is the median of repeat / rollout - 1 and `repeat_spread` the median
+    distance from that: what all second runs have in common is no noise. None where it did not.
+    """
+
+    rows: pd.DataFrame
+    median_error: float
+    worst_error: float
+    median_error_at_step_time: float
+    forecast_median_error: float | None
+    forecast_coverage: float | None
+    repeat_spread: float | None
+    repeat_bias: float | None
+
+    @property
+    def spot_median_error(self) -> float | None:
+        """Median absolute error of predicted drafter updates; None without spot training."""
+        return verify_spot.median_error(self.rows)
+
+    @property
+    def goal(self) -> float:
+        """What the median error should not exceed: 5 %, or what the machine itself varies by."""
+        return max(0.05, self.repeat_spread or 0.0)
+
+    def json(self) -> dict[str, Any]:
+        """The keys of `tltlab verify --json`."""
+        return {
+            "median_error": self.median_error,
+            "worst_error": self.worst_error,
+            "median_error_at_step_time": self.median_error_at_step_time,
+            "forecast_median_error": self.forecast_median_error,
+            "forecast_coverage": self.forecast_coverage,
+            "repeat_spread": self.repeat_spread,
+            "repeat_bias": self.repeat_bias,
+            "goal": self.goal,
+            "met": self.median_error <= self.goal,
+            **({"spot_median_error": self.spot_median_error} if "updates" in self.rows else {}),
+            "num_steps": len(self.rows),
+            "steps": json.loads(self.rows.to_json(orient="records")),
+        }
+
+
+def verify(
+    run: str | Path, *, rl_steps: Sequence[int] | None = None, window: int = 8, samples: int = 3, seed: int = 0
+) -> Verification:
+    """Predict each RL step of a recorded run from the `window` nearest other steps, and forecast it from earlier ones.
+
+    A prediction is the mean of `samples` sampled simulations with the recorded placement. Raises ConfigError for a
+    trace without iterations, fewer than three RL steps, or a policy that the run does not tell.
+    """
+    trace = read(run)
+    if trace.iterations is None or trace.steps is None:
+        raise ConfigError(f"{run}: only a run with iterations.parquet and steps.parquet can be verified")
+    known = trace.rl_steps
+    if len(known) < 3:
+        raise ConfigError(f"{run}: {len(known)} RL steps are too few: two to fit on and one to predict are needed")
+    measured = _measured(trace)
+    spot = SpotRun(trace=trace)
+    forces = policies_in_force(trace)
+    rows = []
+    for step in known if rl_steps is None else rl_steps:
+        if step not in known:
+            raise ConfigError(f"{run}: no RL step {step}; there are {known[0]}..{known[-1]}")
+        rows.append(_row(trace, spot, forces[step], step, measured[step], window, samples, seed))
+    if not rows:
+        raise ConfigError(f"{run}: no RL step was asked for")
+    table = pd.DataFrame(rows)
+    bias, spread = repeats(trace)
+    errors = table["error"].abs()
+    at_step_time = (table["predicted_s"] * table["step_time_ratio"] / table["measured_s"] - 1).abs()
+    seen = table["forecast_s"].notna()
+    foreseen = table[seen]
+    within = (foreseen["forecast_low_s"] <= foreseen["measured_s"]) & (
+        foreseen["measured_s"] <= foreseen["forecast_high_s"]
+    )
+    return Verification(
+        rows=table,
+        median_error=float(errors.median()),
+        worst_error=float(errors.max()),
+        median_error_at_step_time=float(at_step_time.median()),
+        forecast_median_error=float((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median())
+        if seen.any()
+        else None,
+        forecast_coverage=float(within.mean()) if seen.any() else None,
+        repeat_spread=spread,
+        repeat_bias=bias,
+    )
+
+
+def _measured(trace: Trace) -> dict[int, float]:
+    """Rollout seconds of every RL step. Raises ConfigError for a step that cannot be held against anything."""
+    assert trace.steps is not None
+    assert trace.iterations is not None
+    ran = set(trace.iterations["rl_step"].tolist())
+    told = dict(
+        zip(trace.steps["rl_step"].tolist(), trace.steps.get("rollout_s", trace.steps["rl_step"] * np.nan), strict=True)
+    )
+    for step in trace.rl_steps:
+        if not told.get(step, 0.0) > 0.0 or step not in ran:
+            raise ConfigError(
+                f"{trace.path}: RL step {step} has no rollout_s above 0 in steps.parquet, or no row in "
+                "iterations.parquet: leave it out of the trace to verify the others"
+            )
+    return {int(step): float(seconds) for step, seconds in told.items()}
+
+
+def nearest(known: Sequence[int], step: int, window: int) -> list[int]:
+    """The `window` steps nearest to `step`, itself left out; of two equally near the earlier one first.
+
+    >>> nearest([0, 1, 2, 3, 4], 2, 3)
+    [0, 1, 3]
+    """
+    others = sorted((s for s in known if s != step), key=lambda s: (abs(s - step), s))
+    return sorted(others[:window])
+
+
+def _row(
+    trace: Trace,
+    spot: SpotRun,
+    force: InForce,
+    step: int,
+    measured_s: float,
+    window: int,
+    samples: int,
+    seed: int,
+) -> dict[str, Any]:
+    fit_on, fitted = _fitted(trace, nearest(trace.rl_steps, step, len(trace.rl_steps)), window, force.policy, step)
+    # Only a policy that learns or draws lots has a past that matters.
+    since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
+    spans = [s for s in trace.rl_steps if since <= s <= step]
+    past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
+    training = spot.model(step, fit_on)
+    made = [_simulate(past, spot, force, fitted, accepted, seed + k, training) for k in range(samples)]
+    predicted_s = float(np.mean([rollout.makespan_s for rollout in made])) + overhead_s(trace, fit_on)
+    own = trace.select([step])
+    assert own.iterations is not None
+    times = own.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, own))
+    busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
+    forecast = _forecast(trace, spot, force, step, window, seed)
+    return {
+        "rl_step": step,
+        "policy": force.name,
+        "measured_s": measured_s,
+        "predicted_s": predicted_s,
+        "error": predicted_s / measured_s - 1,
+        "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
+        "forecast_s": forecast[0],
+        "forecast_low_s": forecast[1],
+        "forecast_high_s": forecast[2],
+        "fitted_on": fit_on,
+        **spot.columns(step, [rollout.spot for rollout in made]),
+    }
+
+
+def _fitted(
+    trace: Trace, candidates: list[int], window: int, policy: Policy, step: int
+) -> tuple[list[int], Calibration]:
+    """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
+    by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
+    speculates = any(s.speculates for s in policy.strategies)
+    for size in range(min(window, len(by_distance)), len(by_distance) + 1):
+        chosen = sorted(by_distance[:size])
+        fitted = _of_one_shape(calibrate(trace.select(chosen)).without_noise(), trace.select(chosen), policy)
+        if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
+            return chosen, fitted
+    raise ConfigError(f"RL step {step} speculates, and too little in the other steps does: what it costs is not known")
+
+
+def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibration:
+    """The same where every draft of the data and of the policy has one shape: what its tokens cost is in other terms
+    then, and nothing else is asked of these costs."""
+    assert trace.iterations is not None
+    drafts = trace.iterations.loc[trace.iterations["draft_depth"] > 0, ["draft_depth", "top_k", "tokens_to_verify"]]
+    shapes = set(drafts.itertuples(index=False, name=None))
+    asked = {(s.draft_depth, s.top_k, s.tokens_to_verify) for s in policy.strategies if s.speculates}
+    if fitted.costs.per_token_s is not None or len(shapes) != 1 or shapes != asked:
+        return fitted
+    inside = {"per_token_s": 0.0, "sd_base_s": fitted.costs.sd_base_s or 0.0}
+    return replace(fitted, costs=fitted.costs.model_copy(update=inside))
+
+
+def _simulate(
+    trace: Trace,
+    spot: SpotRun,
+    force: InForce,
+    fitted: Calibration,
+    accepted: BatchAcceptance | FreshAcceptance | None,
+    seed: int,
+    training: SpotTraining | None = None,
+) -> Rollout:
+    """The last RL step of `trace`, after those before it."""
+    last = trace.rl_steps[-1]
+    scenario = Scenario.of(
+        trace,
+        costs=fitted.costs,
+        acceptance=accepted,
+        placement="recorded",
+        mode="sampled",
+        seed=seed,
+        spot=training,
+        coordinator=None if training is None else spot.coordinator(last),
+    )
+    entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
+    # A learning policy's past counts as drafted by today's drafter where it is not told by which.
+    drafter = [spot.states.get(step, spot.states[last]) for step in trace.rl_steps] if last in spot.states else None
+    return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
+
+
+def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
+    """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
+    assert trace.iterations is not None
+    assert trace.steps is not None
+    busiest = trace.iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
+    beside = trace.steps.set_index("rl_step")["rollout_s"] - busiest
+    return float(beside.loc[rl_steps].median())
+
+
+def _forecast(
+    trace: Trace, spot: SpotRun, force: InForce, step: int, window: int, seed: int
+) -> tuple[float, float, float]:
+    """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
+    earlier = [s for s in trace.rl_steps if s < step]
+    if len(earlier) < 2:
+        return (float("nan"),) * 3
+    try:
+        fit_on, fitted = _fitted(trace, earlier, window, force.policy, step)
+    except ConfigError:
+        return (float("nan"),) * 3
+    beside_s = overhead_s(trace, fit_on)
+    rng = np.random.default_rng([seed, step])
+    history, accepted = trace.select(fit_on), spot.acceptance(fitted.acceptance, step, fit_on, earlier)
+    made = [
+        _simulate(
+            drawn_lengths(trace.select([step]), history, rng), spot, force_from(force, step), fitted, accepted, seed + k
+        ).makespan_s
+        for k in range(FORECASTS)
+    ]
+    low, high = np.percentile(made, INTERVAL)
+    return float(np.median(made)) + beside_s, float(low) + beside_s, float(high) + beside_s
+
+
+def force_from(force: InForce, step: int) -> InForce:
+    """The same policy, as if set at `step`: a forecast does not replay what the policy learned before."""
+    return InForce(name=force.name, policy=force.policy, since=step, seed=force.seed)
+
+
+def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trace:
+    """The step's workload with response lengths of whole groups drawn from history, each cut at the request's cap."""
+    groups = [g["response_tokens"].to_numpy() for _, g in history.outcomes.groupby(["rl_step", "prompt_id"])]
+    order = step.outcomes.groupby("prompt_id", sort=False).ngroup().to_numpy()
+    drawn = np.empty(len(order), np.int64)
+    for group in np.unique(order):
+        rows = np.flatnonzero(order == group)
+        drawn[rows] = rng.choice(groups[rng.integers(len(groups))], size=len(rows), replace=True)
+    caps = step.workload.merge(step.outcomes, how="right", on=["rl_step", "prompt_id", "sample", "turn"])
+    most = caps["max_response_tokens"].to_numpy()
+    outcomes = step.outcomes[["rl_step", "prompt_id", "sample", "turn", "worker"]].assign(
+        response_tokens=np.clip(drawn, 1, most), finish_reason=np.where(drawn >= most, "length", "stop")
+    )
+    return Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
+
+
+def text(found: Verification) -> str:
+    """The table for people."""
+    lines = [
+        f"{'step':>4s} {'policy':10s}{'measured s':>11s}{'predicted s':>12s}{'error':>8s}{'step time':>11s}"
+        f"{'forecast s':>12s}  10-90 %"
+    ]
+    for row in found.rows.to_dict("records"):
+        ahead = f"{row['forecast_s']:12.2f}  {row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}"
+        lines.append(
+            f"{row['rl_step']:4d} {row['policy']:10s}{row['measured_s']:11.2f}{row['predicted_s']:12.2f}"
+            f"{row['error']:+8.1%}{row['step_time_ratio']:10.2f}x{'' if np.isnan(row['forecast_s']) else ahead}"
+        )
+    twice = "no rollout was run twice"
+    if found.repeat_spread is not None:
+        twice = (
+            f"a second run of the same rollout takes {found.repeat_bias:+.1%} of the first's time, give or take "
+            f"{found.repeat_spread:.1%}"
+        )
+    lines += [
+        "",
+        f"rollout time on steps not fitted on: median error {found.median_error:.1%}, worst {found.worst_error:.1%}",
+        f"{twice}; goal {found.goal:.1%}: {'met' if found.median_error <= found.goal else 'MISSED'}",
+        f"with the machine's speed of each step known: median error {found.median_error_at_step_time:.1%}",
+    ]
+    if found.forecast_median_error is not None:
+        lines.append(
+            f"forecast from earlier steps alone, lengths drawn from theirs: median error "
+            f"{found.forecast_median_error:.1%}; {found.forecast_coverage:.0%} within their 10-90 % interval"
+        )
+    return "\n".join([*lines, *verify_spot.text(found.rows)])

@@ -1,0 +1,111 @@
+"""What a run tells beside its trace: which policy was in force when, and what a second run of a rollout took."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, ValidationError
+
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.traces.trace import Trace
+
+_File = TypeVar("_File", bound="_Told")
+
+
+@dataclass(frozen=True, kw_only=True)
+class InForce:
+    """A policy, its name, and the RL step at which it was set afresh; `seed` is the run's."""
+
+    name: str
+    policy: Policy
+    since: int
+    seed: int
+
+
+def policies_in_force(trace: Trace) -> dict[int, InForce]:
+    """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`.
+
+    Where only names are known, a policy counts as set when its name first came up in a row.
+    """
+    assert trace.steps is not None
+    told = _beside(trace, "policies.json", _Policies)
+    if told is not None:
+        set_at = {entry.rl_step: entry for entry in told.policies}
+        found = {}
+        for step in trace.rl_steps:
+            since = max((s for s in set_at if s <= step), default=None)
+            if since is None:
+                raise ConfigError(f"policies.json: no policy was in force at RL step {step}")
+            found[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=told.seed)
+        return found
+    names = {int(s): p for s, p in zip(trace.steps["rl_step"].tolist(), trace.steps["policy"].tolist(), strict=True)}
+    found, since, last = {}, 0, None
+    for step in trace.rl_steps:
+        name = names.get(step)
+        if name not in SHIPPED:
+            raise ConfigError(
+                f"{trace.path or 'the trace'}: RL step {step} ran policy {name!r}, which no policies.json tells and "
+                "which is not shipped"
+            )
+        since = since if name == last else step
+        last = name
+        found[step] = InForce(name=str(name), policy=SHIPPED[str(name)], since=since, seed=trace.manifest.seed or 0)
+    return found
+
+
+def repeats(trace: Trace) -> tuple[float | None, float | None]:
+    """By how much a second run of the same rollout is slower, and how far that varies; None where there is none."""
+    told = _beside(trace, "repeats.json", _Repeats)
+    twice = [] if told is None else [r for r in told.repeats if r.same_tokens]
+    if not twice:
+        return None, None
+    ratios = np.array([r.repeat_s / r.rollout_s for r in twice])
+    typical = float(np.median(ratios))
+    return typical - 1, float(np.median(np.abs(ratios / typical - 1)))
+
+
+class _Told(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class _SetPolicy(_Told):
+    rl_step: int
+    name: str
+    policy: Policy
+
+
+class _Policies(_Told):
+    seed: NonNegativeInt
+    policies: tuple[_SetPolicy, ...]
+
+
+class _Repeat(_Told):
+    rl_step: int
+    rollout_s: PositiveFloat
+    repeat_s: PositiveFloat
+    same_tokens: bool
+
+
+class _Repeats(_Told):
+    repeats: tuple[_Repeat, ...]
+
+
+def _beside(trace: Trace, name: str, kind: type[_File]) -> _File | None:
+    """A file of the RUN that a trace belongs to, or of the trace's own folder; None where there is none."""
+    if trace.path is None:
+        return None
+    path = (trace.path.parent if trace.path.name == "trace" else trace.path) / name
+    if not path.is_file():
+        return None
+    try:
+        return kind.model_validate(read_json(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise ConfigError(
+            f"{path}: {place}: {first['msg']}; a run writes this file, take it away to do without"
+        ) from error

@@ -1,0 +1,338 @@
+"""Acceptance that differs by request: levels, drift, siblings; what drafts a recording holds, and fits to them."""
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tltlab
+from tltlab.acceptance.by_request import KnownLevel
+from tltlab.acceptance.load import (
+    CurveAcceptance,
+    GeometricAcceptance,
+    RequestCurve,
+    SiblingAcceptance,
+    load_acceptance,
+    per_request,
+)
+from tltlab.calibration.acceptance.by_request import fit_requests, fit_siblings, held_out_error
+from tltlab.errors import ConfigError, TraceError
+from tltlab.strategy import Strategy
+from tltlab.traces.drafts import recorded_drafts, walked_drafts
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+CHAIN = Strategy.chain("ngram", 4)
+CURVE = RequestCurve(keep_logits=(0.0, 0.5, 1.0), drift=0.2, spread=0.8)
+CURVES = CurveAcceptance(curves={"ngram": CURVE, "learned": CURVE})
+KEYS = [(0, f"p{i}", s, 0) for i in range(200) for s in range(2)]
+TRACES = Path(__file__).parents[3] / "traces"
+
+
+def survival(model, strategy=CHAIN, level=0.0, generated=0.0, siblings=0.0):
+    return model.survival(strategy, *(np.array([x], float) for x in (level, generated, siblings)))[0]
+
+
+@given(st.floats(-8, 8), st.floats(0, 1e5), st.integers(1, 16))
+def test_chances_fall_along_the_draft(level: float, generated: float, depth: int):
+    kept = survival(CURVES, Strategy.chain("ngram", depth), level, generated)
+    assert kept.shape == (depth,)
+    assert (kept >= 0).all()
+    assert (kept <= 1).all()
+    assert (np.diff(kept) <= 0).all()
+
+
+def test_a_request_is_kept_by_its_level_and_its_progress():
+    assert survival(CURVES)[0] == 0.5
+    assert survival(CURVES, level=1.0)[0] > 0.5 > survival(CURVES, level=-1.0)[0]
+    assert survival(CURVES, generated=5000.0)[0] > survival(CURVES, generated=50.0)[0]
+
+
+def test_beyond_the_fitted_depth_the_last_chance_holds():
+    kept = survival(CURVES, Strategy.chain("ngram", 6))
+    assert kept[4] / kept[3] == pytest.approx(kept[2] / kept[1])
+    assert survival(CURVES, Strategy("ngram", 6, 1, 3)) == pytest.approx(kept[:2])
+
+
+def test_levels_depend_on_seed_and_key_alone():
+    levels = CURVES.levels("ngram", KEYS, 1)
+    assert CURVES.levels("ngram", KEYS[::-1], 1).tolist() == levels[::-1].tolist()
+    assert CURVES.levels("ngram", KEYS[5:6], 1).tolist() == levels[5:6].tolist()
+    assert CURVES.levels("ngram", KEYS, 2).tolist() != levels.tolist()
+    assert levels.mean() == pytest.approx(0.0, abs=0.1)
+    assert levels.std() == pytest.approx(0.8, rel=0.1)
+
+
+def test_a_known_response_has_its_own_level():
+    row = KnownLevel(rl_step=0, prompt_id="p1", sample=1, level=2.5)
+    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": (row,)})})
+    levels = model.levels("ngram", KEYS, 1)
+    assert levels[3] == 2.5
+    assert np.delete(levels, 3).tolist() == np.delete(CURVES.levels("ngram", KEYS, 1), 3).tolist()
+
+
+def test_an_easy_request_is_easy_for_every_drafter():
+    assert CURVES.levels("ngram", KEYS, 1).tolist() == CURVES.levels("learned", KEYS, 1).tolist()
+
+
+def test_siblings_help_and_so_does_own_text():
+    model = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.7, own_tokens=200)
+    assert survival(model)[0] == pytest.approx(0.3)
+    assert survival(model, siblings=1)[0] == pytest.approx(survival(model, generated=200)[0])
+    assert survival(model, siblings=1e9)[0] == pytest.approx(0.8, abs=1e-5)
+    deaf = model.model_copy(update={"own_tokens": None})
+    assert survival(deaf, generated=1e5)[0] == pytest.approx(0.3)
+
+
+def test_the_shipped_sibling_curve_meets_its_table():
+    # arXiv 2511.14617: accepted length per round, bonus included, for linear drafts.
+    model = load_acceptance("seer-siblings")
+    chain = Strategy.chain("ngram", 8)
+    for siblings, tokens in ((0, 1.70), (1, 2.04), (5, 2.32), (15, 2.53)):
+        assert 1 + survival(model, chain, siblings=siblings).sum() == pytest.approx(tokens, abs=0.03)
+
+
+def test_no_state_of_a_request_beats_the_most_it_can_get():
+    rng = np.random.default_rng(0)
+    for model in (CURVES, CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"drift": -0.4})})):
+        levels, lengths, group = rng.normal(size=50), rng.integers(1, 5000, 50).astype(float), np.full(50, 7.0)
+        most = model.most_tokens(CHAIN, levels, lengths, group)
+        for share in (0.0, 0.3, 1.0):
+            kept = model.survival(CHAIN, levels, lengths * share, group * share)
+            assert (1 + kept.sum(axis=1) <= most + 1e-12).all()
+
+
+def test_a_model_without_differences_answers_request_by_request():
+    model = per_request(GeometricAcceptance(alpha=0.5))
+    kept = model.survival(CHAIN, np.zeros(3), np.zeros(3), np.zeros(3))
+    assert kept == pytest.approx(np.tile([0.5, 0.25, 0.125, 0.0625], (3, 1)))
+    assert per_request(model) is model
+
+
+@pytest.mark.parametrize("model", [CURVES, load_acceptance("seer-siblings")], ids=["curves", "siblings"])
+def test_it_reads_back_from_its_file_and_knows_chains_only(model, tmp_path: Path):
+    assert load_acceptance(model.write(tmp_path / "acceptance.json")) == model
+    with pytest.raises(ConfigError, match="tree"):
+        survival(model, Strategy("ngram", 4, 2, 8))
+
+
+def test_an_unknown_drafter_is_refused():
+    with pytest.raises(ConfigError, match="no drafter 'other', only learned, ngram"):
+        survival(CURVES, Strategy.chain("other", 2))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"kind": "per-request", "drafters": {"ngram": {"keep_logits": []}}},
+        {"kind": "per-request", "drafters": {"ngram": {"keep_logits": [0.1], "spread": -1}}},
+        {"kind": "per-request", "drafters": {"ngram": {"keep_logits": [float("nan")]}}},
+        {"kind": "siblings", "alone": 0.5, "most": 0.4, "exponent": 1},
+        {"kind": "siblings", "alone": 0.5, "most": 1.4, "exponent": 1},
+        {"kind": "siblings", "alone": 0.5, "most": 0.6, "exponent": 0},
+    ],
+)
+def test_nonsense_is_refused(value):
+    with pytest.raises(ConfigError, match="acceptance: "):
+        load_acceptance(value)
+
+
+def table(rows: list[list[int]], max_depth: int = 8) -> pd.DataFrame:
+    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
+    return pd.DataFrame([(0, "p", i, 0, "ngram", 0, max_depth, row) for i, row in enumerate(rows)], columns=names)
+
+
+def test_a_walk_goes_from_draft_to_draft():
+    drafts = walked_drafts(table([[2, 1, 0, 5, 0, 0, 0, 0, 0, 1]]), depth=4)
+    assert drafts["generated_tokens"].tolist() == [0, 3, 8, 9]
+    assert drafts["accepted"].tolist() == [2, 4, 0, 1]
+    assert drafts["reach"].unique().tolist() == [4]
+
+
+def test_a_walk_refuses_what_was_not_recorded():
+    with pytest.raises(ConfigError, match="goes to depth 8"):
+        walked_drafts(table([[1]]), depth=9)
+    with pytest.raises(ConfigError, match="at least 1"):
+        walked_drafts(table([[1]]), depth=0)
+    with pytest.raises(TraceError, match=r"got 9, outside \[0, max_depth = 8\]"):
+        walked_drafts(table([[1, 9]]), depth=4)
+
+
+def recording(accepted: list[list[int] | None], batch: list[int], lengths: list[int]) -> Trace:
+    n, key = len(accepted), {"rl_step": 0, "prompt_id": "p", "sample": range(len(lengths)), "turn": 0}
+    ends = [float(sum(b > len(lengths) - 1 - rank for b in batch)) for rank in range(len(lengths))]
+    order = np.argsort(np.argsort(lengths, kind="stable"), kind="stable")
+    tables = {
+        "workload": pd.DataFrame(
+            key | {"epoch": 0, "prompt_tokens": 5, "max_response_tokens": 99, "policy_version": 0}
+        ),
+        "outcomes": pd.DataFrame(
+            key
+            | {"response_tokens": lengths, "finish_reason": "stop", "worker": 0, "t_submit": 0.0}
+            | {"t_finish": [ends[rank] for rank in order]}
+        ),
+        "iterations": pd.DataFrame(
+            {
+                "rl_step": 0, "worker": 0, "iteration": range(n), "t_start": np.arange(n) * 1.0, "duration": 1.0,
+                "batch": batch, "context_tokens": 10, "prefill_tokens": [10] + [0] * (n - 1),
+                "drafter": ["none" if a is None else "ngram" for a in accepted],
+                "draft_depth": [0 if a is None else 3 for a in accepted],
+                "top_k": [0 if a is None else 1 for a in accepted],
+                "tokens_to_verify": [1 if a is None else 4 for a in accepted],
+                "num_drafted": 0, "num_accepted": [sum(a or []) for a in accepted], "num_generated": batch,
+                "accepted_per_request": accepted,
+            }
+        ),
+    }  # fmt: skip
+    return Trace.from_tables(Manifest(kind="recorded"), tables)
+
+
+def test_a_recording_tells_whose_draft_was_whose():
+    # Three responses of 2, 4 and 9 tokens; the first is over after two iterations, the second after three.
+    trace = recording([None, [0, 1, 2], [1, 3], None], [3, 3, 2, 1], [2, 4, 9])
+    drafts, notes = recorded_drafts(trace)
+    assert notes == []
+    assert drafts["sample"].tolist() == [0, 1, 2, 1, 2]
+    assert drafts["generated_tokens"].tolist() == [1, 1, 1, 3, 4]
+    assert drafts["accepted"].tolist() == [0, 1, 2, 1, 3]
+    assert drafts["num_siblings"].tolist() == [0, 0, 0, 1, 1]
+
+
+def test_a_recording_whose_batches_do_not_follow_from_its_lengths_is_left_out():
+    drafts, notes = recorded_drafts(recording([None, [0, 1]], [3, 2], [2, 4, 9]))
+    assert len(drafts) == 0
+    assert "1 of 1 workers" in notes[0]
+
+
+def test_a_recording_that_accepted_more_than_was_drafted_is_refused():
+    with pytest.raises(TraceError, match=r"holds 4, outside \[0, 3\]"):
+        recorded_drafts(recording([None, [0, 4, 0]], [3, 3], [3, 9, 9]))
+
+
+@pytest.mark.parametrize("name", ["subset-sum-small", "gcd-small", "tiny"])
+def test_every_shipped_recording_is_told_apart(name: str):
+    trace = tltlab.read(TRACES / name)
+    drafts, notes = recorded_drafts(trace)
+    assert notes == []
+    speculative = trace.iterations[trace.iterations["draft_depth"] > 0]
+    assert drafts["accepted"].sum() == speculative["num_accepted"].sum()
+
+
+def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int = 4) -> pd.DataFrame:
+    """Drafts of responses that follow a model exactly."""
+    rng = np.random.default_rng(seed)
+    chain = Strategy.chain("ngram", depth)
+    keys = [(0, f"p{i}", 0, 0) for i in range(num_requests)]
+    levels = model.levels("ngram", keys, seed)
+    rows = []
+    for key, level in zip(keys, levels, strict=True):
+        siblings, at = rng.integers(0, 8), 0
+        for _ in range(num_drafts):
+            kept = survival(model, chain, level, at, siblings)
+            accepted = int((rng.random() < kept).sum())
+            rows.append((*key, "ngram", depth, at, accepted, siblings))
+            at += accepted + 1
+    names = [
+        "rl_step",
+        "prompt_id",
+        "sample",
+        "turn",
+        "drafter",
+        "reach",
+        "generated_tokens",
+        "accepted",
+        "num_siblings",
+    ]
+    return pd.DataFrame(rows, columns=names)
+
+
+def test_a_fit_finds_the_curve_that_made_the_drafts():
+    truth = CurveAcceptance(curves={"ngram": CURVE})
+    drafts = drawn(truth, 150, 120)
+    fitted = fit_requests(drafts).curves["ngram"]
+    assert fitted.keep_logits == pytest.approx((0.0, 0.5, 1.0, 1.0), abs=0.2)
+    assert fitted.drift == pytest.approx(0.2, abs=0.08)
+    assert fitted.spread == pytest.approx(0.8, rel=0.15)
+    made = truth.levels("ngram", [(0, f"p{i}", 0, 0) for i in range(150)], 0)
+    found = [fitted.known_levels()[0, f"p{i}", 0, 0] for i in range(150)]
+    assert np.corrcoef(made, found)[0, 1] > 0.9
+    assert len(drafts) == fitted.num_drafts
+
+
+def test_requests_that_do_not_differ_get_almost_no_spread():
+    flat = CurveAcceptance(curves={"ngram": RequestCurve(keep_logits=(0.3,))})
+    fitted = fit_requests(drawn(flat, 80, 100)).curves["ngram"]
+    assert fitted.spread < 0.12
+    assert abs(fitted.drift) < 0.08
+
+
+def test_where_requests_differ_their_own_levels_predict_what_the_fit_did_not_see():
+    drafts = drawn(CurveAcceptance(curves={"ngram": CURVE}), 60, 150)
+    error = held_out_error(drafts, "ngram", block_tokens=64)
+    assert error.levels < 0.75 * error.pooled
+
+
+def test_a_fit_finds_the_siblings_that_made_the_drafts():
+    truth = SiblingAcceptance(alone=0.25, most=0.8, exponent=0.8)
+    fitted = fit_siblings(drawn(truth, 300, 40), "ngram", own_text=False)
+    for n in (0.0, 1.0, 3.0, 7.0):
+        assert fitted.alpha(np.array([n]), np.zeros(1)) == pytest.approx(
+            truth.alpha(np.array([n]), np.zeros(1)), abs=0.04
+        )
+
+
+def test_fits_refuse_too_little_and_the_impossible():
+    drafts = drawn(CurveAcceptance(curves={"ngram": CURVE}), 4, 20)
+    with pytest.raises(ConfigError, match="needs at least"):
+        fit_requests(drafts.head(10))
+    with pytest.raises(ConfigError, match="no drafts"):
+        fit_requests(drafts.head(0))
+    with pytest.raises(ConfigError, match="finished siblings"):
+        fit_siblings(drafts.drop(columns="num_siblings"), "ngram")
+    for wrong in (5, -1):
+        drafts.loc[3, "accepted"] = wrong
+        with pytest.raises(ConfigError, match=rf"accepted {wrong} .* outside \[0, 4\]"):
+            fit_requests(drafts)
+        with pytest.raises(ConfigError, match="outside"):
+            fit_siblings(drafts, "ngram")
+
+
+def measured(folder: Path, dataset: str, drafter: str) -> pd.DataFrame:
+    raw = pd.read_parquet(folder / "accept_traces_llama31_8b.parquet")
+    raw = raw[raw["dataset"] == dataset]
+    rows = [np.asarray(x, np.int64) - 1 for x in raw[f"acc_{drafter}"]]
+    made = table([row.tolist() for row in rows], max_depth=20)
+    return made.assign(drafter=drafter)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "drafter", "gain"),
+    [("sharegpt", "eagle", 0.9), ("sharegpt", "ngram", 0.6), ("gsm8k", "eagle", 0.9), ("gsm8k", "ngram", 1.0)],
+)
+def test_on_measured_responses_levels_predict_unseen_blocks_better_than_a_pool(
+    shared_data: Path, dataset: str, drafter: str, gain: float
+):
+    drafts = walked_drafts(measured(shared_data, dataset, drafter), depth=4)
+    error = held_out_error(drafts, drafter)
+    assert error.levels < gain * error.pooled
+
+
+def test_drawn_requests_differ_as_much_as_measured_ones(shared_data: Path):
+    drafts = walked_drafts(measured(shared_data, "sharegpt", "eagle"), depth=4)
+    curve = fit_requests(drafts).curves["eagle"]
+    model = CurveAcceptance(curves={"eagle": curve.model_copy(update={"known": ()})})
+    long = drafts.groupby("sample").filter(lambda rows: len(rows) >= 50)
+    tokens = 1 + long.groupby("sample")["accepted"].mean()
+    keys = [(0, "p", int(sample), 0) for sample in tokens.index]
+    level = dict(zip(tokens.index, model.levels("eagle", keys, 0), strict=True))
+    rng = np.random.default_rng(0)
+    chain = Strategy.chain("eagle", 4)
+    chances = model.survival(
+        chain, long["sample"].map(level).to_numpy(), long["generated_tokens"].to_numpy(float), np.zeros(len(long))
+    )
+    simulated = 1 + (rng.random(len(long))[:, None] < chances).sum(axis=1)
+    found = pd.Series(simulated).groupby(long["sample"].to_numpy()).mean()
+    assert found.std() / found.mean() == pytest.approx(tokens.std() / tokens.mean(), rel=0.25)

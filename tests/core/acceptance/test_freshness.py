@@ -1,0 +1,297 @@
+"""Freshness: acceptance falls with age, rises with training, and wraps any other model."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.acceptance.base import AcceptanceModel, RequestAcceptance
+from tltlab.acceptance.load import (
+    BatchAcceptance,
+    FreshAcceptance,
+    Freshness,
+    GeometricAcceptance,
+    TraceAcceptance,
+    fresh,
+    load_acceptance,
+)
+from tltlab.calibration.acceptance.freshness import fit_freshness, levels, measured_state
+from tltlab.errors import ConfigError, TraceError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+CHAIN = Strategy.chain("learned", 5)
+HALF = Freshness(untrained=0.5, updates_to_train=2.0, floor=0.25, age_steps=4.0)
+
+
+def wrapped(alpha: float = 0.8, **settings) -> FreshAcceptance:
+    return FreshAcceptance(base=GeometricAcceptance(alpha=alpha), **{"freshness": HALF, **settings})
+
+
+def test_levels_at_the_ends():
+    assert HALF.level(age=0, updates=0) == 0.5
+    assert HALF.level(age=0, updates=1e6) == pytest.approx(1.0)
+    assert HALF.level(age=1e6, updates=1e6) == pytest.approx(0.25)
+
+
+@given(st.floats(0, 100), st.floats(0, 100), st.floats(0, 10), st.floats(0, 10))
+def test_training_helps_and_age_harms(age: float, updates: float, older: float, more: float):
+    now = HALF.level(age, updates)
+    assert 0.25 - 1e-12 <= now <= 1.0
+    assert HALF.level(age + older, updates) <= now + 1e-12
+    assert HALF.level(age, updates + more) >= now - 1e-12
+
+
+def test_the_level_multiplies_the_chance_of_every_token():
+    model = wrapped().at_freshness(DrafterState(age=0, updates=0))
+    expected = GeometricAcceptance(alpha=0.4)
+    assert isinstance(model, AcceptanceModel)
+    assert model.distribution(CHAIN) == pytest.approx(expected.distribution(CHAIN))
+    assert model.tokens_per_iteration(CHAIN) == pytest.approx(expected.tokens_per_iteration(CHAIN))
+    assert model.num_drafted(CHAIN) == 5
+
+
+def test_a_base_that_was_measured_stale_improves_with_training():
+    model = wrapped(alpha=0.3, measured={"age": 0, "updates": 0})
+    same = model.at_freshness(DrafterState())
+    better = model.at_freshness(DrafterState(updates=1000))
+    assert same.survival(CHAIN) == pytest.approx(0.3 ** np.arange(1, 6))
+    assert better.survival(CHAIN) == pytest.approx(0.6 ** np.arange(1, 6))
+
+
+def test_a_chance_never_exceeds_one():
+    model = wrapped(alpha=0.9, measured={"age": 0, "updates": 0}).at_freshness(DrafterState(updates=1000))
+    assert model.survival(CHAIN) == pytest.approx(np.ones(5))
+
+
+def test_other_drafters_are_left_alone():
+    model = wrapped().at_freshness(DrafterState())
+    chain = Strategy.chain("ngram", 5)
+    assert model.distribution(chain) == pytest.approx(GeometricAcceptance(alpha=0.8).distribution(chain))
+
+
+@pytest.mark.parametrize("base", ["tlt-qwen2.5-32b", "seer-siblings"])
+def test_any_model_can_be_wrapped_and_read_back(base, tmp_path):
+    inner = load_acceptance(base)
+    model = FreshAcceptance(base=inner, freshness=HALF)
+    assert load_acceptance(model.write(tmp_path / "fresh.json")) == model
+    stale, new = model.at_freshness(DrafterState(age=50)), model.at_freshness(DrafterState(updates=1000))
+    if isinstance(stale, RequestAcceptance):
+        assert isinstance(new, RequestAcceptance)
+        zeros = np.zeros(2)
+        siblings = np.array([0.0, 7.0])
+        assert (stale.survival(CHAIN, zeros, zeros, siblings) < new.survival(CHAIN, zeros, zeros, siblings)).all()
+        assert (stale.levels("learned", [(0, "p", 0, 0)], 1) == inner.levels("learned", [(0, "p", 0, 0)], 1)).all()
+    else:
+        tree = Strategy("learned", 8, 4, 48)
+        assert stale.tokens_per_iteration(tree) < new.tokens_per_iteration(tree)
+
+
+def test_batch_bands_keep_their_identity():
+    band = {"learned": {1: {"accepted": (0.2, 0.8), "drafted": 1.0}}}
+    base = BatchAcceptance(
+        bands=({"max_batch": 4, "drafters": band}, {"max_batch": None, "drafters": band})  # type: ignore[arg-type]
+    )
+    model = FreshAcceptance(base=base, freshness=HALF).at_freshness(DrafterState())
+    assert model.at(1) is model.at(4)
+    assert model.at(1) is not model.at(5)
+    assert model.at(1).tokens_per_iteration(Strategy.chain("learned", 1)) == pytest.approx(1.4)
+
+
+def test_the_assumption_gives_the_published_step_from_base_to_adaptive():
+    # arXiv 2511.16665, table 6: 4.59 with the drafter that RL began with, 6.53 with the adaptive one.
+    tree = Strategy("learned", 8, 4, 48)
+    curve = load_acceptance("tlt-qwen2.5-32b")
+    adaptive = FreshAcceptance(base=curve, freshness=Freshness(untrained=0.976, floor=0.5))
+    level = adaptive.at_freshness(DrafterState())
+    assert level.tokens_per_iteration(tree) == pytest.approx(6.53, rel=0.005)
+    untrained = 0.976 * Freshness().untrained
+    base = FreshAcceptance(base=curve, freshness=Freshness(untrained=untrained, floor=0.5))
+    assert base.at_freshness(DrafterState()).tokens_per_iteration(tree) == pytest.approx(4.59, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"untrained": 0.4, "floor": 0.5}, {"untrained": 1.5}, {"age_steps": 0}, {"updates_to_train": -1}, {"floor": -0.1}],
+)
+def test_nonsense_is_refused(settings: dict[str, float]):
+    with pytest.raises(ConfigError, match="freshness"):
+        load_acceptance({"kind": "fresh", "base": {"kind": "geometric", "alpha": 0.5}, "freshness": settings})
+
+
+def test_nothing_scales_from_a_level_of_zero():
+    model = wrapped(freshness=Freshness(untrained=0, floor=0), measured={"age": 0, "updates": 0})
+    with pytest.raises(ConfigError, match="is 0"):
+        model.at_freshness(DrafterState())
+
+
+def recorded(ages: list[int], updates: list[int | None], tokens: int = 4000) -> pd.DataFrame:
+    """Counterfactuals drawn from HALF on top of a chance of 0.8."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for sample, (age, count) in enumerate((a, u) for a in ages for u in updates):
+        chance = 0.8 * HALF.level(age, count or 0)
+        accepted = np.minimum(rng.geometric(1 - chance, tokens) - 1, 6)
+        rows.append((0, "p", sample, 0, "learned", age, count, 6, accepted))
+    names = [
+        "rl_step",
+        "prompt_id",
+        "sample",
+        "turn",
+        "drafter",
+        "drafter_age",
+        "drafter_updates",
+        "max_depth",
+        "accept_if_drafted",
+    ]
+    return pd.DataFrame(rows, columns=names)
+
+
+def test_a_fit_finds_what_made_the_data():
+    found = fit_freshness(recorded([0, 1, 3, 6, 12], [0, 1, 3, 8, 30], tokens=20_000), "learned")
+    assert found.chance == pytest.approx(0.8, rel=0.02)
+    for age, updates in ((0, 0), (2, 4), (12, 30), (0, 100)):
+        assert found.freshness.level(age, updates) == pytest.approx(HALF.level(age, updates), abs=0.02)
+    assert found.worst < 0.02
+    assert found.notes == ()
+
+
+def test_what_did_not_vary_has_no_effect_and_is_said():
+    by_age = fit_freshness(recorded([0, 2, 8], [5]), "learned")
+    assert by_age.freshness.level(0, 0) == by_age.freshness.level(0, 99)
+    assert by_age.freshness.level(8, 0) < 0.8 * by_age.freshness.level(0, 0)
+    assert ["number of updates" in note for note in by_age.notes] == [True]
+    by_training = fit_freshness(recorded([0], [0, 2, 8]), "learned")
+    assert by_training.freshness.level(50, 8) == pytest.approx(by_training.freshness.level(0, 8))
+    assert ["one age" in note for note in by_training.notes] == [True]
+
+
+def test_a_trace_with_one_age_cannot_be_fitted():
+    with pytest.raises(ConfigError, match="needs several"):
+        fit_freshness(recorded([3], [7]), "learned")
+    with pytest.raises(ConfigError, match="needs several"):
+        fit_freshness(recorded([0, 1], [7]), "other")
+
+
+def test_acceptance_outside_the_draft_is_refused():
+    table = recorded([0, 1], [7], tokens=3)
+    table.at[1, "accept_if_drafted"] = [0, 7, 1]
+    with pytest.raises(TraceError, match=r"7 is outside \[0, max_depth = 6\]"):
+        fit_freshness(table, "learned")
+
+
+def run_like(
+    truth: Freshness, *, steps: int = 10, every: int = 1, per_step: int = 16, ages: int = 3, tokens: int = 150, seed=0
+) -> pd.DataFrame:
+    """Rows as a run writes them: the drafter in service and those of the last trainings along the same responses.
+
+    Some responses are easier than others, by a fifth; a fresh and trained drafter's token is kept with chance 0.7.
+    """
+    rng = np.random.default_rng(seed)
+    published, rows = [(0, 0)], []
+    for step in range(steps):
+        if step and step % every == 0:
+            published.append((step, published[-1][1] + int(rng.integers(10, 30))))
+        for sample in range(per_step):
+            ease, length = np.exp(rng.normal(-0.02, 0.2)), max(5, int(rng.lognormal(np.log(tokens), 0.6)))
+            for since, updates in published[-1 - ages :]:
+                chance = min(0.98, 0.7 * ease * truth.level(step - since, updates))
+                accepted = np.minimum(rng.geometric(1 - chance, length) - 1, 4)
+                rows.append((step, "p", sample, 0, "learned", step - since, updates, 4, accepted))
+    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
+    return pd.DataFrame(rows, columns=names.split())
+
+
+AGES = Freshness(untrained=0.4, updates_to_train=50, floor=0.2, age_steps=6)
+FROZEN_TARGET = Freshness(untrained=0.4, updates_to_train=50, floor=0.4, age_steps=1e8)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("truth", [AGES, FROZEN_TARGET])
+def test_a_fit_to_what_a_run_writes_tells_ageing_from_training(truth: Freshness, every: int):
+    found = [fit_freshness(run_like(truth, every=every, seed=seed), "learned").freshness for seed in range(4)]
+    for fitted in found:
+        # Three RL steps without training cost what they cost, and a hundred updates bring what they bring.
+        assert fitted.level(3, 100) / fitted.level(0, 100) == pytest.approx(
+            truth.level(3, 100) / truth.level(0, 100), abs=0.06
+        )
+        assert fitted.level(0, 0) / fitted.level(0, 100) == pytest.approx(
+            truth.level(0, 0) / truth.level(0, 100), abs=0.08
+        )
+    mean = np.mean([fitted.level(3, 100) / fitted.level(0, 100) for fitted in found])
+    assert mean == pytest.approx(truth.level(3, 100) / truth.level(0, 100), abs=0.03)
+
+
+def test_every_recorded_state_is_described_even_where_no_parameter_is():
+    table = run_like(AGES, steps=2, tokens=600)
+    found = fit_freshness(table, "learned")
+    assert found.untold
+    assert any("do not tell" in note for note in found.notes)
+    for age, updates in {(a, u) for a, u in zip(table["drafter_age"], table["drafter_updates"], strict=True)}:
+        assert found.chance * found.freshness.level(age, updates) == pytest.approx(
+            0.7 * AGES.level(age, updates), abs=0.06
+        )
+
+
+def test_a_drafter_that_was_fully_trained_before_tells_nothing_of_training():
+    table = run_like(AGES)
+    found = fit_freshness(table.assign(drafter_updates=table["drafter_updates"] + 10_000), "learned")
+    assert "untrained" in found.untold
+
+
+def test_easy_rl_steps_are_not_taken_for_training():
+    """Along the same text both drafters are alike; the later RL step, with a later drafter, is the easier one."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in range(6):
+        for sample in range(8):
+            chance = min(0.95, (0.4 + 0.05 * step) * np.exp(rng.normal(0, 0.5)))
+            for age in range(min(step, 3) + 1):
+                accepted = np.minimum(rng.geometric(1 - chance, 200) - 1, 4)
+                rows.append((step, "p", sample, 0, "learned", age, 20 * (step - age), 4, accepted))
+    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
+    found = fit_freshness(pd.DataFrame(rows, columns=names.split()), "learned").freshness
+    assert found.level(3, 100) / found.level(0, 100) > 0.95
+    assert found.level(0, 0) / found.level(0, 100) > 0.95, "0.91 where each RL step's own ease is not taken out"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 200), st.floats(0.1, 10)), min_size=1, max_size=6),
+)
+def test_one_state_stands_for_several_of_the_same_mean_level(states: list[tuple[int, int, float]]):
+    age, updates, weight = (pd.Series(column, dtype=float) for column in zip(*states, strict=True))
+    fresh = Freshness(untrained=0.5, updates_to_train=50.0, floor=0.5, age_steps=1e6)
+    found = measured_state(fresh, age, updates, weight)
+    mean = float((levels(fresh, age.to_numpy(), updates.to_numpy()) * weight).sum() / weight.sum())
+    assert fresh.level(found.age, found.updates) == pytest.approx(mean, abs=1e-4)
+
+
+def test_the_state_of_the_drafters_settles_any_model():
+    states = {"learned": DrafterState(age=3, updates=2)}
+    plain = GeometricAcceptance(alpha=0.5)
+    assert fresh(plain, states) is plain
+    model = fresh(wrapped(), states)
+    assert isinstance(model, AcceptanceModel)
+    assert model.survival(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
+    table = recorded([0, 3], [2], tokens=5).assign(sample=0)
+    trace = TraceAcceptance(table)
+    replayed = fresh(trace, states)
+    assert isinstance(replayed, TraceAcceptance)
+    assert replayed.drafter_age == 3
+    assert fresh(trace, {}) is trace
+
+
+def test_the_shipped_trees_come_with_an_assumed_freshness_too():
+    base, model = load_acceptance("tlt-qwen2.5-32b"), load_acceptance("tlt-qwen2.5-32b-fresh")
+    assert isinstance(model, FreshAcceptance)
+    assert model.base == base
+    assert model.freshness == Freshness()
+    assert "assumption" in model.notes[0]
+    tree = Strategy("learned", 8, 8, 48)
+    best = fresh(model, {"learned": DrafterState(age=0, updates=10**6)})
+    stale = fresh(model, {"learned": DrafterState(age=10**6, updates=10**6)})
+    assert best.tokens_per_iteration(tree) == pytest.approx(base.tokens_per_iteration(tree))
+    assert stale.tokens_per_iteration(tree) < best.tokens_per_iteration(tree)
+    with pytest.raises(ConfigError, match=r"tlt-qwen2.5-32b-fresh.*assumed effect of the drafter's age"):
+        load_acceptance("tlt-qwen2.5-32b-stale")

@@ -1,0 +1,69 @@
+"""Replay per position: which rows count at which drafter age, and what is refused."""
+
+import pandas as pd
+import pytest
+
+from tltlab.acceptance.load import TraceAcceptance
+from tltlab.errors import ConfigError, TraceError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+KEY_A, KEY_B = (0, "a", 0, 0), (0, "b", 0, 0)
+
+
+def counterfactuals() -> pd.DataFrame:
+    rows = [
+        (*KEY_A, "learned", 5, 4, [0, 0, 0]),
+        (*KEY_A, "learned", 1, 4, [4, 2, 0]),
+        (*KEY_A, "learned", 2, 3, [3, 1, 0]),
+        (*KEY_B, "learned", 2, 4, [1]),
+    ]
+    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
+    return pd.DataFrame(rows, columns=names)
+
+
+@pytest.mark.parametrize(
+    ("age", "kept"),
+    [(None, [4, 2, 0]), (0, [4, 2, 0]), (1, [4, 2, 0]), (2, [3, 1, 0]), (3, [0, 0, 0]), (99, [0, 0, 0])],
+)
+def test_the_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: list[int]):
+    model = TraceAcceptance(counterfactuals(), drafter_age=age)
+    assert model.positions("learned", KEY_A, 3).tolist() == kept
+
+
+def test_each_response_has_its_own_ages():
+    model = TraceAcceptance(counterfactuals(), drafter_age=5)
+    assert model.ages == (1, 2, 5)
+    assert model.positions("learned", KEY_B, 1).tolist() == [1]
+
+
+def test_the_order_of_rows_does_not_matter():
+    model = TraceAcceptance(counterfactuals().iloc[::-1], drafter_age=2)
+    assert model.positions("learned", KEY_A, 3).tolist() == [3, 1, 0]
+
+
+def test_a_state_of_the_drafter_chooses_the_age():
+    model = TraceAcceptance(counterfactuals())
+    older = model.at_freshness(DrafterState(age=2, updates=7))
+    assert older.positions("learned", KEY_A, 3).tolist() == [3, 1, 0]
+    assert model.positions("learned", KEY_A, 3).tolist() == [4, 2, 0]
+    assert older.drafters == ("learned",)
+
+
+def test_the_depth_is_that_of_the_rows_that_count():
+    TraceAcceptance(counterfactuals()).check(Strategy.chain("learned", 4))
+    with pytest.raises(ConfigError, match="goes to depth 3"):
+        TraceAcceptance(counterfactuals(), drafter_age=2).check(Strategy.chain("learned", 4))
+
+
+def test_trees_were_not_recorded():
+    with pytest.raises(ConfigError, match="describes chain drafts"):
+        TraceAcceptance(counterfactuals()).check(Strategy("learned", 3, 2, 6))
+
+
+@pytest.mark.parametrize("accepted", [[0, 5, 0], [0, -1, 0]])
+def test_acceptance_outside_the_draft_is_refused(accepted: list[int]):
+    table = counterfactuals()
+    table.at[1, "accept_if_drafted"] = accepted
+    with pytest.raises(TraceError, match=rf"got {accepted[1]}, outside \[0, max_depth = 4\]"):
+        TraceAcceptance(table)

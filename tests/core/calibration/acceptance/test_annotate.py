@@ -1,0 +1,385 @@
+"""Drafters replayed over recorded text: who sees what when, what is kept, and the command that writes it down."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.main import get_command
+
+from tltlab.calibration.acceptance.annotate import DraftedBy, ReplayedDrafter, annotate, merged
+from tltlab.calibration.acceptance.annotations import AgreementCheck
+from tltlab.cli import app as cli
+from tltlab.cli.annotate import parse_drafter
+from tltlab.cli.trace import app
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.ngram import NgramDrafter
+from tltlab.errors import ConfigError
+from tltlab.traces.schema import KEY, Manifest
+from tltlab.traces.token_times import RecordedResponse, recorded_responses
+from tltlab.traces.trace import Trace, read
+
+TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"
+
+
+class Copycat(Drafter):
+    """Drafts how the longest other response to the same prompt goes on from where the request is."""
+
+    def __init__(self) -> None:
+        self.texts: dict[Key, list[int]] = {}
+        self.log: list[tuple[object, ...]] = []
+
+    def begin(self, rl_step: int) -> None:
+        self.log.append(("begin", rl_step))
+
+    def open(self, key: Key, tokens: Sequence[int]) -> None:
+        self.texts[key] = []
+        self.log.append(("open", key, len(tokens)))
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        self.texts[key] += tokens
+
+    def propose(self, key: Key, depth: int) -> Draft:
+        others = [text for other, text in self.texts.items() if other[1] == key[1] and other != key]
+        at = len(self.texts[key])
+        tokens = max(others, key=len, default=[])[at : at + depth]
+        return Draft(tokens, float(len(tokens)))
+
+    def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
+        self.log.append(("observe", key, num_drafted, num_accepted))
+
+    def close(self, key: Key) -> None:
+        self.log.append(("close", key))
+
+    def forget(self) -> None:
+        self.texts.clear()
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0
+
+
+def response(sample: int, text: Sequence[int], times: Sequence[float], **fields: object) -> RecordedResponse:
+    values = {"key": (0, "p", sample, 0), "worker": 0, "prompt_token_ids": [1, 2], "opened_s": 0.0} | fields
+    return RecordedResponse(token_ids=list(text), times_s=np.asarray(times, float), **values)  # type: ignore[arg-type]
+
+
+def kept(drafter: Callable[[], Drafter], responses: Sequence[RecordedResponse], depth: int) -> list[list[int]]:
+    return [row.tolist() for row in ReplayedDrafter(drafter).annotate(responses, depth)]
+
+
+def trace_of(texts: Sequence[Sequence[int]], **outcomes: object) -> Trace:
+    """One group of responses; `outcomes` are further columns, all else is unknown."""
+    keys = pd.DataFrame({"rl_step": 0, "prompt_id": "p", "sample": range(len(texts)), "turn": 0})
+    tables = {
+        "workload": keys.assign(epoch=0, prompt_tokens=2, max_response_tokens=50, policy_version=0),
+        "outcomes": keys.assign(response_tokens=[len(t) for t in texts], finish_reason="stop", **outcomes),
+        "tokens": keys.assign(prompt_token_ids=[[1, 2]] * len(texts), token_ids=list(texts)),
+    }
+    return Trace.from_tables(Manifest(kind="recorded"), tables)
+
+
+def test_a_position_keeps_the_leading_drafted_tokens_that_the_text_goes_on_with():
+    first = response(0, [5, 6, 7, 8, 9], [1, 2, 3, 4, 5])
+    second = response(1, [5, 6, 0, 8, 9], [11, 12, 13, 14, 15])
+    # The first response has nothing to copy; the second differs from it at one place.
+    assert kept(Copycat, [first, second], depth=3) == [[0, 0, 0, 0, 0], [2, 1, 0, 2, 1]]
+
+
+def test_a_draft_sees_of_its_siblings_what_they_had_by_then():
+    ahead = response(0, [5, 6, 7, 8], [1, 2, 3, 4])
+    behind = response(1, [5, 6, 7, 8], [2.5, 3.5, 4.5, 5.5])
+    # A draft is made when the last token came, the one at 0 just before the first: 2, 2, 3 and 4 tokens are there.
+    assert kept(Copycat, [ahead, behind], depth=4) == [[0, 0, 0, 0], [2, 1, 1, 1]]
+
+
+def test_responses_without_times_run_side_by_side():
+    same = trace_of([[5, 6, 7, 8], [5, 6, 7, 8]])
+    assert kept(Copycat, recorded_responses(same), depth=4) == [[0, 0, 0, 0], [0, 0, 0, 0]]
+
+
+def test_tokens_are_spread_between_the_first_and_the_last():
+    timed = trace_of([[5, 6, 7], [5]], t_submit=0.0, t_first_token=[1.0, 4.0], t_finish=[2.0, 4.0])
+    first, second = recorded_responses(timed)
+    assert first.times_s.tolist() == [1.0, 1.5, 2.0]
+    assert second.times_s.tolist() == [4.0]
+    assert second.opened_s == 0.0
+
+
+def test_a_later_turn_is_not_known_before_the_turn_before_it_is_over():
+    two_turns = trace_of([[5, 6, 7], [8, 9]])
+    frames = {name: two_turns.table(name) for name in two_turns.names}
+    frames = {name: f.assign(sample=0, turn=[0, 1]) for name, f in frames.items() if f is not None}
+    drafter = Copycat()
+    ReplayedDrafter(lambda: drafter).annotate(recorded_responses(two_turns.replace(**frames)), 2)
+    assert [e[:2] for e in drafter.log if e[0] in ("open", "close")] == [
+        ("open", (0, "p", 0, 0)), ("close", (0, "p", 0, 0)), ("open", (0, "p", 0, 1)), ("close", (0, "p", 0, 1)),
+    ]  # fmt: skip
+
+
+def test_recorded_iterations_say_when_each_token_came():
+    columns = {
+        "rl_step": 0, "worker": 0, "iteration": range(3), "t_start": [0.0, 1.0, 2.0], "duration": 1.0,
+        "batch": [2, 2, 1], "context_tokens": 9, "prefill_tokens": 0, "drafter": ["none", "ngram", "ngram"],
+        "draft_depth": [0, 3, 3], "top_k": [0, 1, 1], "tokens_to_verify": [1, 4, 4], "num_drafted": 0,
+        "num_accepted": [0, 3, 2], "num_generated": [2, 5, 3], "accepted_per_request": [None, [2, 1], [2]],
+    }  # fmt: skip
+    bare = trace_of([[5, 6, 7, 8], [5, 6, 7, 8, 9]], worker=0, t_first_token=0.5, t_finish=9.0)
+    told = bare.replace(iterations=pd.DataFrame(columns))
+    assert [r.times_s.tolist() for r in recorded_responses(told)] == [[1, 2, 2, 2], [1, 2, 2, 3, 3]]
+    # Batches that do not follow from the lengths say nothing: then it is first token and finish.
+    wrong = bare.replace(iterations=pd.DataFrame(columns | {"batch": [2, 2, 2], "accepted_per_request": None}))
+    assert [r.times_s[-1] for r in recorded_responses(wrong)] == [9.0, 9.0]
+
+
+def test_tokens_of_one_iteration_are_told_before_the_next_draft_and_one_has_a_draft_before_each_of_them():
+    first = response(0, [5, 6, 7, 8], [1, 2, 2, 2])
+    second = response(1, [5, 6, 7, 8], [1, 2, 2, 3])
+    # At its tokens 1 and 2 the second has the whole of the first beside it: told in the order of the batch.
+    assert kept(Copycat, [first, second], depth=4) == [[0, 0, 0, 0], [0, 0, 2, 1]]
+
+
+def test_workers_hear_of_each_other_between_rl_steps():
+    replayed = ReplayedDrafter(Copycat)
+    text, times = [5, 6, 7], [1, 2, 3]
+    early = [response(0, text, times, worker=0), response(1, text, [11, 12, 13], worker=1)]
+    assert [row.tolist() for row in replayed.annotate(early, 3)] == [[0, 0, 0], [0, 0, 0]]
+    later = [response(n, text, times, worker=n, key=(1, "p", n, 0)) for n in (0, 1)]
+    assert [row.tolist() for row in replayed.annotate(later, 3)] == [[3, 2, 1], [3, 2, 1]]
+
+
+def test_a_drafter_is_told_what_became_of_the_drafts_that_a_run_would_make():
+    drafter = Copycat()
+    sibling, text = response(0, [5, 6, 0, 8, 9], range(5)), response(1, [5, 6, 7, 8, 9], range(10, 15))
+    ReplayedDrafter(lambda: drafter).annotate([sibling, text], 3)
+    # Drafts at 0 (keeps 2), 3 (keeps 2); the text ends before the second is told of.
+    assert [e for e in drafter.log if e[0] == "observe"] == [("observe", (0, "p", 1, 0), 3, 2)]
+
+
+def test_a_response_of_no_tokens_has_an_empty_row():
+    empty = response(0, [], [])
+    assert kept(Copycat, [empty, response(1, [5], [1.0])], depth=3) == [[], [0]]
+
+
+texts = st.lists(st.lists(st.integers(3, 6), min_size=1, max_size=25), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(texts, st.integers(1, 6), st.randoms(use_true_random=False))
+def test_a_replay_is_what_fresh_drafters_told_all_that_was_there_propose(texts, depth, random):
+    clock = list(range(sum(map(len, texts))))
+    random.shuffle(clock)
+    responses, used = [], 0
+    for sample, text in enumerate(texts):
+        responses.append(response(sample, text, sorted(clock[used : used + len(text)])))
+        used += len(text)
+    events = sorted((t, r.key, at) for r in responses for at, t in enumerate(r.times_s))
+    rows = kept(NgramDrafter, responses, depth)
+    for r, row in zip(responses, rows, strict=True):
+        for at in range(len(r.token_ids)):
+            fresh = NgramDrafter()
+            for each in responses:
+                fresh.open(each.key, each.prompt_token_ids)
+            # Position 0 is drafted just before the request's first token.
+            now = r.times_s[at - 1] if at else r.times_s[0] - 0.5
+            for time, key, position in events:
+                if time <= now:
+                    fresh.extend(key, [responses[key[2]].token_ids[position]])
+            draft, count = fresh.propose(r.key, depth).tokens, 0
+            while r.token_ids[at + count : at + count + 1] == draft[count : count + 1] != []:
+                count += 1
+            assert row[at] == count
+
+
+@settings(deadline=None)
+@given(texts, st.integers(1, 4))
+def test_a_shallower_annotation_is_the_deep_one_cut_and_none_reaches_past_the_end(texts, depth):
+    responses = [response(n, text, range(len(text))) for n, text in enumerate(texts)]
+    for deep, shallow in zip(kept(NgramDrafter, responses, 8), kept(NgramDrafter, responses, depth), strict=True):
+        assert shallow == np.minimum(deep, depth).tolist()
+        assert all(n <= len(deep) - at for at, n in enumerate(deep))
+
+
+def test_rows_are_those_of_the_trace_format():
+    trace = trace_of([[5, 6, 5, 6, 5, 6], [7, 8]])
+    ((step, rows),) = annotate(trace, {DraftedBy("ngram"): ReplayedDrafter(NgramDrafter)}, 4)
+    annotated = step.replace(acceptance=rows).acceptance
+    assert annotated is not None
+    assert annotated["accept_if_drafted"].map(list).tolist() == [[0, 0, 0, 0, 2, 1], [0, 0]]
+    assert annotated[["drafter_age", "max_depth"]].drop_duplicates().values.tolist() == [[0, 4]]
+    assert annotated["drafter_updates"].isna().all()
+
+
+@pytest.mark.parametrize("depth", [0, 256])
+def test_a_depth_that_the_format_cannot_hold_is_refused(depth: int):
+    with pytest.raises(ConfigError, match="give 1 to 255"):
+        list(annotate(trace_of([[5]]), {}, depth))
+
+
+def test_rows_of_the_same_drafter_and_age_are_replaced_and_others_stay():
+    def rows(drafter: str, age: int, depth: int):
+        ((_, table),) = annotate(
+            trace_of([[5, 6], [7]]), {DraftedBy(drafter, age): ReplayedDrafter(NgramDrafter)}, depth
+        )
+        return table
+
+    old = merged(rows("learned", 0, 2), rows("learned", 3, 2))
+    found = merged(old, rows("learned", 3, 7)).to_pandas()
+    assert found.groupby("drafter_age")["max_depth"].unique().map(list).to_dict() == {0: [2], 3: [7]}
+    assert not found.duplicated([*KEY, "drafter", "drafter_age"]).any()
+
+
+def check_of(recorded: list[list[int] | None], batch: list[int], texts: list[list[int]], rows: list[list[int]]):
+    """The agreement of a recording of one worker with annotated rows of depth 8."""
+    num = len(batch)
+    iterations = {
+        "rl_step": 0, "worker": 0, "iteration": range(num), "t_start": np.arange(num) * 1.0, "duration": 1.0,
+        "batch": batch, "context_tokens": 9, "prefill_tokens": 0,
+        "drafter": ["none" if a is None else "ngram" for a in recorded],
+        "draft_depth": [0 if a is None else 3 for a in recorded], "top_k": [0 if a is None else 1 for a in recorded],
+        "tokens_to_verify": [1 if a is None else 4 for a in recorded], "num_drafted": 0,
+        "num_accepted": [sum(a or []) for a in recorded], "num_generated": batch, "accepted_per_request": recorded,
+    }  # fmt: skip
+    trace = trace_of(texts, worker=0, t_submit=0.0, t_finish=1.0).replace(iterations=pd.DataFrame(iterations))
+    ((step, table),) = annotate(trace, {DraftedBy("ngram"): ReplayedDrafter(NgramDrafter)}, 8)
+    index = table.schema.get_field_index("accept_if_drafted")
+    check = AgreementCheck()
+    check.add(step, table.set_column(index, table.schema.field(index), pa.array(rows, pa.list_(pa.uint8()))))
+    (found,) = check.result()
+    return found
+
+
+def test_the_check_compares_the_same_drafts_cut_at_their_depth_and_at_the_end():
+    # Two responses of 5 tokens, drafts of depth 3 at position 1, then at 4 and 3. The second's last draft
+    # kept a token past the end of its text, which the engine dropped.
+    found = check_of([None, [2, 1], [0, 3]], [2, 2, 2], [[5, 6, 7, 8, 9]] * 2, [[9, 8, 0, 0, 0], [9, 1, 0, 2, 0]])
+    assert found.num_drafts == 4
+    assert found.equal_share == 0.75
+    assert (found.annotated_mean, found.recorded_mean) == ((3 + 1 + 0 + 2) / 4, (2 + 1 + 0 + 2) / 4)
+    assert found.difference == 0.25
+    # Residuals of the two responses are 1 - 2/4 and 0 - 2/4.
+    half = 1.96 * np.sqrt(2 * (0.5**2 + 0.5**2)) / 4
+    assert (found.low, found.high) == pytest.approx((0.25 - half, 0.25 + half))
+
+
+@pytest.fixture
+def tltlab(monkeypatch, capsys):
+    """Runs `tltlab trace ...`; returns (exit code, standard output, standard error)."""
+
+    def run(*args: object) -> tuple[object, str, str]:
+        monkeypatch.setattr(cli, "_run", lambda argv: get_command(app).main(argv[1:], standalone_mode=False) or 0)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["trace", *(str(arg) for arg in args)])
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(TINY, tmp_path / "tiny"))
+
+
+def test_a_recorded_trace_is_annotated_in_place_and_agrees_with_what_was_recorded(tltlab, tiny):
+    others = {p.name: p.read_bytes() for p in tiny.iterdir() if p.name != "acceptance.parquet"}
+    code, out, err = tltlab("annotate", tiny, "--drafter", "ngram", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    lengths = found["drafters"][0]["accepted_length"]
+    assert list(lengths) == ["1", "2", "4", "8", "16"]
+    assert sorted(lengths.values()) == list(lengths.values())
+    (recorded,) = found["recorded"]
+    # The recording engine told siblings' tokens one slot of its batch after the other; the rest is exact.
+    assert recorded["equal_share"] > 0.98
+    assert abs(recorded["difference"]) < 0.03
+    assert found["num_positions"] == read(tiny).outcomes["response_tokens"].sum()
+    assert {p.name: p.read_bytes() for p in tiny.iterdir() if p.name != "acceptance.parquet"} == others
+    first = (tiny / "acceptance.parquet").read_bytes()
+    tltlab("annotate", tiny, "--drafter", "ngram")
+    assert (tiny / "acceptance.parquet").read_bytes() == first
+
+
+def test_another_place_leaves_the_trace_as_it_is_and_rows_add_up(tltlab, tiny, tmp_path):
+    out = tmp_path / "out"
+    tltlab("annotate", tiny, "--drafter", "ngram", "--drafter", "own=ngram:scope=request", "--out", out)
+    assert not (tiny / "acceptance.parquet").exists()
+    tltlab("annotate", out, "--drafter", "own=ngram:min_match=1@4", "--max-depth", "3")
+    table = read(out).acceptance
+    kinds = table[["drafter", "drafter_age", "max_depth"]].drop_duplicates()
+    assert sorted(kinds.itertuples(index=False, name=None)) == [("ngram", 0, 16), ("own", 0, 16), ("own", 4, 3)]
+
+
+def test_a_trace_without_tokens_is_refused(tltlab, tiny):
+    (tiny / "tokens.parquet").unlink()
+    code, out, err = tltlab("annotate", tiny, "--drafter", "ngram")
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "no tokens.parquet" in err
+
+
+def test_an_annotation_that_fails_leaves_the_trace_as_it_was(tltlab, tiny, monkeypatch):
+    tltlab("annotate", tiny, "--drafter", "ngram")
+    before = {p.name: p.read_bytes() for p in tiny.iterdir()}
+
+    def fail(*args: object) -> None:
+        raise ConfigError("no more")
+
+    monkeypatch.setattr(AgreementCheck, "add", fail)
+    assert tltlab("annotate", tiny, "--drafter", "suffix=ngram:min_match=3")[0] == 2
+    assert {p.name: p.read_bytes() for p in tiny.iterdir()} == before
+
+
+def test_a_drafter_is_named_by_kind_settings_and_age(tmp_path):
+    assert parse_drafter("ngram")[0] == DraftedBy("ngram", 0)
+    assert parse_drafter("mine=ngram:min_match=3,max_match=4@2")[0] == DraftedBy("mine", 2)
+    assert parse_drafter('{"kind": "ngram", "scope": "request"}')[0] == DraftedBy("ngram", 0)
+    (tmp_path / "drafter.toml").write_text('kind = "suffix"\nscopes = ["problem"]\n')
+    assert parse_drafter(f"das={tmp_path}/drafter.toml")[0] == DraftedBy("das", 0)
+    assert parse_drafter("suffix:scopes=request+problem,window=16,live=false")[0] == DraftedBy("suffix", 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("magic", "'magic'"),
+        ("ngram:min_match", "'min_match' is no key=value"),
+        ("ngram:min_match=9", "1 <= min_match <= max_match"),
+        ("ngram:depth=3", "depth: Extra inputs are not permitted"),
+        ("suffix:scopes=planet", "planet"),
+        ("nowhere.json", "cannot be read"),
+        ("{", "not JSON or TOML"),
+        ('{"kind": "hybrid"}', "a hybrid is two drafters"),
+        ("none=ngram", "'none' stands for no speculation"),
+        ("ngram@2147483648", "at most 2147483647"),
+    ],
+)
+def test_a_drafter_that_makes_no_sense_is_refused(text: str, complaint: str, tltlab, tiny):
+    code, out, err = tltlab("annotate", tiny, "--drafter", text)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+    assert not (tiny / "acceptance.parquet").exists()
+
+
+def test_the_same_name_twice_is_refused(tltlab, tiny):
+    code, _, err = tltlab("annotate", tiny, "--drafter", "ngram", "--drafter", "ngram:min_match=3")
+    assert code == 2
+    assert "is given twice" in err
+
+
+def test_a_learned_drafter_without_the_runtime_says_what_to_install(tltlab, tiny, monkeypatch):
+    monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.offline.annotate", raising=False)
+    monkeypatch.delitem(sys.modules, "tltlab.runtime.drafter.heads.eagle", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    code, _, err = tltlab("annotate", tiny, "--drafter", "eagle:some/folder")
+    assert code == 2
+    assert "pip install 'tltlab[runtime]'" in err

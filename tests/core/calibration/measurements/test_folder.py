@@ -1,0 +1,64 @@
+"""Reading measurements: what a file must hold, and whose requests fit in memory."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tltlab.bench.engine_overhead import read_speedups, read_tpot
+from tltlab.bench.roofline import fitted
+from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
+from tltlab.calibration.measurements.kernels import Kernels
+from tltlab.errors import ConfigError
+
+
+def test_a_table_is_read_from_csv_and_parquet(tmp_path: Path):
+    table = pd.DataFrame({"gpu": ["H100"], "ms": [1.5]})
+    table.to_csv(tmp_path / "a.csv", index=False)
+    table.to_parquet(tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        assert measured_table(tmp_path / name, ("ms",), ("gpu",)).equals(table)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.csv", None, r"no a\.csv in"),
+        ("a.csv", b"", r"a\.csv is empty"),
+        ("a.csv", b"ms,gpu\n", r"a\.csv has no rows"),
+        ("a.csv", b"ms\n1\n", r"a\.csv: no column gpu; there are ms"),
+        ("a.csv", b"ms,gpu\nfast,H100\n", r"a\.csv: column ms holds no numbers: it begins with 'fast'"),
+        ("a.csv", b"\xff\xfe\x00\x01", r"a\.csv cannot be read"),
+        ("a.csv", b'ms,gpu\n1,"H100\n', r"a\.csv cannot be read"),
+        ("a.parquet", b"junk", r"a\.parquet cannot be read"),
+    ],
+)
+def test_a_file_that_is_no_table_is_named(tmp_path: Path, name: str, content: bytes | None, says: str):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=says):
+        measured_table(tmp_path / name, ("ms",), ("gpu",))
+
+
+@pytest.mark.parametrize("content", [b"", b"a,b\n1,2\n"])
+@pytest.mark.parametrize(
+    ("name", "load"),
+    [
+        ("decode_tpot_h100.csv", lambda folder: read_tpot(folder, "vllm", "Qwen3-32B")),
+        ("decode_tpot_h100.csv", fitted),
+        ("tlt_sd_tables.csv", read_speedups),
+        ("gemm_bf16.parquet", lambda folder: Kernels.read(folder, "H100")),
+    ],
+)
+def test_every_reader_of_measurements_names_a_bad_file(tmp_path: Path, name: str, content: bytes, load):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
+        load(tmp_path)
+
+
+def test_requests_fit_up_to_the_capacity_of_the_kv_cache():
+    # 818,155 tokens on four H100, see test_hardware.
+    rows = pd.DataFrame({"concurrency": [199, 200], "isl": 4000, "osl": 96}).assign(
+        gpu="H100", model="Qwen2.5-32B", tp=4
+    )
+    assert fits_kv_cache(rows).tolist() == [True, False]

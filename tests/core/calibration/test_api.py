@@ -1,0 +1,270 @@
+"""Calibration: what was put in comes out, sums are unbiased under heavy-tailed noise, gaps are said."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.calibration.api import calibrate, command, iteration_times, parse_rl_steps
+from tltlab.costs.base import FAR_TOKENS, LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.strategy import Strategy
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+TRUTH = LinearCosts(
+    base_s=3.5e-3, per_request_s=1.2e-4, per_token_s=1.1e-4, per_context_s=1e-8, sd_base_s=2e-4, sd_idle_s=0.0,
+    draft_level_s=1e-4, draft_level_per_request_s=3e-5, prefill_per_token_s=1e-4,
+)  # fmt: skip
+
+
+def rollout(
+    depths: tuple[int, ...] = (0, 1, 2, 4),
+    *,
+    n: int = 1500,
+    steps: int = 2,
+    seed: int = 0,
+    noise: str = "none",
+    truth: LinearCosts = TRUTH,
+    most: int = 32,
+) -> Trace:
+    """A made-up recording: the batch decays from `most` to 1, 20 iterations share a depth, times are by `truth`."""
+    rng = np.random.default_rng(seed)
+    parts = []
+    for step in range(steps):
+        batch = np.maximum(1, np.round(most * np.exp(-4 * np.arange(n) / n))).astype(int)
+        asked = np.repeat(rng.choice(depths, n // 20 + 2), 20)[: n + 1]
+        depth, following = asked[:-1], asked[1:]
+        accepted = [np.minimum(rng.geometric(0.4, b) - 1, d).astype(int) for b, d in zip(batch, depth, strict=True)]
+        drafted = np.array([rng.binomial(b, 0.8) * d for b, d in zip(batch, depth, strict=True)])
+        prefill = np.where(np.arange(n) % 400 == 0, 640, 0)
+        context = batch * (100 + np.arange(n))
+        t = truth
+        verify = t.base_s + t.per_request_s * batch + t.per_context_s * context
+        near, far = np.minimum(batch + drafted, FAR_TOKENS), np.maximum(batch + drafted - FAR_TOKENS, 0)
+        verify += t.per_token_s * near + (t.per_token_s if t.far_token_s is None else t.far_token_s) * far
+        verify += t.sd_base_s * (depth > 0) + t.prefill_per_token_s * prefill
+        draft = following * (t.draft_level_s + t.draft_level_per_request_s * batch)
+        draft += t.draft_per_request_s * batch * (following > 0)
+        if noise != "none":
+            usual = np.exp(rng.normal(0, 0.08, n))
+            busy = np.where(rng.random(n) < 0.01, 2 + 5 * rng.pareto(1.5, n), 1) if noise == "outliers" else 1
+            verify, draft = verify * usual * busy, draft * usual
+        duration = verify + draft
+        parts.append(
+            pd.DataFrame(
+                {
+                    "rl_step": step,
+                    "worker": 0,
+                    "iteration": np.arange(n),
+                    "t_start": np.cumsum(duration) - duration,
+                    "duration": duration,
+                    "draft_duration": draft,
+                    "batch": batch,
+                    "context_tokens": context,
+                    "prefill_tokens": prefill,
+                    "drafter": np.where(depth > 0, "ngram", "none"),
+                    "draft_depth": depth,
+                    "top_k": np.where(depth > 0, 1, 0),
+                    "tokens_to_verify": depth + 1,
+                    "num_drafted": drafted,
+                    "num_accepted": [int(a.sum()) for a in accepted],
+                    "num_generated": [int(a.sum()) + b for a, b in zip(accepted, batch, strict=True)],
+                    "accepted_per_request": accepted,
+                    "next_draft_depth": following,
+                }
+            )
+        )
+    lengths = log_normal(prompts=1, group_size=1, rl_steps=steps)
+    tables = {"workload": lengths.workload, "outcomes": lengths.outcomes, "iterations": pd.concat(parts)}
+    return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
+
+
+def without(trace: Trace, **columns: object) -> Trace:
+    return trace.replace(iterations=trace.iterations.assign(**columns))
+
+
+def test_without_noise_the_costs_are_found():
+    costs = calibrate(rollout()).costs
+    for term, value in TRUTH.model_dump(exclude_none=True).items():
+        if term.endswith("_s"):
+            assert getattr(costs, term) == pytest.approx(value, rel=1e-6, abs=1e-9), term
+
+
+def test_a_search_per_request_is_told_from_what_each_level_takes():
+    truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
+    costs = calibrate(rollout(truth=truth)).costs
+    assert isinstance(costs, LinearCosts)
+    for term in ("draft_per_request_s", "draft_level_s", "draft_level_per_request_s", "sd_base_s"):
+        assert getattr(costs, term) == pytest.approx(getattr(truth, term), rel=1e-4), term
+    for depth in (1, 4):
+        own, known = (c.iteration(Strategy.chain("ngram", depth)) for c in (costs, truth))
+        assert own.draft_s(20) == pytest.approx(known.draft_s(20), rel=1e-4)
+        assert known.draft_s(20) - TRUTH.iteration(Strategy.chain("ngram", depth)).draft_s(20) == pytest.approx(8e-4)
+    noisy = calibrate(rollout(truth=truth, noise="usual", steps=4)).costs
+    assert isinstance(noisy, LinearCosts)
+    assert noisy.draft_per_request_s == pytest.approx(4e-5, rel=0.2)
+
+
+def test_many_tokens_at_once_may_take_less_each():
+    truth = TRUTH.model_copy(update={"far_token_s": 6e-5})
+    trace = rollout((0, 1, 2, 4, 8), truth=truth, most=96)
+    costs = calibrate(trace).costs
+    assert isinstance(costs, LinearCosts)
+    assert costs.per_token_s == pytest.approx(1.1e-4, rel=1e-3)
+    assert costs.far_token_s == pytest.approx(6e-5, rel=1e-3)
+    assert iteration_times(costs, trace) == pytest.approx(trace.iterations["duration"].to_numpy(), rel=1e-3)
+    deep = Strategy.chain("ngram", 8)
+    tokens = 96 * 9
+    more_s = 1.1e-4 * FAR_TOKENS + 6e-5 * (tokens - FAR_TOKENS) - 1.1e-4 * tokens
+    assert truth.iteration(deep).seconds(96, 0) - TRUTH.iteration(deep).seconds(96, 0) == pytest.approx(more_s)
+    assert calibrate(rollout()).costs.far_token_s is None, "too few iterations of many tokens tell nothing of them"
+
+
+def test_drafts_of_one_depth_leave_the_search_in_the_levels():
+    truth = TRUTH.model_copy(update={"draft_per_request_s": 4e-5})
+    found = calibrate(rollout((0, 2), truth=truth))
+    costs = found.costs
+    assert isinstance(costs, LinearCosts)
+    assert costs.draft_per_request_s == 0.0
+    assert costs.draft_level_per_request_s == pytest.approx(TRUTH.draft_level_per_request_s + 4e-5 / 2, rel=1e-4)
+    assert any("drafts of one depth only" in note for note in found.notes)
+
+
+def test_sums_are_unbiased_under_heavy_tailed_noise():
+    for seed in range(3):
+        found = calibrate(rollout(seed=seed, noise="outliers"))
+        assert found.sums["predicted_s"].sum() == pytest.approx(found.sums["measured_s"].sum(), rel=1e-6)
+        regimes = found.residuals.set_index("regime")
+        assert abs(regimes.loc["plain", "bias"]) < 0.1
+        assert abs(regimes.loc["speculative", "bias"]) < 0.1
+
+
+def test_outliers_do_not_bend_the_shape():
+    quiet, noisy = (calibrate(rollout(seed=5, noise=noise)).costs for noise in ("usual", "outliers"))
+    ratio = {t: getattr(noisy, t) / getattr(quiet, t) for t in ("base_s", "per_request_s", "per_token_s")}
+    # Outliers raise the level of all terms alike.
+    assert max(ratio.values()) / min(ratio.values()) < 1.1
+
+
+def test_the_fit_holds_on_rl_steps_that_it_has_not_seen():
+    trace = rollout(steps=4, noise="usual")
+    fitted = calibrate(trace, rl_steps=[0, 1]).costs
+    unseen = calibrate(trace, rl_steps=[2, 3])
+    again = calibrate(trace, rl_steps=[2, 3]).costs
+    assert fitted.base_s == pytest.approx(again.base_s, rel=0.05)
+    assert len(unseen.sums) == 2
+
+
+def test_a_plain_trace_leaves_the_terms_of_speculation_unknown():
+    found = calibrate(rollout((0,)))
+    assert found.acceptance is None
+    assert found.costs.per_request_s == pytest.approx(TRUTH.per_request_s + TRUTH.per_token_s)
+    for term in ("per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s", "draft_level_per_request_s"):
+        assert getattr(found.costs, term) is None
+    assert any("per_token_s is inside per_request_s" in note for note in found.notes)
+
+
+def test_a_constant_batch_leaves_per_request_unknown():
+    trace = rollout((0,))
+    table = trace.iterations.query("batch == 1").assign(context_tokens=100, duration=0.004)
+    found = calibrate(trace.replace(iterations=table.query("prefill_tokens == 0")))
+    assert found.costs.base_s == pytest.approx(0.004)
+    assert found.costs.per_request_s is None
+    assert found.costs.prefill_per_token_s is None
+    assert any("per_request_s is not identified" in note for note in found.notes)
+
+
+def test_drafting_time_not_recorded_apart_stays_in_the_other_terms():
+    trace = without(rollout((0, 2)), draft_duration=None)
+    found = calibrate(trace)
+    assert (found.costs.draft_level_s, found.costs.draft_level_per_request_s) == (0.0, 0.0)
+    assert any("not recorded apart" in note for note in found.notes)
+    assert abs(found.sums["bias"]).max() < 0.02
+
+
+def test_an_idle_drafter_is_measured_where_its_time_is_recorded():
+    trace = rollout((0, 2))
+    table = trace.iterations
+    idle = table["next_draft_depth"] == 0
+    table = table.assign(draft_duration=table["draft_duration"] + 5e-4 * idle, duration=table["duration"] + 5e-4 * idle)
+    assert calibrate(trace.replace(iterations=table)).costs.sd_idle_s == pytest.approx(5e-4)
+
+
+def test_an_idle_drafter_is_found_by_comparison_with_rl_steps_without_one():
+    trace = rollout((0, 2))
+    table = trace.iterations
+    bare = rollout((0,), steps=3, seed=1).iterations.query("rl_step == 2").assign(rl_step=1)
+    loaded = table.query("rl_step == 0")
+    loaded = loaded.assign(duration=loaded["duration"] + 5e-4 * (loaded["draft_depth"] == 0))
+    found = calibrate(trace.replace(iterations=pd.concat([loaded, bare])))
+    assert found.costs.sd_idle_s == pytest.approx(5e-4, rel=1e-3)
+    assert found.costs.base_s == pytest.approx(TRUTH.base_s, rel=1e-3)
+
+
+def test_acceptance_is_counted_per_drafter_and_depth():
+    model = calibrate(rollout()).acceptance
+    assert sorted(model.at(1).drafters_by_depth["ngram"]) == [1, 2, 4]
+    fitted = model.at(8).drafters_by_depth["ngram"][4]
+    assert fitted.accepted[0] == pytest.approx(0.4, abs=0.03)
+    assert fitted.drafted == pytest.approx(3.2, abs=0.1)
+
+
+def test_acceptance_of_a_large_batch_is_not_that_of_a_small_one():
+    trace = rollout((0, 4))
+    table = trace.iterations
+    small = table["batch"] <= 4
+    per_request = zip(table["accepted_per_request"], small, strict=True)
+    lists = [a if a is None or keep else [0] * len(a) for a, keep in per_request]
+    totals = [0 if a is None else int(np.sum(a)) for a in lists]
+    model = calibrate(
+        trace.replace(iterations=table.assign(accepted_per_request=lists, num_accepted=totals))
+    ).acceptance
+    four = Strategy.chain("ngram", 4)
+    assert model.at(2).tokens_per_iteration(four) > 2
+    assert model.at(20).tokens_per_iteration(four) == 1
+
+
+def test_acceptance_from_totals_keeps_the_mean():
+    trace = rollout((2,))
+    full, totals = (calibrate(t).acceptance for t in (trace, without(trace, accepted_per_request=None)))
+    means = [m.at(1).drafters_by_depth["ngram"][2].accepted @ np.arange(3) for m in (full, totals)]
+    assert means[0] == pytest.approx(means[1], abs=1e-6)
+
+
+def test_costs_per_worker():
+    trace = rollout((0, 2))
+    table = trace.iterations
+    slow = table.assign(worker=1, duration=2 * table["duration"], draft_duration=2 * table["draft_duration"])
+    both = trace.replace(iterations=pd.concat([table, slow]))
+    found = calibrate(both, by_worker=True).by_worker
+    assert found[1].base_s == pytest.approx(2 * found[0].base_s)
+
+
+def test_a_trace_without_iterations_cannot_be_calibrated():
+    with pytest.raises(ConfigError, match="no iterations"):
+        calibrate(log_normal(prompts=2))
+
+
+def test_the_command_writes_both_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    rollout().write(tmp_path / "trace")
+    command(tmp_path / "trace", tmp_path / "costs.json", rl_steps="0:1", as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["costs"]["base_s"] == pytest.approx(TRUTH.base_s)
+    assert load_costs(tmp_path / "costs.json").base_s == pytest.approx(TRUTH.base_s)
+    assert json.loads((tmp_path / "acceptance.json").read_text())["kind"] == "by-batch"
+
+
+@pytest.mark.parametrize(("text", "steps"), [("1:3", [1, 2]), (":2", [0, 1]), ("2:", [2, 3]), ("1", [1]), (None, None)])
+def test_rl_steps_are_a_range(text: str | None, steps: list[int] | None):
+    assert parse_rl_steps(text, [0, 1, 2, 3]) == steps
+
+
+@pytest.mark.parametrize("text", ["7:9", "a:b", "3:1"])
+def test_rl_steps_that_are_not_there(text: str):
+    with pytest.raises(ConfigError, match="rl-steps"):
+        parse_rl_steps(text, [0, 1, 2, 3])

@@ -1,0 +1,394 @@
+"""Calibration of every kind: what made the data is found, errors are of data left out, gaps and nonsense are said."""
+
+import json
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.acceptance.freshness import Freshness
+from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_acceptance
+from tltlab.calibration.acceptance.fits import fit_kind
+from tltlab.calibration.api import command
+from tltlab.calibration.costs import fit_points, fit_trace
+from tltlab.calibration.estimators import Hardware
+from tltlab.calibration.measurements.steps import checked, read_step_times
+from tltlab.calibration.residuals import folds, held_out_errors
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.roofline import Constants, RooflineCosts
+from tltlab.costs.stage_files import load_stages
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import Activation, FixedSpec, Policy
+from tltlab.sim.simulate import simulate
+from tltlab.state import DrafterState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace, read
+
+LINEAR = LinearCosts(
+    base_s=3e-3, per_request_s=1e-4, per_token_s=5e-5, per_context_s=1e-8, sd_base_s=4e-4, sd_idle_s=0.0,
+    draft_level_s=2e-4, draft_level_per_request_s=0.0, prefill_per_token_s=2e-5,
+)  # fmt: skip
+CONSTANTS = Constants(
+    memory_efficiency=0.8, compute_efficiency=0.7, kv_efficiency=0.75, link_efficiency=0.6, knee=2.5, step_s=1.5e-3,
+    layer_s=2e-5, allreduce_s=6e-6, per_request_s=4e-5, sd_base_s=3e-3, sd_idle_s=0.0, draft_level_s=3e-4,
+    draft_level_per_request_s=2e-5,
+)  # fmt: skip
+H100 = Hardware(gpu="H100", model="Qwen2.5-7B", tp=1)
+ROOFLINE = RooflineCosts(gpu="H100", model="Qwen2.5-7B", tp=1, constants=CONSTANTS)
+SHIPPED = Path(__file__).resolve().parents[3] / "traces"
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+RECORDED = ((1, 4), (2, 2), (5, 4), (12, 2), (24, 0))
+MEASURED = tuple(product((1, 4, 32), (0, 1, 3, 7)))
+
+
+def grid(costs: CostModel, depths: tuple[int, ...] = (0, 1, 3, 7), *, prefill: bool = False) -> pd.DataFrame:
+    """What a profiler would write of an engine with these costs: batch x depth of a chain x context."""
+    rows = []
+    for batch, depth, each, tokens in product(BATCHES, depths, (200, 4000), (0, 512) if prefill else (0,)):
+        took = costs.iteration(Strategy.chain("learned", depth)).seconds(batch, batch * each)
+        took += costs.prefill_s(tokens) if tokens else 0.0
+        rows.append((batch, depth + 1, batch * each, depth, tokens, took))
+    names = ["batch", "tokens_to_verify", "context_tokens", "draft_depth", "prefill_tokens", "seconds"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def recording(costs: CostModel, *, rl_steps: int = 4, acceptance: object = None) -> Trace:
+    """A simulated run: plain while the batch is large, chains in the tail, of 4 and then of 2."""
+    lengths = log_normal(prompts=6, group_size=4, rl_steps=rl_steps, median=150, cap=400)
+    model = acceptance or GeometricAcceptance(alpha=0.6)
+    active = Activation(max_requests=12, count="running", hold_iterations=0)
+    parts = []
+    for step in range(rl_steps):
+        chain = Strategy.chain("learned", 4 if step < rl_steps // 2 else 2)
+        policy = Policy(selector=FixedSpec(strategy=chain), activation=active)
+        run = simulate(
+            lengths, policy, costs=costs, acceptance=model, workers=1, rl_steps=[step], mode="sampled", seed=step,
+            record_iterations=True,
+        )  # fmt: skip
+        parts.append(run.trace)
+    joined = {name: pd.concat([part.table(name) for part in parts]) for name in parts[0].names if name != "decisions"}
+    return Trace.from_tables(parts[0].manifest.model_copy(update={"num_rl_steps": rl_steps}), joined)
+
+
+def annotated(ages: tuple[int, ...] = (0, 2, 6), rl_steps: int = 4) -> Trace:
+    """Lengths with counterfactuals of a drafter whose chance of 0.8 halves with age, and no iterations."""
+    trace = log_normal(prompts=2, group_size=2, rl_steps=rl_steps, cap=2000)
+    truth, rng, rows = Freshness(untrained=1.0, floor=0.5, age_steps=3.0), np.random.default_rng(1), []
+    for outcome in trace.outcomes.itertuples():
+        for age in ages:
+            chance = 0.8 * truth.level(age, 0)
+            kept = np.minimum(rng.geometric(1 - chance, outcome.response_tokens) - 1, 5)
+            rows.append((*outcome[1:5], "learned", age, 5, kept))
+    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
+    assert list(trace.outcomes.columns[:4]) == names[:4]
+    return trace.replace(acceptance=pd.DataFrame(rows, columns=names))
+
+
+@pytest.fixture(scope="module")
+def run() -> Trace:
+    return recording(LINEAR)
+
+
+def written(tmp_path: Path, capsys: pytest.CaptureFixture[str], source: Path, **options: object) -> dict:
+    command(source, options.pop("out", tmp_path / "costs.json"), as_json=True, **options)
+    return json.loads(capsys.readouterr().out)
+
+
+def same_times(found: CostModel, truth: CostModel, rel: float, at: tuple[tuple[int, int], ...] = RECORDED) -> None:
+    for batch, depth in at:
+        strategy = Strategy.chain("learned", depth)
+        times = [costs.iteration(strategy).seconds(batch, 300.0 * batch) for costs in (found, truth)]
+        assert times[0] == pytest.approx(times[1], rel=rel), (batch, depth)
+
+
+def test_linear_costs_are_found_in_a_recording(run: Trace):
+    found = fit_trace(run)
+    same_times(found.costs, LINEAR, rel=1e-3)
+    assert found.costs.calibrated.batch == (1, 24)
+    assert found.held_out_error < 1e-3
+
+
+def test_a_table_is_found_in_a_recording(run: Trace):
+    found = fit_trace(run, "table")
+    same_times(found.costs, LINEAR, rel=0.02)
+    assert found.sums["bias"].abs().max() < 0.01
+    assert found.held_out_error < 0.05
+
+
+def test_a_roofline_is_found_in_a_recording():
+    found = fit_trace(recording(ROOFLINE), "roofline", H100)
+    same_times(found.costs, ROOFLINE, rel=0.03)
+    assert found.held_out_error < 0.03
+    assert found.costs.constants.sd_idle_s == 0.0
+
+
+def test_linear_costs_are_found_in_a_table():
+    found = fit_points(checked(grid(LINEAR, prefill=True)))
+    for term, value in LINEAR.model_dump(exclude_none=True).items():
+        if term.endswith("_s"):
+            assert getattr(found.costs, term) == pytest.approx(value, rel=1e-5, abs=1e-9), term
+    assert found.held_out_error < 1e-6
+    assert found.sums.empty
+
+
+def test_chains_leave_drafting_per_request_inside_verification():
+    truth = LINEAR.model_copy(update={"draft_level_per_request_s": 3e-5})
+    found = fit_points(checked(grid(truth))).costs
+    assert found.draft_level_per_request_s == 0.0
+    assert any("draft_level_per_request_s could not be told" in note for note in found.notes)
+    same_times(found, truth, rel=1e-5, at=MEASURED)
+
+
+def test_a_table_of_costs_is_found_in_a_table():
+    found = fit_points(checked(grid(LINEAR, prefill=True)), "table")
+    same_times(found.costs, LINEAR, rel=0.01, at=MEASURED)
+    assert found.costs.prefill_per_token_s == pytest.approx(LINEAR.prefill_per_token_s, rel=0.01)
+    assert list(found.cross_validation["fold"]) == [*(f"batch {b}" for b in BATCHES), "overall"]
+    assert any("rows with prefill are not cross-validated" in note for note in found.costs.notes)
+
+
+def test_a_roofline_is_found_in_a_table():
+    found = fit_points(checked(grid(ROOFLINE)), "roofline", H100)
+    same_times(found.costs, ROOFLINE, rel=0.01, at=MEASURED)
+    assert found.held_out_error < 0.05
+    assert (found.costs.gpu, found.costs.tp) == ("H100", 1)
+
+
+def test_a_straight_line_errs_where_a_roofline_bends():
+    points = checked(grid(ROOFLINE))
+    line, roof = fit_points(points), fit_points(points, "roofline", H100)
+    assert line.held_out_error > 2 * roof.held_out_error
+
+
+def test_folds_are_runs_of_neighbours_and_at_most_so_many():
+    assert list(folds(range(16)).values()) == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert folds([3, 5]) == {"RL step 3": [3], "RL step 5": [5]}
+    assert folds([3]) == {}
+
+
+def test_a_fold_is_predicted_by_a_fit_that_has_not_seen_it(run: Trace):
+    table = run.iterations
+    slow = table["rl_step"] == 2
+    changed = table.assign(duration=table["duration"] * np.where(slow, 2.0, 1.0))
+    found = fit_trace(run.replace(iterations=changed)).cross_validation.set_index("fold")
+    assert found.loc["RL step 2", "sums_bias"] == pytest.approx(-0.5, abs=0.05)
+    assert found.loc["overall", "num"] == len(table)
+    assert found.loc["overall", "num_sums"] == 4
+
+
+def test_what_the_rest_cannot_predict_has_no_error(run: Trace):
+    table = run.iterations.query("rl_step < 3")
+    plain = table[(table["rl_step"] == 0) | (table["draft_depth"] == 0)]
+    found = fit_trace(
+        run.select([0, 1, 2]).replace(iterations=plain.assign(next_draft_depth=None, draft_duration=None))
+    )
+    errors = found.cross_validation.set_index("fold")["mean_abs_relative_error"]
+    assert errors.isna().to_dict() == {"RL step 0": True, "RL step 1": False, "RL step 2": False, "overall": False}
+    assert any("RL step 0 left out: not predicted" in note for note in found.costs.notes)
+
+
+def test_held_out_errors_by_hand():
+    rows = pd.DataFrame(
+        {"fold": ["a", "a", "b"], "rl_step": [0, 0, 1], "worker": 0, "measured_s": [1.0, 2.0, 4.0],
+         "predicted_s": [1.1, 1.8, np.nan]}
+    )  # fmt: skip
+    found = held_out_errors(rows).set_index("fold")
+    assert found.loc["a", "mean_abs_relative_error"] == pytest.approx(0.1)
+    assert found.loc["a", "sums_mean_abs_relative_error"] == pytest.approx(0.1 / 3)
+    assert np.isnan(found.loc["b", "mean_abs_relative_error"])
+    assert found.loc["overall", "mean_abs_relative_error"] == pytest.approx(0.1)
+
+
+def test_one_batch_size_leaves_terms_unknown():
+    points = checked(grid(LINEAR).query("batch == 8"))
+    found = fit_points(points)
+    assert found.costs.per_request_s is None
+    assert found.cross_validation.empty
+    assert found.held_out_error is None
+    assert any("per_request_s is not identified" in note for note in found.costs.notes)
+    with pytest.raises(ConfigError, match="per_request_s"):
+        found.costs.iteration(NO_SPECULATION)
+
+
+def test_a_table_of_two_batch_sizes_has_nothing_to_leave_out():
+    found = fit_points(checked(grid(LINEAR).query("batch in (1, 8)")), "table", H100)
+    assert found.costs.roofline.gpu == "H100"
+    assert found.held_out_error is None
+    assert any("two batch sizes only" in note for note in found.costs.notes)
+
+
+def test_model_free_drafters_have_no_network():
+    found = fit_points(checked(grid(LINEAR).assign(drafter="ngram")), "roofline", H100).costs
+    assert found.constants.draft_level_s is None
+    assert found.constants.sd_base_s is not None
+
+
+def test_verification_without_drafting_leaves_drafting_unknown():
+    points = checked(grid(LINEAR).drop(columns="draft_depth"))
+    found = fit_points(points)
+    assert found.costs.per_token_s is not None
+    assert (found.costs.sd_base_s, found.costs.draft_level_s) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seconds": -1.0}, "row 0: seconds is -1.0"),
+        ({"seconds": 0.0}, "row 0: seconds is 0.0"),
+        ({"batch": 1.5}, "row 0: batch is 1.5"),
+        ({"tokens_to_verify": 0}, "row 0: tokens_to_verify is 0"),
+        ({"context_tokens": "many"}, "row 0: context_tokens is 'many'"),
+        ({"draft_depth": -1}, "row 0: draft_depth is -1"),
+    ],
+)
+def test_values_that_are_no_measurements_are_refused(change: dict[str, object], said: str):
+    with pytest.raises(ConfigError, match=said):
+        checked(grid(LINEAR).assign(**change))
+
+
+def test_a_table_without_a_column_or_a_row_is_refused(tmp_path: Path):
+    grid(LINEAR).drop(columns="seconds").to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(ConfigError, match=r"t.csv: no column seconds among batch, tokens_to_verify"):
+        read_step_times(tmp_path / "t.csv")
+    with pytest.raises(ConfigError, match="no rows"):
+        checked(grid(LINEAR).iloc[:0])
+    (tmp_path / "t.parquet").write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"t\.parquet"):
+        read_step_times(tmp_path / "t.parquet")
+
+
+def test_hardware_is_known_and_whole(tmp_path: Path, run: Trace):
+    run.write(tmp_path / "trace")
+    for options, said in (
+        ({"kind": "roofline"}, "a roofline needs GPU"),
+        ({"kind": "roofline", "gpu": "H100", "tp": 1}, "give --model too"),
+        ({"kind": "roofline", "gpu": "V1", "model": "Qwen2.5-7B", "tp": 1}, "known are H100, H200, A100"),
+        ({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "tp": 0}, "tp counts GPUs"),
+        ({"gpu": "H100", "model": "Qwen2.5-7B", "tp": 1}, "linear costs have no use"),
+        ({"kind": "cubic"}, "unknown kind of costs 'cubic'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            command(tmp_path / "trace", tmp_path / "costs.json", **options)
+    assert not (tmp_path / "costs.json").exists()
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_the_command_reads_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str):
+    points, path = grid(ROOFLINE).assign(rl_step=0), tmp_path / f"profile.{suffix}"
+    points.to_csv(path, index=False) if suffix == "csv" else points.to_parquet(path)
+    shown = written(tmp_path, capsys, path, kind="roofline", gpu="H100", model="Qwen2.5-7B", tp=1, rl_steps="0")
+    assert (shown["kind"], shown["acceptance"], shown["sums"]) == ("roofline", None, [])
+    assert shown["cross_validation"][-1]["fold"] == "overall"
+    assert shown["cross_validation"][-1]["num_sums"] is None
+    same_times(load_costs(tmp_path / "costs.json"), ROOFLINE, rel=0.01, at=MEASURED)
+    grid(ROOFLINE).to_csv(tmp_path / "no-steps.csv", index=False)
+    with pytest.raises(ConfigError, match="no column rl_step"):
+        command(tmp_path / "no-steps.csv", tmp_path / "again.json", rl_steps="0")
+    for options in ({"acceptance_out": tmp_path / "a.json"}, {"stages_out": tmp_path / "s.json"}, {"rl_steps": "7"}):
+        with pytest.raises(ConfigError):
+            command(path, tmp_path / "again.json", **options)
+
+
+def test_the_command_on_a_recorded_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stages = tmp_path / "stages.json"
+    shown = written(tmp_path, capsys, SHIPPED / "tiny", acceptance="siblings", stages_out=stages)
+    assert {"costs", "residuals", "sums", "notes", "out", "acceptance_out"} < set(shown)
+    assert {"kind", "cross_validation", "held_out_error", "acceptance", "stages", "stages_out"} < set(shown)
+    assert {"fold", "num", "mean_abs_relative_error"} < set(shown["cross_validation"][0])
+    assert len(shown["cross_validation"]) == 4 + 1
+    assert shown["acceptance"]["held_out_error"] < shown["acceptance"]["constant_error"]
+    assert load_acceptance(tmp_path / "acceptance.json").drafters == ("ngram",)
+    assert load_stages(stages).train is not None
+    assert [row["stage"] for row in shown["stages"]["held_out"]][-1] == "all"
+    command(SHIPPED / "tiny", tmp_path / "costs.json", stages_out=stages)
+    text = capsys.readouterr().out
+    assert "left out" in text
+    assert "acceptance by-batch: tokens per draft on RL steps left out" in text
+    assert "constant" in text
+
+
+def test_stages_are_not_written_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    shown = written(tmp_path, capsys, SHIPPED / "tiny")
+    assert (shown["stages"], shown["stages_out"]) == (None, None)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["acceptance.json", "costs.json"]
+
+
+@pytest.mark.parametrize("kind", ["by-batch", "per-request"])
+def test_acceptance_of_a_recording_is_found(run: Trace, kind: str):
+    found = fit_kind(run, kind)
+    strategy, none = Strategy.chain("learned", 4), np.zeros(1)
+    if kind == "by-batch":
+        tokens = found.model.at(4).tokens_per_iteration(strategy)
+    else:
+        tokens = 1.0 + found.model.survival(strategy, none, none + 200, none).sum()
+    # A response's last draft is cut where it ends, which 1 in 30 drafts of so short responses are.
+    assert tokens == pytest.approx(GeometricAcceptance(alpha=0.6).tokens_per_iteration(strategy), rel=0.05)
+    assert sorted(found.held_out["rl_step"]) == [0, 1, 2, 3]
+    assert found.held_out_error is not None
+
+
+def test_acceptance_that_grows_with_siblings_beats_the_mean():
+    truth = SiblingAcceptance(drafter="learned", alone=0.1, most=0.9, exponent=1.0)
+    found = fit_kind(recording(LINEAR, acceptance=truth), "siblings")
+    assert found.model.alpha(np.array([3.0]), np.zeros(1)) == pytest.approx(truth.alpha(3.0, 0.0), abs=0.05)
+    assert found.held_out_error < found.constant_error
+
+
+def test_acceptance_parquet_alone_tells_acceptance(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    annotated().write(tmp_path / "trace")
+    with pytest.raises(ConfigError, match="leave --out away"):
+        command(tmp_path / "trace", tmp_path / "costs.json")
+    shown = written(tmp_path, capsys, tmp_path / "trace", out=None, acceptance_out=tmp_path / "a.json")
+    assert (shown["costs"], shown["out"]) == (None, None)
+    tokens = load_acceptance(tmp_path / "a.json").at(1).tokens_per_iteration(Strategy.chain("learned", 5))
+    assert tokens == pytest.approx(
+        GeometricAcceptance(alpha=0.8).tokens_per_iteration(Strategy.chain("n", 5)), rel=0.03
+    )
+
+
+def test_a_drafter_of_several_ages_tells_how_it_ages(tmp_path: Path):
+    found = fit_kind(annotated(), "fresh")
+    assert found.held_out_error < 0.05 < found.constant_error
+    found.model.write(tmp_path / "fresh.json")
+    model, chain = load_acceptance(tmp_path / "fresh.json"), Strategy.chain("learned", 5)
+    young, old = (model.at_freshness(DrafterState(age=age)).at(1).tokens_per_iteration(chain) for age in (0, 6))
+    level = Freshness(untrained=1.0, floor=0.5, age_steps=3.0).level(6, 0)
+    assert young == pytest.approx(GeometricAcceptance(alpha=0.8).tokens_per_iteration(chain), rel=0.03)
+    assert old == pytest.approx(GeometricAcceptance(alpha=0.8 * level).tokens_per_iteration(chain), rel=0.05)
+
+
+def test_what_a_trace_does_not_tell_about_acceptance_is_refused(tmp_path: Path, run: Trace):
+    for trace, kind, said in (
+        (run, "fresh", "no acceptance.parquet.*state an assumption"),
+        (annotated(ages=(0,)), "fresh", "one age and one number of updates.*state an assumption"),
+        (annotated(), "siblings", "no drafts to fit to"),
+        (log_normal(prompts=2), "per-request", "no drafts to fit to"),
+        (run, "magic", "unknown kind of acceptance 'magic'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            fit_kind(trace, kind)
+    log_normal(prompts=2).write(tmp_path / "lengths")
+    with pytest.raises(ConfigError, match="nothing was speculated"):
+        command(tmp_path / "lengths", None, acceptance_out=tmp_path / "a.json")
+    with pytest.raises(ConfigError, match="nothing to fit"):
+        command(tmp_path / "lengths")
+
+
+def test_the_same_trace_gives_the_same_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for name in ("one", "two"):
+        written(tmp_path, capsys, SHIPPED / "tiny", out=tmp_path / name / "costs.json", acceptance="per-request")
+    for file in ("costs.json", "acceptance.json"):
+        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+def test_costs_hold_on_a_recorded_run_beside_their_own_steps():
+    trace = read(SHIPPED / "subset-sum-small")
+    found = fit_trace(trace)
+    overall = found.cross_validation.iloc[-1]
+    assert len(found.cross_validation) == 9
+    assert overall["num"] == len(trace.iterations)
+    assert overall["mean_abs_relative_error"] < 0.25

@@ -1,0 +1,208 @@
+"""Spot training fitted to spot_training.parquet: rows of a run whose truth is known give it back, gaps are said."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.acceptance.load import FreshAcceptance, load_acceptance
+from tltlab.calibration.api import command
+from tltlab.calibration.idle_training import fit_spot, recorded_updates
+from tltlab.coordination.progress import SpotTraining
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
+
+from ...spot_rows import frame, spot_rows
+
+TRUTH = SpotTraining(
+    padded_samples_per_s=20, packed=False, samples_per_update=4, sample_tokens=300, scaling_efficiency=0.6,
+    start_s=1.5, join_s=0.4, checkpoint_every=25, checkpoint_s=0.05, yield_s=0.2,
+)  # fmt: skip
+"""An update of one worker takes 0.2 s."""
+
+
+def run(truth: SpotTraining = TRUTH, *, steps: int = 8, workers: int = 4, seed: int = 0, **how) -> Trace:
+    """A trace of RL steps in which workers finish between 10 and 30 s."""
+    rng = np.random.default_rng(seed)
+    source = log_normal(rl_steps=steps, prompts=2, group_size=2, workers=workers, seed=seed)
+    rows = []
+    for step in source.rl_steps:
+        ends = sorted(rng.uniform(10, 30, workers))
+        rows += spot_rows(truth, step, ends, ends[-1], rng, **how)
+    return source.replace(spot_training=frame(rows))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_run_gives_back_what_it_was_made_with(seed: int):
+    found = fit_spot(run(seed=seed, noise=0.2))
+    model = found.model
+    assert model.samples_per_s == pytest.approx(TRUTH.samples_per_s, rel=0.06)
+    assert model.scaling_efficiency == pytest.approx(0.6, abs=0.1)
+    for members in (1, 2, 3):
+        assert model.update_s(members) == pytest.approx(TRUTH.update_s(members), rel=0.06)
+    assert model.samples_per_update == 4
+    assert model.update_tokens == pytest.approx(1200)
+    assert (model.start_s, model.join_s) == (pytest.approx(1.5), pytest.approx(0.4))
+    assert (model.checkpoint_every, model.checkpoint_s) == (25, pytest.approx(0.05))
+    assert 0.2 <= model.yield_s <= 0.2 + 0.05 + 0.3
+    assert model.packed, "the table knows packed training only"
+
+
+def test_a_killed_trainer_whose_row_tells_only_when_it_held_its_device_changes_no_rate():
+    trace, truth = run(), fit_spot(run()).model
+    table = trace.spot_training
+    assert table is not None
+    opener = table.sort_values(["t_start", "worker"]).groupby("rl_step").head(1)
+    beside = opener.assign(worker=99, ended="killed", accept=None, yield_s=None, loss=None)
+    nothing = ["setup_s", "train_s", "wait_s", "blocked_s", "updates", "tokens", "sequences", "checkpoints"]
+    beside[nothing] = 0
+    # It came first by a little, and its death ended the period.
+    beside = beside.assign(t_start=beside["t_start"] - 0.01, duration=beside["duration"] + 0.01)
+    found = fit_spot(trace.replace(spot_training=pd.concat([beside, table], ignore_index=True)))
+    for name in ("start_s", "join_s", "checkpoint_every", "yield_s"):
+        assert getattr(found.model, name) == pytest.approx(getattr(truth, name)), name
+    assert found.median_error is not None
+    assert found.median_error < 0.1
+
+
+def test_updates_of_steps_left_out_follow_from_their_training_seconds():
+    found = fit_spot(run(noise=0.2))
+    assert found.residuals["updates"].tolist() == list(recorded_updates(run(noise=0.2).spot_training).values())
+    assert found.median_error is not None
+    assert found.median_error < 0.1
+    assert "RL step" in found.table()
+    assert fit_spot(run(steps=1)).median_error is None
+
+
+def test_a_group_that_trains_more_tokens_and_not_more_updates_is_said():
+    slow = TRUTH.model_copy(update={"scaling_efficiency": 0.0})
+    found = fit_spot(run(slow, own_tokens=True))
+    assert found.model.scaling_efficiency == pytest.approx(0.0, abs=0.02)
+    assert any("tokens of its own" in note for note in found.notes)
+    shared = fit_spot(run(own_tokens=False))
+    assert not any("tokens of its own" in note for note in shared.notes)
+
+
+def test_what_the_rows_do_not_tell_keeps_its_default_with_a_note():
+    default = SpotTraining()
+    alone = fit_spot(run(workers=2))
+    assert alone.model.scaling_efficiency == default.scaling_efficiency
+    assert any("no workers trained together" in note for note in alone.notes)
+    assert alone.model.join_s == default.join_s
+    never = TRUTH.model_copy(update={"checkpoint_every": None})
+    unsaved = fit_spot(run(never, workers=2, saves=False))
+    assert (unsaved.model.checkpoint_s, unsaved.model.checkpoint_every) == (default.checkpoint_s, 100)
+    assert {note.split()[0] for note in unsaved.notes} >= {"checkpoint_s", "checkpoint_every"}
+    table = run().spot_training
+    assert table is not None
+    silent = run().replace(spot_training=table.assign(yield_s=np.nan, tokens=0))
+    found = fit_spot(silent)
+    assert (found.model.yield_s, found.model.sample_tokens) == (default.yield_s, default.sample_tokens)
+
+
+def test_checkpoints_at_the_end_of_long_periods_only_are_recognised():
+    never = TRUTH.model_copy(update={"checkpoint_every": None})
+    quick = never.model_copy(update={"padded_samples_per_s": 200.0})
+    assert fit_spot(run(quick, workers=2)).model.checkpoint_every is None
+
+
+def test_waiting_for_data_is_said():
+    table = run().spot_training
+    assert table is not None
+    waited = table.assign(wait_s=5.0, duration=table["duration"] + 5.0)
+    assert any("waiting for data" in note for note in fit_spot(run().replace(spot_training=waited)).notes)
+
+
+def test_workers_that_never_trained_are_no_evidence():
+    table = run().spot_training
+    assert table is not None
+    idle = table.iloc[:3].assign(
+        term=999, duration=0.0, setup_s=0.0, train_s=0.0, blocked_s=0.0, updates=0, tokens=0, ended="declined"
+    )
+    with_idle = run().replace(spot_training=pd.concat([table, idle], ignore_index=True))
+    assert fit_spot(with_idle).model == fit_spot(run()).model
+
+
+def test_a_run_without_training_is_a_sentence():
+    bare = log_normal(rl_steps=2, workers=2)
+    with pytest.raises(ConfigError, match=r"no spot_training.parquet"):
+        fit_spot(bare)
+    table = run().spot_training
+    assert table is not None
+    with pytest.raises(ConfigError, match="no training period came to an update"):
+        fit_spot(run().replace(spot_training=table.assign(updates=0, train_s=0.0)))
+
+
+def test_a_recording_carries_the_rows_through_a_crash(tmp_path: Path):
+    source = run(steps=2)
+    recorder = Recorder(tmp_path / "trace", Manifest(kind="recorded", num_workers=4))
+    for name in ("workload", "outcomes", "spot_training"):
+        table = source.arrow(name)
+        assert table is not None
+        recorder.append(name, table.to_pylist())
+    recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "policy_version": 0, "drafter_age": 1, "drift_kl": 0.02}])
+    recorder.flush()
+    again = source.arrow("spot_training")
+    assert again is not None
+    recorder.append("spot_training", again.to_pylist()[:1])
+    recorder.flush()
+    recorder._lock.close()
+    saved = repair(tmp_path / "trace")
+    assert "1 rows of spot_training recorded twice" in (saved.manifest.notes or "")
+    assert saved.arrow("spot_training") == source.arrow("spot_training")
+    assert saved.steps is not None
+    assert saved.steps["drift_kl"].tolist() == [pytest.approx(0.02)]
+
+
+def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from tltlab.sim.cli.simulate import simulate
+    from tltlab.sim.scenario import load_spot_training
+
+    source = annotated(run())
+    source.write(tmp_path / "trace")
+    spot, fresh = tmp_path / "spot.json", tmp_path / "fresh.json"
+    command(tmp_path / "trace", spot_out=spot, freshness_out=fresh, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told["spot"]["model"] == json.loads(spot.read_text())
+    assert {"rl_step", "updates", "predicted_updates", "error"} <= set(told["spot"]["residuals"][0])
+    assert {"floor", "age_steps", "untrained", "updates_to_train", "held_out", "held_out_error"} <= set(
+        told["freshness"]
+    )
+    assert (told["costs"], told["out"]) == (None, None)
+    assert load_spot_training(spot) == fit_spot(read(tmp_path / "trace")).model
+    assert isinstance(load_acceptance(fresh), FreshAcceptance)
+    command(tmp_path / "trace", spot_out=spot, freshness_out=fresh)
+    text = capsys.readouterr().out
+    assert "samples_per_s" in text
+    assert "drafter age" in text
+    simulate(
+        tmp_path / "trace",
+        strategy="3,1,4",
+        acceptance=str(fresh),
+        spot_training=str(spot),
+        costs="cpu-small",
+        as_json=True,
+    )
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["spot_training"]["updates"] > 0
+    assert summary["mean_accept_length"] > 1.0
+
+
+def annotated(trace: Trace) -> Trace:
+    """With rows of acceptance.parquet for a drafter in service and one a training older, the older one worse."""
+    rng = np.random.default_rng(0)
+    rows = [
+        {
+            "rl_step": r.rl_step, "prompt_id": r.prompt_id, "sample": r.sample, "turn": r.turn, "drafter": "learned",
+            "drafter_age": age, "drafter_updates": 50 * (1 + int(r.rl_step) - age), "max_depth": 4,
+            "accept_if_drafted": np.minimum(rng.geometric(0.35 + 0.1 * age, int(r.response_tokens)) - 1, 4).tolist(),
+        }
+        for r in trace.outcomes.itertuples()
+        for age in range(min(2, 1 + int(r.rl_step)))
+    ]  # fmt: skip
+    return trace.replace(acceptance=pd.DataFrame(rows))

@@ -1,0 +1,101 @@
+"""`tltlab costs`: the presets, and what a cost model says about iterations."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tltlab.cli.costs import costs
+from tltlab.costs.load import load_costs, presets
+from tltlab.errors import ConfigError
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+LINEAR = {
+    "kind": "linear", "base_s": 4e-3, "per_request_s": 1e-3, "per_token_s": 0.0, "per_context_s": 0.0,
+    "sd_base_s": 5e-3, "sd_idle_s": 0.0, "draft_level_s": 0.0, "draft_level_per_request_s": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture
+def asked(capsys):
+    def ask(*args, **options):
+        costs(*args, **{"batch": "1,8", "context": 4096, "strategy": None, "drafter": "learned", "accept_length": None,
+                        "as_json": True, **options})  # fmt: skip
+        out = capsys.readouterr().out
+        return json.loads(out) if options.get("as_json", True) else out
+
+    return ask
+
+
+def test_without_a_name_all_presets_are_listed(asked):
+    listed = {row["name"]: row for row in asked(None)["presets"]}
+    assert sorted(listed) == presets()
+    assert listed["h100-qwen2.5-32b-tp4"]["gpu"] == "H100"
+    assert listed["h100-qwen2.5-32b-tp4-table"]["model"] == "Qwen2.5-32B"
+    lines = asked(None, as_json=False).splitlines()
+    assert len(lines) == len(presets())
+    assert "Llama-3.3-70B on 4 x H200" in next(line for line in lines if line.startswith("h200-llama"))
+
+
+def test_rates_are_tokens_over_the_iterations_time(tmp_path: Path, asked):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(LINEAR))
+    plain, fast = asked(str(path), batch="6", strategy="4,1,5", accept_length=3.0)["rows"]
+    assert plain["iteration_ms"] == pytest.approx(10.0)
+    assert plain["tokens_per_s_per_request"] == pytest.approx(100.0)
+    assert plain["tokens_per_s"] == pytest.approx(600.0)
+    assert fast["strategy"] == "learned:4"
+    assert fast["iteration_ms"] == pytest.approx(15.0)
+    assert fast["tokens_per_s"] == pytest.approx(1200.0)
+
+
+def test_a_preset_is_asked_at_its_batches_and_context(asked):
+    found = asked("h100-qwen2.5-32b-tp4", batch="2,32", context=1000, strategy="8,8,48", accept_length=7.2)
+    model = load_costs("h100-qwen2.5-32b-tp4")
+    took = [model.iteration(s).seconds(b, b * 1000) for b in (2, 32) for s in (NO_SPECULATION, TREE)]
+    assert [row["iteration_ms"] for row in found["rows"]] == pytest.approx([1e3 * s for s in took])
+    assert found["kv_capacity_tokens"] == model.kv_capacity_tokens
+    assert found["notes"] == list(model.notes)
+
+
+TREE = Strategy("learned", 8, 8, 48)
+
+
+def test_what_lies_beyond_the_measurements_is_said(asked):
+    near, far = asked("h100-qwen2.5-32b-tp4", batch="8,1000")["rows"]
+    assert near["outside"] == []
+    assert near["fits_kv_cache"]
+    assert set(far["outside"]) == {"batch", "context_tokens"}
+    assert not far["fits_kv_cache"]
+    text = asked("h100-qwen2.5-32b-tp4", batch="8,1000", as_json=False)
+    assert "KV cache 818,155 tokens" in text
+    assert text.splitlines()[-1].endswith("batch, context tokens, does not fit the KV cache")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"batch": "1,x"}, "--batch is '1,x'"),
+        ({"batch": "0"}, "at least one request"),
+        ({"strategy": "8,8", "accept_length": 2.0}, "--strategy is '8,8'"),
+        ({"strategy": "8,8,48"}, "go together"),
+        ({"accept_length": 2.0}, "go together"),
+        ({"strategy": "2,2,4", "accept_length": 3.5}, "at most 3 tokens"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(asked, options, says):
+    with pytest.raises(ConfigError, match=says):
+        asked("h100-qwen2.5-7b", **options)
+
+
+def test_an_unknown_name_lists_the_presets(asked):
+    with pytest.raises(ConfigError, match="cpu-small"):
+        asked("nowhere")
+
+
+def test_its_help_loads_nothing_heavy():
+    code = "import sys, tltlab.cli.costs; print([m for m in ('sklearn', 'scipy', 'torch') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

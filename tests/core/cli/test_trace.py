@@ -1,0 +1,226 @@
+"""`tltlab trace ...` and `tltlab timeline` as a user types them, and traces from CSV files of lengths."""
+
+import json
+
+import pytest
+import typer
+from typer.main import get_command
+
+from tltlab.cli import app as cli
+from tltlab.cli.timeline import timeline
+from tltlab.cli.trace import app
+from tltlab.errors import TraceError
+from tltlab.importers.lengths import from_csv
+from tltlab.lengths.generate import log_normal
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
+
+
+@pytest.fixture
+def tltlab(monkeypatch, capsys):
+    """Runs a command line; returns (exit code, standard output, standard error)."""
+    single = typer.Typer()
+    single.command()(timeline)
+    commands = {"trace": app, "timeline": single}
+
+    def run(*args):
+        monkeypatch.setattr(
+            cli, "_run", lambda argv: get_command(commands[argv[0]]).main(argv[1:], standalone_mode=False) or 0
+        )
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return run
+
+
+@pytest.fixture
+def timed(tmp_path):
+    """A small trace with times, on disk."""
+    trace = log_normal(prompts=4, group_size=2, rl_steps=2, median=50, workers=2)
+    outcomes = trace.outcomes
+    outcomes = outcomes.assign(
+        worker=outcomes.index % 2, t_submit=0.0, t_finish=outcomes["response_tokens"] / 100, reward=0.5
+    )
+    return trace.replace(outcomes=outcomes).write(tmp_path / "timed")
+
+
+def csv(tmp_path, text):
+    path = tmp_path / "lengths.csv"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["310\n4096\n95\n", "length\n310\n4096\n95\n\n", "id,response_tokens\n1,310\n2,4096\n3,95\n",
+     "who,n\na,310\nb,4096\nc,95\n", "\ufefftokens\r\n310\r\n4096.0\r\n 95 \r\n", "a,310\nb,4096\nc,95"],
+)  # fmt: skip
+def test_a_csv_of_lengths_is_a_trace(tmp_path, text):
+    trace = read(csv(tmp_path, text))
+    assert trace.outcomes["response_tokens"].tolist() == [310, 4096, 95]
+    assert trace.manifest.kind == "imported"
+    assert trace.manifest.max_response_tokens == 4096
+
+
+def test_known_columns_of_a_csv_are_used(tmp_path):
+    text = "rl_step,prompt_id,prompt_tokens,length\n0,a,7,1\n0,a,7,2\n1,b,8,3\n"
+    trace = from_csv(csv(tmp_path, text))
+    assert trace.rl_steps == [0, 1]
+    assert trace.outcomes["sample"].tolist() == [0, 1, 0]
+    assert trace.workload["prompt_tokens"].tolist() == [7, 7, 8]
+
+
+def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
+    trace = from_csv(csv(tmp_path, "5\n9\n9\n2\n"), group_size=2, max_response_tokens=9, workers=3)
+    assert trace.outcomes["prompt_id"].tolist() == ["p0", "p0", "p1", "p1"]
+    assert trace.outcomes["finish_reason"].tolist() == ["stop", "length", "length", "stop"]
+    assert trace.manifest.num_workers == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "empty"),
+        ("length\n", "no rows"),
+        ("length\n3\n-3\n", r"column length, line 3: got '-3'"),
+        ("length\n3\n\n0\n", r"column length, line 4: got '0'"),
+        ("length\n3\nlong\n", r"column length, line 3: got 'long'"),
+        ("3\n2.5\n", r"line 2: got '2.5'"),
+        ("length\n3\nnan\n", r"line 3: got 'nan'"),
+        ("a,b\n1,2\n", "--column: a, b"),
+        ("length,length\n1,2\n", "twice"),
+        ("rl_step,prompt_id,sample,length\n0,a,0,1\n0,a,0,2\n", "there twice"),
+        ("1,2\n1,2,3,4\n", "not a CSV"),
+    ],
+)
+def test_a_faulty_csv_is_refused_with_its_line(tmp_path, text, says):
+    with pytest.raises(TraceError, match=rf"(lengths\.csv.*|outcomes|workload).*{says}"):
+        read(csv(tmp_path, text))
+
+
+def test_a_length_above_the_stated_maximum_is_a_fault(tmp_path):
+    with pytest.raises(TraceError, match=r"column length, line 3: got 9, the maximum was said to be 8"):
+        from_csv(csv(tmp_path, "length\n3\n9\n"), max_response_tokens=8)
+
+
+def test_generated_traces_are_the_same_for_the_same_seed():
+    one, same, other = (log_normal(prompts=3, rl_steps=2, cap=900, seed=seed) for seed in (1, 1, 2))
+    assert one.outcomes.equals(same.outcomes)
+    assert not one.outcomes.equals(other.outcomes)
+    cut = one.outcomes["finish_reason"] == "length"
+    assert (one.outcomes["response_tokens"][cut] == 900).all()
+    assert cut.any()
+
+
+def test_the_documented_example_of_generate():
+    trace = log_normal(prompts=2, group_size=2, rl_steps=1, seed=0)
+    assert trace.outcomes["response_tokens"].tolist() == [2421, 171, 22, 1627]
+
+
+def test_import_then_validate(tltlab, tmp_path):
+    path = csv(tmp_path, "tokens\n5\n9\n")
+    code, out, _ = tltlab("trace", "import", path, "--out", tmp_path / "t", "--workers", 2, "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "num_rl_steps": 1, "num_responses": 2, "num_tokens": 14, "tables": ["workload", "outcomes"],
+        "path": str(tmp_path / "t"),
+    }  # fmt: skip
+    code, out, _ = tltlab("trace", "validate", tmp_path / "t")
+    assert (code, out.startswith("valid: 2 responses, 14 tokens, 1 RL steps")) == (0, True)
+
+
+def test_generate_then_describe(tltlab, tmp_path):
+    out = tmp_path / "t"
+    args = ["--prompts", 8, "--group-size", 4, "--rl-steps", 2, "--prompt-share", 0.9, "--seed", 3]
+    assert tltlab("trace", "generate", "--out", out, *args)[0] == 0
+    code, text, _ = tltlab("trace", "describe", out)
+    assert code == 0
+    assert "prompt share 0.9" in text
+    described = json.loads(tltlab("trace", "describe", out, "--json")[1])
+    assert described["tables"] == {"workload": 64, "outcomes": 64}
+    assert [row["num_responses"] for row in described["rl_steps"]] == [32, 32]
+    assert described["rl_steps"][0]["rollout_s"] is None
+    assert described["prompt_share"] > 0.7
+
+
+def test_describe_shows_times_where_they_are_known(tltlab, timed):
+    row = json.loads(tltlab("trace", "describe", timed, "--json")[1])["rl_steps"][0]
+    assert row["rollout_s"] == row["max_tokens"] / 100
+    assert 0 < row["bubble_fraction"] < 1
+
+
+def test_validate_of_a_broken_trace_is_exit_code_2_and_one_line(tltlab, timed):
+    (timed / "outcomes.parquet").write_bytes(b"PAR1")
+    code, out, err = tltlab("trace", "validate", timed)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert "outcomes.parquet" in err
+
+
+def test_a_wrong_option_of_generate_is_exit_code_2(tltlab, tmp_path):
+    code, _, err = tltlab("trace", "generate", "--out", tmp_path / "t", "--prompts", 0)
+    assert code == 2
+    assert "prompts is 0" in err
+    assert not (tmp_path / "t").exists()
+
+
+def test_repair_on_the_command_line(tltlab, tmp_path):
+    recorder = Recorder(tmp_path / "t", Manifest(kind="recorded"))
+    row = {"rl_step": 0, "prompt_id": "p", "sample": 0, "turn": 0}
+    recorder.append(
+        "workload", [{**row, "epoch": 0, "prompt_tokens": 1, "max_response_tokens": 9, "policy_version": 0}]
+    )
+    recorder.flush()
+    recorder._lock.close()
+    code, out, _ = tltlab("trace", "repair", tmp_path / "t", "--json")
+    assert code == 0
+    assert json.loads(out)["notes"].startswith("repaired: ")
+    assert read(tmp_path / "t").rl_steps == [0]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".json"])
+def test_timeline_writes_what_its_suffix_says(tltlab, timed, tmp_path, suffix):
+    out = tmp_path / f"timeline{suffix}"
+    code, text, _ = tltlab("timeline", timed, "--out", out, "--compare", timed, "--json")
+    assert code == 0
+    assert json.loads(text)["out"] == str(out)
+    assert out.stat().st_size > 500
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--out", "x.pdf"], "must end in .png, .svg or .json"),
+        (["--rl-step", "first"], "a number or 'all'"),
+        (["--rl-step", "9"], "has no RL step 9: it has 0..1"),
+    ],
+)
+def test_a_wrong_timeline_option_is_exit_code_2(tltlab, timed, args, says):
+    code, _, err = tltlab("timeline", timed, *args)
+    assert code == 2
+    assert says in err
+
+
+def test_timeline_of_all_rl_steps(tltlab, timed, tmp_path):
+    code, text, _ = tltlab("timeline", timed, "--out", tmp_path / "a.png", "--rl-step", "all")
+    assert (code, text.strip()) == (0, f"wrote {tmp_path / 'a.png'} (RL step all)")
+
+
+def test_every_command_has_help_with_an_example(tltlab):
+    for name in ("describe", "validate", "repair", "import", "generate"):
+        code, out, _ = tltlab("trace", name, "--help")
+        assert code == 0
+        assert f"Example: tltlab trace {name}" in " ".join(out.split())
+
+
+def test_an_empty_trace_can_be_described(tltlab, tmp_path):
+    frame = log_normal(prompts=1, rl_steps=1)
+    empty = Trace.from_tables(
+        Manifest(kind="recorded"), {"workload": frame.workload.iloc[:0], "outcomes": frame.outcomes.iloc[:0]}
+    )
+    code, out, _ = tltlab("trace", "describe", empty.write(tmp_path / "t"))
+    assert code == 0
+    assert "0 rows" in out

@@ -1,0 +1,217 @@
+"""The canary: what it calls collapsed, how seldom it is wrong, and that it forgets nothing it must know."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import binom
+
+from tltlab.coordination.canary import FALSE_ALARM, NUM_VERDICTS, Canary, CanaryConfig, DraftCounts
+from tltlab.errors import ConfigError
+
+drafts = st.integers(1, 6).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
+
+
+def watching(predicted: float = 0.8, **config: object) -> Canary:
+    canary = Canary(CanaryConfig(**config))  # type: ignore[arg-type]
+    canary.expect([predicted, predicted], "the swap")
+    return canary
+
+
+def feed(canary: Canary, kept: int, drafts: int) -> Canary:
+    for n in range(drafts):
+        canary.observe(2, int(n < kept))
+    return canary
+
+
+def kinds(canary: Canary) -> list[str]:
+    return [verdict.kind for verdict in canary.verdicts]
+
+
+@given(st.lists(drafts))
+def test_counts_per_position_are_those_of_going_through_every_draft(all_drafts: list[tuple[int, int]]):
+    counts = DraftCounts()
+    for drafted, kept in all_drafts:
+        counts.add(drafted, kept)
+    depth = max((drafted for drafted, _ in all_drafts), default=0)
+    positions = counts.positions
+    assert positions.drafted == tuple(sum(d > i for d, _ in all_drafts) for i in range(depth))
+    assert positions.tried == tuple(sum(d > i and k >= i for d, k in all_drafts) for i in range(depth))
+    assert positions.kept == tuple(sum(k > i for _, k in all_drafts) for i in range(depth))
+    assert counts.first_kept == sum(k > 0 for _, k in all_drafts)
+    again = DraftCounts()
+    again.load_state_dict(json.loads(json.dumps(counts.state_dict())))
+    assert again.positions == positions
+
+
+def test_a_drafter_that_does_as_predicted_is_fine_and_one_that_does_not_has_collapsed():
+    fine = feed(watching(min_drafts=100), 78, 100)
+    assert (kinds(fine), fine.trusted, fine.collapsed) == (["fine"], True, None)
+    assert "does as predicted: 0.780 of 100 first draft tokens" in fine.verdicts[0].sentence
+    bad = feed(watching(min_drafts=100), 5, 100)
+    assert (kinds(bad), bad.trusted) == (["collapsed"], False)
+    assert bad.collapsed is not None
+    assert bad.collapsed.measured == (0.05, 0.0)
+    for said in ("0.050 of 100", "since the swap", "predicted 0.800", "stale weights", "embedding", "vocabulary"):
+        assert said in bad.collapsed.sentence
+
+
+def test_nothing_is_decided_before_there_are_enough_drafts():
+    canary = feed(watching(min_drafts=100), 0, 99)
+    assert (kinds(canary), canary.trusted) == ([], True)
+
+
+def test_a_collapse_that_comes_late_or_is_small_is_found_as_drafts_add_up():
+    canary = watching(0.5, min_drafts=50)  # the bound is 0.25
+    rng = np.random.default_rng(0)
+    while canary.trusted:
+        canary.observe(1, int(rng.random() < 0.15))
+    assert kinds(canary) == ["fine", "collapsed"]
+    assert 50 < canary.verdicts[-1].drafts <= 800
+
+
+def test_without_a_prediction_nothing_is_expected():
+    canary = Canary(CanaryConfig(min_drafts=1))
+    assert feed(canary, 0, 500).trusted
+    canary.expect([], "a swap of which nothing is known")
+    assert feed(canary, 0, 500).trusted
+    assert kinds(canary) == []
+
+
+def test_a_collapsed_drafter_is_not_trusted_again_before_new_weights_come():
+    canary = feed(watching(min_drafts=50), 0, 50)
+    canary.reset("a weight sync", target_moved=True)
+    canary.reset("a wake")
+    feed(canary, 200, 200)
+    assert not canary.trusted
+    canary.expect([0.3], "the next swap")
+    assert canary.trusted
+    assert canary.collapsed is None
+    assert feed(canary, 60, 200).trusted
+
+
+def test_each_event_opens_a_window_of_its_own():
+    canary = feed(watching(min_drafts=100), 9_000, 10_000)
+    canary.reset("a wake")
+    feed(canary, 0, 100)
+    assert not canary.trusted
+    assert canary.verdicts[-1].why == "a wake"
+    assert canary.verdicts[-1].drafts == 100
+
+
+def test_a_moved_target_lowers_the_bound_and_a_wake_does_not():
+    canary = watching(0.8, collapse=0.5, moved_target=0.1)
+    canary.reset("a wake")
+    assert canary.bound == pytest.approx(0.4)
+    for _ in range(2):
+        canary.reset("a weight sync", target_moved=True)
+    assert canary.bound == pytest.approx(0.4 * 0.81)
+    canary.expect([0.6], "the next swap")
+    assert canary.bound == pytest.approx(0.3)
+
+
+def test_a_drafter_that_never_learned_does_not_serve_and_is_not_called_collapsed():
+    canary = watching(0.04, min_drafts=10)
+    assert (kinds(canary), canary.trusted, canary.collapsed) == (["untrained"], False, None)
+    assert "training predicts a chance of 0.040" in canary.verdicts[0].sentence
+    assert kinds(feed(canary, 0, 100)) == ["untrained"]
+
+
+@pytest.mark.parametrize("chance", [math.nan, -0.1, 1.1, math.inf])
+def test_what_is_no_chance_is_refused_and_changes_nothing(chance: float):
+    canary = watching(0.8)
+    with pytest.raises(ConfigError, match="at position 1"):
+        canary.expect([0.5, chance], "a broken training")
+    assert canary.predicted == (0.8, 0.8)
+
+
+@pytest.mark.parametrize(("predicted", "min_drafts"), [(0.8, 50), (0.4, 100), (1.0, 200), (0.25, 100)])
+def test_a_drafter_at_the_bound_is_wronged_with_the_stated_chance_at_most(predicted: float, min_drafts: int):
+    """Exact: the distribution of kept tokens from look to look, those that were judged collapsed taken out."""
+    bound, alive, drafts = 0.5 * predicted, np.ones(1), 0
+    for look in range(7):
+        more = min_drafts * 2**look - drafts
+        drafts += more
+        alive = np.convolve(alive, binom.pmf(np.arange(more + 1), more, bound))
+        worst = binom.cdf(np.arange(drafts + 1), drafts, bound) <= FALSE_ALARM / 2 ** (look + 1)
+        alive[worst] = 0.0
+        most = int(worst.sum()) - 1
+        if look < 3:
+            assert most >= 0, "the test needs a number of kept tokens that counts as collapsed"
+            # Those kept come first, so that earlier looks find nothing.
+            judged = [
+                feed(watching(predicted, min_drafts=min_drafts), kept, drafts).trusted for kept in (most, most + 1)
+            ]
+            assert judged == [False, True]
+    assert 0 < 1 - alive.sum() <= FALSE_ALARM
+
+
+def test_no_window_of_a_sound_drafter_is_called_collapsed_even_where_requests_differ():
+    """Drafts of one request have one chance, spread widely about the prediction: they are not independent."""
+    rng = np.random.default_rng(1)
+    for predicted in (0.3, 0.6, 0.9):
+        canary = watching(predicted, min_drafts=100)
+        for window in range(60):
+            canary.reset(f"window {window}")
+            for chance in rng.beta(4 * predicted, 4 * (1 - predicted), size=16):
+                for kept in rng.random(50) < chance:
+                    canary.observe(1, int(kept))
+        assert set(kinds(canary)) == {"fine"}
+
+
+def test_two_hundred_drafts_are_enough_to_find_a_broken_drafter():
+    rng = np.random.default_rng(2)
+    missed = 0
+    for _ in range(200):
+        canary = watching(0.6, min_drafts=200)  # the bound is 0.3
+        for kept in rng.random(200) < 0.05:
+            canary.observe(1, int(kept))
+        missed += canary.trusted
+    assert missed == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.sampled_from(["keep", "miss", "sync", "wake", "good swap", "bad swap"]), min_size=1, max_size=200),
+    st.integers(0, 200),
+)
+def test_a_state_taken_at_any_time_goes_on_as_if_nothing_had_been(events: list[str], split: int):
+    def play(canary: Canary, events: list[str]) -> None:
+        for event in events:
+            if event in ("keep", "miss"):
+                canary.observe(3, 2 if event == "keep" else 0)
+            elif event in ("sync", "wake"):
+                canary.reset(event, target_moved=event == "sync")
+            else:
+                canary.expect([0.9 if event == "good swap" else 0.01], event)
+
+    config = CanaryConfig(min_drafts=5)
+    whole, first, second = Canary(config), Canary(config), Canary(config)
+    play(whole, events)
+    play(first, events[:split])
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    play(second, events[split:])
+    assert second.state_dict() == whole.state_dict()
+
+
+def test_it_keeps_only_the_newest_verdicts():
+    canary = watching(min_drafts=1)
+    for window in range(100):
+        canary.reset(f"window {window}")
+        canary.observe(1, 1)
+    assert len(canary.verdicts) == NUM_VERDICTS
+    assert canary.verdicts[-1].why == "window 99"
+
+
+def test_watching_a_draft_costs_a_few_microseconds():
+    canary = watching(0.8)
+    start = time.perf_counter()
+    for _ in range(20_000):
+        canary.observe(8, 7)
+    assert (time.perf_counter() - start) / 20_000 < 2e-5

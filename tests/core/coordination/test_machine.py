@@ -1,0 +1,616 @@
+"""The worker coordinator: who trains when, and that lost, doubled and late messages cannot confuse it."""
+
+import math
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from pydantic import ValidationError
+
+from tltlab.coordination.agent import Hold, TrainIn, WorkerAgent
+from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Phase, advance, restarted, wakeup_s
+from tltlab.coordination.messages import (
+    Kill,
+    Released,
+    RolloutEnded,
+    RolloutStarted,
+    StopTraining,
+    Tick,
+    Train,
+    WorkerGone,
+    WorkerReport,
+)
+
+
+class Coordinator:
+    """The machine with its state kept, for tests that tell a story; `say` numbers the reports."""
+
+    def __init__(self, workers=4, **config):
+        self.state = CoordinatorState(config=CoordinatorConfig(**config))
+        self.seq = 0
+        self.tell(RolloutStarted(rl_step=0))
+        for worker in range(workers):
+            self.say(worker, busy=True)
+
+    def tell(self, event, now=0.0):
+        self.state, self.last = advance(self.state, event, now)
+        return list(self.last)
+
+    def say(self, worker, *, busy=False, term=None, acked=None, now=0.0, rl_step=0, incarnation=0):
+        self.seq += 1
+        known = self.state.workers.get(worker)
+        acked = (known.sent_seq if known else 0) if acked is None else acked
+        report = WorkerReport(
+            worker=worker, seq=self.seq, rl_step=rl_step, busy=busy, term=term, acked=acked, incarnation=incarnation
+        )
+        return self.tell(report, now)
+
+    def idle(self, *workers, now=0.0):
+        return [command for worker in workers for command in self.say(worker, now=now)]
+
+    def phase(self, worker):
+        return self.state.workers[worker].phase
+
+    @property
+    def members(self):
+        return self.state.period.members if self.state.period else ()
+
+
+def told(commands, kind):
+    return [command.worker for command in commands if isinstance(command, kind)]
+
+
+def test_training_opens_when_enough_workers_are_idle_and_the_lowest_leads():
+    coordinator = Coordinator(min_idle_workers=2)
+    assert coordinator.idle(3) == []
+    commands = coordinator.idle(1)
+    assert [(c.worker, c.leader, c.members, c.term) for c in commands] == [(1, 1, (1, 3), 1), (3, 1, (1, 3), 1)]
+    assert coordinator.phase(0) is Phase.BUSY
+    assert coordinator.phase(3) is Phase.TRAINING
+
+
+def test_nobody_trains_when_nobody_else_generates():
+    coordinator = Coordinator(workers=2, min_idle_workers=2)
+    assert coordinator.idle(0, 1) == []
+
+
+def test_a_later_idle_worker_joins_and_the_group_learns_of_it():
+    coordinator = Coordinator()
+    coordinator.idle(2)
+    commands = coordinator.idle(0)
+    assert told(commands, Train) == [2, 0]
+    assert coordinator.members == (2, 0), "ranks stay, the leader stays"
+    assert {c.term for c in commands} == {1}
+
+
+def test_late_joining_can_be_switched_off():
+    coordinator = Coordinator(late_join=False)
+    coordinator.idle(2)
+    assert coordinator.idle(0) == []
+    assert coordinator.phase(0) is Phase.IDLE
+
+
+def test_a_group_has_at_most_max_members():
+    coordinator = Coordinator(min_idle_workers=3, max_members=2)
+    coordinator.idle(0, 1, 2)
+    assert coordinator.members == (0, 1)
+    assert coordinator.phase(2) is Phase.IDLE
+
+
+def test_the_end_of_the_rollout_stops_every_member_and_then_releases_the_devices():
+    coordinator = Coordinator(min_idle_workers=2)
+    coordinator.idle(0, 1)
+    assert told(coordinator.tell(RolloutEnded(rl_step=0)), StopTraining) == [0, 1]
+    assert coordinator.idle(0) == []
+    assert coordinator.idle(1) == [Released(rl_step=0)]
+
+
+def test_a_rollout_without_training_is_released_at_once():
+    coordinator = Coordinator()
+    assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)]
+
+
+def test_training_stops_when_the_last_busy_worker_is_done_even_if_the_end_is_not_announced():
+    coordinator = Coordinator(workers=3)
+    coordinator.idle(0, 1)
+    assert told(coordinator.idle(2), StopTraining) == [0, 1]
+
+
+def test_an_acknowledged_stop_does_not_release_a_device_that_still_trains():
+    coordinator = Coordinator()
+    coordinator.idle(0)
+    coordinator.tell(RolloutEnded(rl_step=0))
+    assert coordinator.say(0, term=1) == []
+    assert coordinator.phase(0) is Phase.STOPPING
+    assert coordinator.say(0) == [Released(rl_step=0)]
+
+
+def test_a_free_device_is_not_released_before_the_stop_is_acknowledged():
+    coordinator = Coordinator()
+    coordinator.idle(0)
+    coordinator.tell(RolloutEnded(rl_step=0))
+    assert coordinator.say(0, acked=0) == [], "the order to train may still be under way to it"
+    assert coordinator.say(0) == [Released(rl_step=0)]
+
+
+def test_a_trainer_that_does_not_yield_is_killed_at_the_bound():
+    coordinator = Coordinator(yield_timeout_s=3.0)
+    coordinator.idle(0)
+    coordinator.tell(RolloutEnded(rl_step=0), now=10.0)
+    coordinator.say(0, term=1, now=10.5)
+    assert wakeup_s(coordinator.state) == 13.0
+    assert told(coordinator.tell(Tick(), now=12.9), Kill) == []
+    commands = coordinator.tell(Tick(), now=13.0)
+    assert told(commands, Kill) == [0]
+    assert commands[-1] == Released(rl_step=0)
+    assert coordinator.phase(0) is Phase.GONE
+
+
+def test_a_member_that_gets_work_leaves_and_the_others_go_on():
+    coordinator = Coordinator(min_idle_workers=3)
+    coordinator.idle(0, 1, 2)
+    commands = coordinator.say(1, busy=True, term=1)
+    assert told(commands, StopTraining) == [1]
+    assert told(commands, Train) == [0, 2]
+    assert (coordinator.members, coordinator.state.period.term) == ((0, 2), 1)
+    coordinator.say(1, busy=True)
+    assert coordinator.phase(1) is Phase.BUSY
+
+
+def test_a_leader_that_gets_work_ends_the_period_and_the_next_has_a_new_term():
+    coordinator = Coordinator()
+    coordinator.idle(0, 1)
+    assert told(coordinator.say(0, busy=True, term=1), StopTraining) == [1, 0]
+    assert coordinator.idle(1) == [], "the old leader still trains"
+    (command,) = coordinator.say(0, busy=True)
+    assert (command.worker, command.leader, command.term) == (1, 1, 2)
+
+
+def test_a_member_that_dies_ends_the_period():
+    coordinator = Coordinator()
+    coordinator.idle(0, 1)
+    assert told(coordinator.tell(WorkerGone(worker=1)), StopTraining) == [0]
+    (command,) = coordinator.idle(0)
+    assert (command.term, command.members) == (2, (0,))
+    assert coordinator.phase(1) is Phase.GONE
+
+
+def test_a_process_that_was_replaced_unnoticed_ends_the_period_like_one_that_died():
+    coordinator = Coordinator()
+    coordinator.idle(0, 1)
+    coordinator.say(0, term=1)
+    coordinator.say(1, term=1)
+    commands = coordinator.say(1, acked=0, incarnation=50)
+    assert told(commands, StopTraining) == [0, 1]
+    assert coordinator.idle(0) == []
+    command = coordinator.say(1, incarnation=50)[0]
+    assert (command.term, command.members) == (2, (0, 1))
+    assert [c.incarnation for c in coordinator.last] == [0, 50]
+
+
+def test_each_composition_of_the_group_has_a_number_of_its_own():
+    coordinator = Coordinator()
+    (alone,) = coordinator.idle(2)
+    first, second = coordinator.idle(0)
+    assert alone.group < first.group == second.group
+    assert coordinator.tell(Tick(), now=1.0) == [second, first], "repeated, not renumbered"
+
+
+def test_a_worker_whose_trainer_ended_by_itself_is_not_asked_again_in_this_rollout():
+    coordinator = Coordinator()
+    coordinator.idle(0)
+    coordinator.say(0, term=1)
+    assert coordinator.idle(0) == []
+    assert coordinator.phase(0) is Phase.IDLE
+    coordinator.tell(RolloutEnded(rl_step=0))
+    coordinator.tell(RolloutStarted(rl_step=1))
+    assert told(coordinator.say(0, rl_step=1), Train) == [0]
+
+
+def test_an_unheard_order_is_repeated_until_it_is_acknowledged():
+    coordinator = Coordinator(resend_s=0.5)
+    (train,) = coordinator.idle(0)
+    coordinator.say(0, acked=0, now=0.2)
+    assert coordinator.members == (0,), "not heard is not refused"
+    assert coordinator.tell(Tick(), now=0.4) == []
+    assert coordinator.tell(Tick(), now=0.5) == [train]
+    coordinator.say(0, term=1, now=0.6)
+    assert coordinator.tell(Tick(), now=9.0) == []
+    assert wakeup_s(coordinator.state) == math.inf
+
+
+def test_doubled_and_older_reports_are_ignored():
+    coordinator = Coordinator()
+    old = WorkerReport(worker=0, seq=0, rl_step=0, busy=False)
+    assert coordinator.tell(old) == []
+    assert coordinator.phase(0) is Phase.BUSY
+    new = WorkerReport(worker=0, seq=99, rl_step=0, busy=False)
+    assert told(coordinator.tell(new), Train) == [0]
+    assert coordinator.tell(new) == []
+
+
+def test_a_report_from_the_last_rollout_does_not_make_a_worker_idle():
+    coordinator = Coordinator()
+    coordinator.tell(RolloutEnded(rl_step=0))
+    coordinator.tell(RolloutStarted(rl_step=1))
+    assert coordinator.idle(0) == []
+    assert coordinator.phase(0) is Phase.BUSY
+
+
+def test_announcements_of_older_rollouts_are_ignored():
+    coordinator = Coordinator()
+    coordinator.tell(RolloutEnded(rl_step=0))
+    assert coordinator.tell(RolloutStarted(rl_step=0)) == []
+    assert not coordinator.state.rolling_out
+    coordinator.tell(RolloutStarted(rl_step=1))
+    assert coordinator.tell(RolloutEnded(rl_step=0)) == []
+    assert coordinator.state.rolling_out
+
+
+def test_a_rollout_that_starts_before_the_last_one_was_ended_takes_its_devices_back():
+    coordinator = Coordinator(min_idle_workers=2)
+    coordinator.idle(0, 1)
+    assert told(coordinator.tell(RolloutStarted(rl_step=1)), StopTraining) == [0, 1]
+
+
+def test_the_release_is_repeated_when_it_is_asked_for_again():
+    coordinator = Coordinator()
+    coordinator.tell(RolloutEnded(rl_step=0))
+    assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)]
+
+
+def test_training_of_an_older_term_is_stopped():
+    coordinator = Coordinator()
+    assert told(coordinator.say(2, term=-5), StopTraining) == [2]
+    assert coordinator.phase(2) is Phase.STOPPING
+
+
+def test_a_worker_that_turns_up_after_the_end_does_not_put_off_the_release():
+    coordinator = Coordinator(yield_timeout_s=3.0)
+    coordinator.idle(0)
+    coordinator.tell(RolloutEnded(rl_step=0), now=10.0)
+    coordinator.say(7, term=1, now=12.0)
+    assert coordinator.tell(Tick(), now=13.0)[-1] == Released(rl_step=0)
+
+
+def test_a_silent_member_is_killed_and_a_silent_busy_worker_is_only_written_off():
+    coordinator = Coordinator(workers=2, gone_after_s=4.0)
+    coordinator.idle(0, now=1.0)
+    assert wakeup_s(coordinator.state) == 1.5
+    coordinator.say(1, busy=True, now=3.0)
+    assert told(coordinator.tell(Tick(), now=5.0), Kill) == [0]
+    assert told(coordinator.tell(Tick(), now=7.0), Kill) == []
+    assert coordinator.phase(1) is Phase.GONE
+    coordinator.say(1, busy=True, now=8.0)
+    assert coordinator.phase(1) is Phase.BUSY
+
+
+def test_a_coordinator_that_took_over_stops_everyone_before_it_releases_or_opens_anything():
+    state, commands = restarted(CoordinatorConfig(), range(2), 0.0, above=1000)
+    assert told(commands, StopTraining) == [0, 1]
+    coordinator = Coordinator(workers=0)
+    coordinator.state, coordinator.seq = state, 500
+    coordinator.tell(RolloutStarted(rl_step=4))
+    coordinator.say(0, term=7, rl_step=4)
+    assert coordinator.say(1, busy=True, rl_step=4) == []
+    (command,) = coordinator.say(0, rl_step=4)
+    assert isinstance(command, Train)
+    assert command.term > 1000
+
+
+def test_a_term_that_a_worker_has_seen_is_never_used_again():
+    coordinator = Coordinator()
+    coordinator.say(2, term=41)
+    coordinator.say(2)
+    assert coordinator.state.period.term == 42
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"min_idle_workers": 0}, {"max_members": 0}, {"yield_timeout_s": 0}, {"resend_s": -1}, {"gone_after_s": 0},
+     {"yield_timeout_s": math.nan}, {"leader": 3}],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ValidationError):
+        CoordinatorConfig(**bad)
+
+
+class Process:
+    """A worker's process: its agent, and a trainer that looks at its order at one time and acts on it at another."""
+
+    def __init__(self, index, first_seq):
+        self.index, self.alive, self.looked = index, True, Hold()
+        self.agent = WorkerAgent(worker=index, first_seq=first_seq)
+
+    def trainer_acts(self, now):
+        return self.agent.trainer(self.looked.term if isinstance(self.looked, TrainIn) else None, now)
+
+    @property
+    def may_train(self):
+        return self.alive and (self.agent.held is not None or isinstance(self.agent.order, TrainIn))
+
+
+WORKERS = st.integers(0, 4)
+
+
+class Faults(RuleBasedStateMachine):
+    """Five workers behind a network that loses, doubles, delays and reorders; deaths and restarts on both sides."""
+
+    @initialize(
+        min_idle=st.integers(1, 3),
+        max_members=st.sampled_from([None, 1, 2, 4]),
+        late_join=st.booleans(),
+        gone_after_s=st.sampled_from([None, 6.0]),
+    )
+    def begin(self, min_idle, max_members, late_join, gone_after_s):
+        self.config = CoordinatorConfig(
+            min_idle_workers=min_idle, max_members=max_members, late_join=late_join, gone_after_s=gone_after_s,
+            yield_timeout_s=4.0, resend_s=1.0,
+        )  # fmt: skip
+        self.workers = [Process(i, first_seq=1) for i in range(5)]
+        self.state = CoordinatorState(config=self.config)
+        self.now, self.rl_step, self.ended_s, self.released = 0.0, -1, None, True
+        self.to_coordinator, self.to_workers = [], []
+        self.leaders, self.groups, self.highest = {}, {}, 0
+        self.heard_term = dict.fromkeys(range(5), 0)
+        self.rollout_starts()
+
+    def tell(self, event):
+        before = self.state
+        self.state, commands = advance(self.state, event, self.now)
+        if isinstance(event, RolloutEnded) and before.period is not None:
+            assert set(before.period.members) <= set(told(commands, StopTraining))
+        self.carry_out(commands)
+
+    def carry_out(self, commands):
+        for command in commands:
+            if isinstance(command, Released):
+                assert command.rl_step == self.rl_step
+                assert not [w.index for w in self.workers if w.may_train], "released while training"
+                self.released = True
+                continue
+            self.highest = max(self.highest, command.seq, command.term)
+            if isinstance(command, Kill):
+                self.workers[command.worker].alive = False
+                continue
+            self.to_workers.append(command)
+
+    def deliver(self, command):
+        worker = self.workers[command.worker]
+        if not worker.alive:
+            return
+        before = worker.agent.order
+        self.to_coordinator += worker.agent.receive(command, self.now)
+        order = worker.agent.order
+        if isinstance(order, TrainIn) and order is not before:
+            assert order.term >= self.heard_term[worker.index], "an order of an older term was obeyed"
+            assert self.leaders.setdefault(order.term, order.leader) == order.leader == order.members[0]
+            assert self.groups.setdefault(order.group, (order.term, order.members)) == (order.term, order.members)
+        self.heard_term[worker.index] = max(self.heard_term[worker.index], command.term)
+
+    @precondition(lambda self: self.released)
+    @rule()
+    def rollout_starts(self):
+        self.rl_step += 1
+        self.released, self.ended_s = False, None
+        for worker in self.workers:
+            if worker.alive:
+                assert worker.agent.held is None
+                self.to_coordinator += worker.agent.requests(self.rl_step, True, self.now)
+        self.tell(RolloutStarted(rl_step=self.rl_step))
+
+    @rule()
+    def rollout_ends(self):
+        self.ended_s = self.now if self.ended_s is None else self.ended_s
+        self.requests_done(set(range(5)))
+        self.tell(RolloutEnded(rl_step=self.rl_step))
+
+    @precondition(lambda self: self.ended_s is None)
+    @rule(workers=st.sets(WORKERS, min_size=1, max_size=4))
+    def requests_done(self, workers):
+        for worker in sorted(workers):
+            if self.workers[worker].alive:
+                self.to_coordinator += self.workers[worker].agent.requests(self.rl_step, False, self.now)
+
+    @precondition(lambda self: self.ended_s is None)
+    @rule(worker=WORKERS)
+    def requests_arrive(self, worker):
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].agent.requests(self.rl_step, True, self.now)
+
+    @rule(worker=WORKERS)
+    def heartbeat(self, worker):
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].agent.tick(self.workers[worker].agent.wakeup_s)
+
+    @rule(workers=st.sets(WORKERS, min_size=2, max_size=4), flow=st.booleans(), take=st.booleans())
+    def rollout_goes_its_way(self, workers, flow, take):
+        """What mostly happens, so that faults meet groups at work."""
+        if self.released:
+            self.rollout_starts()
+        if self.ended_s is None:
+            self.requests_done(workers)
+        if flow:
+            self.messages_flow()
+        for worker in range(5):
+            self.trainer_looks_at_its_order(worker)
+            if take:
+                self.trainer_acts_on_what_it_saw(worker)
+
+    @precondition(lambda self: any(worker.may_train for worker in self.workers))
+    @rule(which=st.integers(0, 4), fault=st.sampled_from(["replaced", "dies", "fails", "gets work"]))
+    def member_is_struck(self, which, fault):
+        members = [worker.index for worker in self.workers if worker.may_train]
+        member = members[which % len(members)]
+        self.trainer_looks_at_its_order(member)
+        match fault:
+            case "replaced":
+                self.worker_is_replaced(member, at_once=True)
+            case "dies":
+                self.worker_dies(member, noticed=False)
+            case "fails":
+                self.trainer_fails(member)
+            case "gets work" if self.ended_s is None:
+                self.requests_arrive(member)
+        self.trainer_acts_on_what_it_saw(member)
+
+    @precondition(lambda self: told(self.to_workers, Train))
+    @rule(which=st.integers(0, 9), replaced=st.booleans())
+    def order_comes_late(self, which, replaced):
+        orders = [command for command in self.to_workers if isinstance(command, Train)]
+        order = orders[which % len(orders)]
+        self.worker_is_replaced(order.worker, at_once=replaced)
+        while self.to_coordinator:
+            self.tell(self.to_coordinator.pop(0))
+        self.deliver(order)
+
+    @rule(worker=WORKERS)
+    def trainer_looks_at_its_order(self, worker):
+        self.workers[worker].looked = self.workers[worker].agent.order
+
+    @rule(worker=WORKERS)
+    def trainer_acts_on_what_it_saw(self, worker):
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].trainer_acts(self.now)
+
+    @rule(worker=WORKERS)
+    def trainer_fails(self, worker):
+        if self.workers[worker].alive:
+            self.to_coordinator += self.workers[worker].agent.failed(self.now)
+
+    @rule(worker=WORKERS, noticed=st.booleans())
+    def worker_dies(self, worker, noticed):
+        self.workers[worker].alive = False
+        if noticed:
+            self.tell(WorkerGone(worker=worker))
+
+    @rule(worker=WORKERS, at_once=st.booleans())
+    def worker_is_replaced(self, worker, at_once):
+        if at_once or not self.workers[worker].alive:
+            self.workers[worker] = Process(worker, first_seq=self.workers[worker].agent.incarnation + 1_000_000)
+            self.to_coordinator += self.workers[worker].agent.requests(self.rl_step, False, self.now)
+
+    @rule()
+    def coordinator_restarts(self):
+        self.state, commands = restarted(self.config, range(5), self.now, above=self.highest)
+        self.carry_out(commands)
+        self.tell(RolloutStarted(rl_step=self.rl_step))
+        if self.ended_s is not None:
+            self.ended_s = self.now
+            self.tell(RolloutEnded(rl_step=self.rl_step))
+
+    @precondition(lambda self: self.to_coordinator)
+    @rule(data=st.data(), lost=st.booleans(), doubled=st.booleans())
+    def report_arrives(self, data, lost, doubled):
+        at = data.draw(st.integers(0, len(self.to_coordinator) - 1))
+        report = self.to_coordinator[at] if doubled else self.to_coordinator.pop(at)
+        if not lost:
+            self.tell(report)
+
+    @precondition(lambda self: self.to_workers)
+    @rule(data=st.data(), lost=st.booleans(), doubled=st.booleans())
+    def command_arrives(self, data, lost, doubled):
+        at = data.draw(st.integers(0, len(self.to_workers) - 1))
+        command = self.to_workers[at] if doubled else self.to_workers.pop(at)
+        if not lost:
+            self.deliver(command)
+
+    @precondition(lambda self: self.to_coordinator or self.to_workers)
+    @rule()
+    def messages_flow(self):
+        for _ in range(2000):
+            if not self.to_coordinator and not self.to_workers:
+                return
+            if self.to_coordinator:
+                self.tell(self.to_coordinator.pop(0))
+            else:
+                self.deliver(self.to_workers.pop(0))
+        pytest.fail("the coordinator and the workers never run out of things to say")
+
+    @precondition(lambda self: self.to_coordinator)
+    @rule()
+    def reports_flow(self):
+        """The coordinator hears everything, its commands stay under way."""
+        while self.to_coordinator:
+            self.tell(self.to_coordinator.pop(0))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 5.0]))
+    def time_passes(self, seconds):
+        until = self.now + seconds
+        while wakeup_s(self.state) <= until:
+            self.now = max(self.now, wakeup_s(self.state))
+            self.tell(Tick())
+            assert wakeup_s(self.state) > self.now, "a tick must do what was due"
+        self.now = until
+
+    @rule()
+    def quiet(self):
+        """Messages flow again: everybody repeats itself, and what the coordinator believes is what is."""
+        for _ in range(6):
+            for worker in self.workers:
+                self.trainer_looks_at_its_order(worker.index)
+                self.trainer_acts_on_what_it_saw(worker.index)
+                self.heartbeat(worker.index)
+                if not worker.alive:
+                    self.tell(WorkerGone(worker=worker.index))
+            self.messages_flow()
+            self.time_passes(1.0)
+        self.check_agreement()
+
+    def check_agreement(self):
+        period, known = self.state.period, self.state.workers
+        for worker in self.workers:
+            phase = known[worker.index].phase if worker.index in known else Phase.GONE
+            if not worker.alive:
+                assert phase is Phase.GONE
+                continue
+            if worker.may_train:
+                assert period is not None
+                assert (worker.agent.held, worker.agent.order.leader) == (period.term, period.leader)
+                assert worker.agent.order.members == period.members
+            report = worker.agent.tick(worker.agent.wakeup_s)[0]
+            generating = report.busy or report.rl_step != self.rl_step
+            expected = Phase.TRAINING if worker.may_train else Phase.BUSY if generating else Phase.IDLE
+            assert phase is expected
+        if self.ended_s is not None:
+            assert self.released
+            return
+        invited = [w for w in known.values() if w.phase is Phase.IDLE and not w.declined]
+        if any(w.phase is Phase.BUSY for w in known.values()) and period is None:
+            assert len(invited) < self.config.min_idle_workers, "enough idle workers, and nobody trains"
+
+    @invariant()
+    def members_are_the_training_workers(self):
+        training = {i for i, w in self.state.workers.items() if w.phase is Phase.TRAINING}
+        members = self.state.period.members if self.state.period else ()
+        assert set(members) == training
+        assert len(members) == len(training) <= (self.config.max_members or 5)
+        assert self.state.rolling_out or not members
+
+    @invariant()
+    def nobody_waits_longer_than_the_bound(self):
+        if self.ended_s is not None and not self.released:
+            assert self.now <= self.ended_s + self.config.yield_timeout_s
+
+    def teardown(self):
+        if hasattr(self, "state"):
+            self.quiet()
+            self.the_next_rollout_trains_again()
+
+    def the_next_rollout_trains_again(self):
+        self.rollout_ends()
+        self.quiet()
+        assert self.released
+        for worker in self.workers:
+            self.worker_is_replaced(worker.index, at_once=False)
+        self.rollout_starts()
+        self.requests_done({0, 1, 2, 4})
+        self.quiet()
+        trains = [w.index for w in self.workers if w.agent.held is not None]
+        assert len(trains) == min(4, self.config.max_members or 4) or not self.config.late_join
+        assert len(trains) >= min(self.config.min_idle_workers, self.config.max_members or 4)
+
+
+TestFaults = Faults.TestCase
+TestFaults.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,226 @@
+"""Spot training: updates in closed form against a loop over updates, checkpoints, losses and bad settings."""
+
+import math
+from fractions import Fraction
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from tltlab.coordination.progress import CHECKPOINT_S, Progress, SpotTraining, Trained
+from tltlab.errors import ConfigError
+
+SIMPLE = SpotTraining(
+    padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
+    start_s=5, join_s=1, checkpoint_every=10, checkpoint_s=0.5,
+)  # fmt: skip
+"""An update of one worker takes 2 s, a cycle of ten with its checkpoint 20.5 s."""
+
+
+def changed(**fields):
+    return SpotTraining(**(SIMPLE.model_dump() | fields))
+
+
+def one_by_one(model, groups, end_s, data, kill):
+    """The slow oracle: every update, pause and wait on its own, in exact arithmetic."""
+    updates = unsaved = checkpoints = 0
+    share, setup, writing = Fraction(0), Fraction(model.start_s), Fraction(0)
+    changes = sorted({at for at, _ in groups} | {at for at, _ in data or []} | {end_s})
+    members = groups[0][1]
+    for begin, end in pairwise(changes):
+        if begin < groups[0][0] or begin >= end_s:
+            continue
+        now_members = [m for at, m in groups if at <= begin][-1]
+        if now_members != members:
+            members, setup = now_members, max(setup, Fraction(model.join_s))
+        allowed = math.inf if data is None else max([0, *(model.max_updates(x) for at, x in data if at <= begin)])
+        left, update = Fraction(end) - Fraction(begin), Fraction(model.update_s(members))
+        while left > 0:
+            if setup > 0:
+                step = min(left, setup)
+                setup -= step
+            elif writing > 0:
+                step = min(left, writing)
+                writing -= step
+                if writing == 0:
+                    unsaved, checkpoints = 0, checkpoints + 1
+            elif share == 0 and updates >= allowed:
+                step = left
+            else:
+                step = min(left, (1 - share) * update)
+                share += step / update
+                if share == 1:
+                    share, updates, unsaved = Fraction(0), updates + 1, unsaved + 1
+                    if unsaved == model.checkpoint_every:
+                        writing = Fraction(model.checkpoint_s)
+                        if writing == 0:
+                            unsaved, checkpoints = 0, checkpoints + 1
+            left -= step
+    if kill:
+        return (updates - unsaved, unsaved, checkpoints)
+    done = updates + (model.on_stop == "finish" and share > 0)
+    return (done, 0, checkpoints + (unsaved + done - updates > 0))
+
+
+@pytest.mark.parametrize("idle_s", [0.0, 4.0, 5.0, 6.999, 7.0, 24.999, 25.0, 25.4, 27.5, 1000.0])
+def test_an_uninterrupted_period_does_as_many_updates_as_fit_behind_its_set_up(idle_s):
+    without_checkpoints = changed(checkpoint_every=None)
+    rate = 4 / 8
+    assert without_checkpoints.train([(100.0, 1)], 100.0 + idle_s).updates == max(0, math.floor((idle_s - 5) * rate))
+
+
+def test_a_checkpoint_blocks_after_every_tenth_update():
+    assert SIMPLE.train([(0.0, 1)], 25.0) == Trained(updates=10, checkpoints=1, tokens=8000)
+    assert SIMPLE.train([(0.0, 1)], 27.0).updates == 10, "the eleventh ends at 27.5"
+    assert SIMPLE.train([(0.0, 1)], 27.5) == Trained(updates=11, checkpoints=2, tokens=8800)
+
+
+def test_stopped_it_loses_nothing_and_killed_what_its_last_checkpoint_lacks():
+    groups, end_s = [(0.0, 1)], 5 + 2 * 20.5 + 3 * 2.0 + 1.0
+    assert SIMPLE.train(groups, end_s) == Trained(updates=23, checkpoints=3, tokens=18400)
+    assert SIMPLE.train(groups, end_s, kill=True) == Trained(updates=20, updates_lost=3, checkpoints=2, tokens=16000)
+
+
+def test_a_checkpoint_that_is_still_being_written_does_not_save():
+    assert SIMPLE.train([(0.0, 1)], 25.25, kill=True) == Trained(updates_lost=10)
+    assert SIMPLE.train([(0.0, 1)], 25.5, kill=True) == Trained(updates=10, checkpoints=1, tokens=8000)
+
+
+def test_without_checkpoints_a_kill_loses_everything():
+    assert changed(checkpoint_every=None).train([(0.0, 1)], 105.0, kill=True) == Trained(updates_lost=50)
+
+
+def test_a_second_member_halves_the_update_but_pauses_the_group_once():
+    alone = changed(checkpoint_every=None).train([(0.0, 1)], 25.0).updates
+    joined = changed(checkpoint_every=None).train([(0.0, 1), (15.0, 2)], 25.0).updates
+    assert (alone, joined) == (10, 14)
+
+
+def test_who_joins_during_set_up_does_not_lengthen_it():
+    assert changed(checkpoint_every=None).train([(0.0, 1), (2.0, 2)], 25.0).updates == 20
+
+
+def test_packing_is_worth_its_factor():
+    packed, padded = SpotTraining(), SpotTraining(packed=False)
+    assert packed.samples_per_s == pytest.approx(29.6)
+    assert padded.update_s(1) / packed.update_s(1) == pytest.approx(2.2, rel=0.02)
+
+
+def test_the_checkpoint_that_blocks_less_leaves_more_updates():
+    often = {"checkpoint_every": 1, "samples_per_update": 8}
+    updates = [SpotTraining(checkpoint_s=s, **often).train([(0.0, 1)], 605.0).updates for s in CHECKPOINT_S.values()]
+    assert updates == sorted(updates)
+    assert updates[2] > 2 * updates[0]
+
+
+def test_scaling_efficiency_is_the_worth_of_each_further_member():
+    assert changed(scaling_efficiency=0.5).update_s(3) == pytest.approx(1.0)
+    assert changed(scaling_efficiency=0.0).update_s(8) == SIMPLE.update_s(1)
+
+
+def test_an_empty_buffer_trains_nothing_and_data_that_arrive_start_it():
+    assert SIMPLE.train([(0.0, 1)], 25.0, data=[]) == Trained()
+    assert SIMPLE.train([(0.0, 1)], 25.0, data=[(15.0, 1.0)]).updates == 5
+
+
+def test_no_token_is_trained_more_than_max_epochs_times():
+    model = changed(max_epochs=2)
+    assert model.train([(0.0, 1)], 1000.0, data=[(0.0, 1200.0)]).updates == 3
+    assert model.train([(0.0, 1)], 1000.0, data=[(0.0, 1200.0), (500.0, 1600.0)]).updates == 4
+
+
+def test_the_time_without_data_is_reported():
+    progress, _ = SIMPLE.advance(Progress(), 30.0, 1, max_updates=3)
+    assert (progress.updates, progress.trained_s, progress.waited_s) == (3, 6.0, 24.0)
+
+
+def test_the_longest_responses_are_carried_into_the_next_rollout():
+    model = changed(carried_share=0.5)
+    assert model.carried_tokens([10, 400, 30, 200]) == 600
+    assert model.carried_tokens([]) == 0
+    assert changed(carried_share=0).carried_tokens([10, 400]) == 0
+
+
+def test_finishing_the_update_under_way_holds_the_device_for_less_than_an_update():
+    model = changed(on_stop="finish", yield_s=0.25)
+    progress, _ = model.advance(Progress(), 2.5, 1)
+    assert model.yield_delay_s(progress, 1) == pytest.approx(1.75)
+    assert model.stopped(progress).updates == 2
+    assert changed(yield_s=0.25).yield_delay_s(progress, 1) == 0.25
+    assert SIMPLE.stopped(progress).updates == 1
+
+
+def test_the_beginnings_of_checkpoints_are_reported_once():
+    progress, first = SIMPLE.advance(Progress(setup_left_s=5.0), 25.25, 1)
+    progress, second = SIMPLE.advance(progress, 45.0, 1)
+    assert first == (25.0,)
+    assert [25.25 + at for at in second] == [45.5, 66.0]
+    assert progress.checkpoints == 3
+
+
+EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    times=st.lists(EIGHTHS, min_size=2, max_size=6),
+    members=st.lists(st.sampled_from([1, 2, 4]), min_size=5, max_size=5),
+    start_s=st.sampled_from([0.0, 0.125, 5.0]),
+    join_s=st.sampled_from([0.0, 0.5]),
+    every=st.sampled_from([None, 1, 3, 10]),
+    checkpoint_s=st.sampled_from([0.0, 0.25, 3.0]),
+    update_samples=st.sampled_from([1, 2, 8]),
+    data=st.none() | st.lists(st.tuples(EIGHTHS, st.integers(0, 20_000)), max_size=4),
+    max_epochs=st.sampled_from([None, 1, 2.5]),
+    on_stop=st.sampled_from(["abandon", "finish"]),
+    kill=st.booleans(),
+)
+def test_the_closed_form_is_the_loop_over_updates(
+    times, members, start_s, join_s, every, checkpoint_s, update_samples, data, max_epochs, on_stop, kill
+):
+    model = changed(
+        start_s=start_s, join_s=join_s, checkpoint_every=every, checkpoint_s=checkpoint_s, on_stop=on_stop,
+        samples_per_update=update_samples, max_epochs=max_epochs,
+    )  # fmt: skip
+    *starts, end_s = sorted(set(times)) if len(set(times)) > 1 else [0.0, times[0] + 1.0]
+    groups = list(zip(starts, members, strict=False))
+    end_s = max(end_s, groups[-1][0])
+    found = model.train(groups, end_s, data=data, kill=kill)
+    assert (found.updates, found.updates_lost, found.checkpoints) == one_by_one(model, groups, end_s, data, kill)
+
+
+@settings(max_examples=100, deadline=None)
+@given(cuts=st.lists(st.floats(0, 200), max_size=8), members=st.integers(1, 64))
+def test_it_does_not_matter_how_often_progress_is_looked_at(cuts, members):
+    model = SpotTraining(checkpoint_every=7)
+    whole, starts = model.advance(Progress(setup_left_s=5.0), 200.0, members)
+    pieces, now, seen = Progress(setup_left_s=5.0), 0.0, []
+    for cut in sorted([*cuts, 200.0]):
+        pieces, begun = model.advance(pieces, cut - now, members)
+        seen += [now + at for at in begun]
+        now = cut
+    assert abs(pieces.updates - whole.updates) <= 1, "an update may end within rounding of the last look"
+    assert pieces.updates + pieces.share == pytest.approx(whole.updates + whole.share, abs=1e-6)
+    assert pieces.trained_s == pytest.approx(whole.trained_s, abs=1e-6)
+    assert seen[: len(starts)] == pytest.approx(starts[: len(seen)], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"padded_samples_per_s": 0}, {"packing_factor": 0.5}, {"scaling_efficiency": 1.5}, {"samples_per_update": 0},
+     {"start_s": -1}, {"checkpoint_every": 0}, {"checkpoint_s": math.nan}, {"carried_share": 2}, {"max_epochs": 0},
+     {"on_stop": "wait"}, {"optimiser_s": 1}],
+)  # fmt: skip
+def test_settings_that_make_no_sense_are_refused(bad):
+    with pytest.raises(ValidationError):
+        SpotTraining(**bad)
+
+
+@pytest.mark.parametrize(
+    ("groups", "end_s"), [([], 1.0), ([(0.0, 0)], 1.0), ([(2.0, 1)], 1.0), ([(0.0, 1)], math.inf), ([(math.nan, 1)], 1)]
+)
+def test_a_period_needs_members_and_ascending_times(groups, end_s):
+    with pytest.raises(ConfigError, match="ascending times"):
+        SIMPLE.train(groups, end_s)

@@ -1,0 +1,250 @@
+"""When drafters are trained, played with drafters that drift slowly, fast or not at all; and what the record says."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.coordination.schedule import Decision, ScheduleConfig, TrainingSchedule
+from tltlab.state import DrafterState
+
+TRAINED = DrafterState(updates=1)
+
+
+class Drafter:
+    """One whose accepted length falls by the share `drift` per RL step and comes back to `best` by training.
+
+    A rollout's mean is that of `drafts` geometric lengths, times a lognormal factor for its prompts.
+    """
+
+    def __init__(self, drift: float, *, best: float = 3.0, drafts: int = 3000, prompts: float = 0.0, seed: int = 0):
+        self.drift, self.best, self.drafts, self.prompts = drift, best, drafts, prompts
+        self.rng = np.random.default_rng(seed)
+        self.age = 0
+
+    def rollout(self) -> float:
+        self.age += 1
+        mean = max(self.best * (1 - self.drift) ** self.age * math.exp(self.rng.normal(0, self.prompts)), 1.01)
+        return float(self.rng.geometric(1 / mean, self.drafts).mean())
+
+
+def play(schedule: TrainingSchedule, drafter: Drafter, rl_steps: int, first: int = 0) -> list[int]:
+    """The RL steps in which the drafter was trained."""
+    trained = []
+    for rl_step in range(first, first + rl_steps):
+        train = schedule.decide(rl_step, TRAINED).train
+        schedule.rollout_done(rl_step, drafter.rollout(), 0.01, drafts=drafter.drafts)
+        if train:
+            trained.append(rl_step)
+            schedule.trained(rl_step, updates=100)
+            drafter.age = 0
+    return trained
+
+
+def dropping(drop: float = 0.03) -> TrainingSchedule:
+    return TrainingSchedule(ScheduleConfig(drop=drop), pretrained=True)
+
+
+def test_by_default_training_waits_for_acceptance_to_drop():
+    schedule = TrainingSchedule(ScheduleConfig())
+    assert schedule.decide(0, DrafterState()) == Decision(train=True, reason="the drafter was never trained")
+    schedule.rollout_done(0, None, drafts=0)
+    schedule.trained(0, updates=50)
+    assert schedule.decide(1, TRAINED).train, "what the first training brought is not known yet"
+    schedule.rollout_done(1, 3.0, drafts=5000)
+    assert schedule.decide(2, TRAINED).reason == "the accepted length is 3.00, at best 3.00"
+    schedule.rollout_done(2, 2.5, drafts=5000)
+    assert schedule.decide(3, TRAINED) == Decision(
+        train=True, reason="the accepted length fell from 3.00 to 2.50 (RL step 2)"
+    )
+    schedule.trained(3, updates=50)
+    assert schedule.decide(4, TRAINED).reason == "nothing was drafted since the last training"
+
+
+def test_a_rollout_of_few_drafts_proves_no_drop_and_sets_no_record():
+    schedule = dropping()
+    schedule.rollout_done(0, 3.0, drafts=5000)
+    schedule.rollout_done(1, 1.5, drafts=3)
+    assert not schedule.decide(2, TRAINED).train
+    schedule.rollout_done(2, 6.0, drafts=3)
+    schedule.rollout_done(3, 3.0, drafts=5000)
+    assert not schedule.decide(4, TRAINED).train
+
+
+def test_many_rollouts_of_few_drafts_prove_one_together():
+    schedule = dropping()
+    schedule.rollout_done(0, 3.0, drafts=5000)
+    for rl_step in range(1, 200):
+        if schedule.decide(rl_step, TRAINED).train:
+            break
+        schedule.rollout_done(rl_step, 2.5, drafts=20)
+    assert 2 < rl_step < 30
+
+
+def test_drafters_that_do_not_drift_are_seldom_trained():
+    """In 100 RL steps, over runs without and with a noise of 4 % between rollouts."""
+    trainings = [
+        len(play(dropping(), Drafter(0.0, prompts=prompts, seed=seed), 100))
+        for prompts in (0.0, 0.04)
+        for seed in range(6)
+    ]
+    assert np.mean(trainings) <= 3.0
+
+
+@pytest.mark.parametrize(("drift", "fewest", "most"), [(0.005, 5, 40), (0.03, 30, 75)])
+def test_the_faster_a_drafter_drifts_the_oftener_it_is_trained(drift: float, fewest: int, most: int):
+    trainings = [len(play(dropping(), Drafter(drift, seed=seed), 150)) for seed in range(5)]
+    assert fewest <= min(trainings)
+    assert max(trainings) <= most
+
+
+def test_it_keeps_a_drifting_drafter_near_its_best():
+    drafter = Drafter(0.02)
+    schedule = dropping()
+    play(schedule, drafter, 100)
+    frozen = 3.0 * 0.98**100
+    kept = [row.accept_length for row in schedule.record[20:] if row.accept_length]
+    assert np.mean(kept) > 0.93 * 3.0 > 2 * frozen
+
+
+def test_training_goes_on_while_it_still_raises_acceptance():
+    schedule = TrainingSchedule(ScheduleConfig())
+    reasons = []
+    for rl_step, length in enumerate((1.0, 1.8, 2.6, 2.62, 2.61, 2.62)):
+        decision = schedule.decide(rl_step, DrafterState(updates=rl_step))
+        schedule.rollout_done(rl_step, length, drafts=5000)
+        if decision.train:
+            schedule.trained(rl_step, updates=10)
+        reasons.append(decision.reason)
+    assert schedule.trainings == [0, 1, 2, 3]
+    assert reasons[2].endswith("raised the accepted length from 1.00 to 1.80")
+    assert reasons[4] == "nothing was drafted since the last training"
+
+
+def test_a_drafter_that_its_canary_distrusts_is_trained_unless_the_schedule_says_never():
+    for kind, trains in (("never", False), ("always", True), ("every", True), ("acceptance-drops", True)):
+        schedule = TrainingSchedule(ScheduleConfig(kind=kind), pretrained=True)  # type: ignore[arg-type]
+        assert schedule.decide(0, TRAINED, trusted=False).train is trains, kind
+
+
+def test_every_so_many_rl_steps_is_counted_from_the_last_training_that_took_place():
+    schedule = TrainingSchedule(ScheduleConfig(kind="every", every=3), pretrained=True)
+    assert play(schedule, Drafter(0.0), 10) == [3, 6, 9]
+    schedule = TrainingSchedule(ScheduleConfig(kind="every", every=3), pretrained=True)
+    assert [schedule.decide(step, TRAINED).train for step in range(6)] == [False, False, False, True, True, True]
+    schedule.trained(5, updates=0)
+    assert schedule.decide(6, TRAINED).train, "no idle time, no training: it is still due"
+    schedule.trained(6, updates=1)
+    assert not schedule.decide(7, TRAINED).train
+
+
+def test_the_order_of_what_it_is_told_about_one_rl_step_does_not_matter():
+    def told(trained_first: bool) -> TrainingSchedule:
+        schedule = TrainingSchedule(ScheduleConfig())
+        for rl_step, length in enumerate((2.0, 3.0, 2.9, 2.7)):
+            if trained_first and rl_step == 1:
+                schedule.trained(1, updates=5)
+            schedule.rollout_done(rl_step, length, drafts=4000)
+            if not trained_first and rl_step == 1:
+                schedule.trained(1, updates=5)
+        return schedule
+
+    first, last = told(True), told(False)
+    assert first.state_dict() == last.state_dict()
+    assert [(row.age, row.training) for row in first.record] == [(0, 0), (1, 0), (1, 1), (2, 1)]
+    assert first.decide(4, TRAINED) == last.decide(4, TRAINED)
+
+
+def test_a_rollout_that_is_done_again_takes_the_place_of_the_first():
+    schedule = dropping()
+    schedule.rollout_done(0, 3.0, drafts=4000)
+    schedule.rollout_done(1, 1.2, drafts=4000)
+    assert schedule.decide(2, TRAINED).train
+    schedule.rollout_done(1, 3.0, drafts=4000)
+    assert not schedule.decide(2, TRAINED).train
+    assert len(schedule.record) == 2
+
+
+@pytest.mark.parametrize("drift", [0.004, 0.03])
+def test_the_record_tells_how_fast_a_drafter_ages(drift: float):
+    """The planted drift lies in the 95 % interval about 19 times of 20."""
+    inside = 0
+    for seed in range(40):
+        schedule = TrainingSchedule(ScheduleConfig(kind="every", every=8), pretrained=True)
+        play(schedule, Drafter(drift, seed=seed), 40)
+        summary = schedule.summary()
+        inside += summary.low <= -drift <= summary.high
+    assert inside >= 34
+    assert summary.change == pytest.approx(-drift, abs=0.004)
+    assert summary.num_trainings == 4
+    assert summary.ages == (0, 8)
+    assert "Without training the drafter loses" in summary.sentence
+    assert "the target moves by 0.01 nats per token and RL step" in summary.sentence
+
+
+def test_trainings_in_between_are_not_taken_for_a_lack_of_drift():
+    """A drafter trained at every other step stays as good over all, yet falls within each pair of rollouts."""
+    schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2), pretrained=True)
+    play(schedule, Drafter(0.05, drafts=20_000), 40)
+    assert schedule.summary().change == pytest.approx(-0.05, abs=0.01)
+
+
+def test_where_the_drafter_does_not_age_the_summary_says_so():
+    schedule = TrainingSchedule(ScheduleConfig(kind="never"), pretrained=True)
+    play(schedule, Drafter(0.0, seed=4), 30)
+    summary = schedule.summary()
+    assert summary.low < 0 < summary.high
+    assert summary.sentence.startswith("The drafter shows no change with age")
+
+
+def test_what_the_record_cannot_tell_it_does_not_tell():
+    schedule = TrainingSchedule(ScheduleConfig(kind="always"), pretrained=True)
+    play(schedule, Drafter(0.05), 30)
+    summary = schedule.summary()
+    assert math.isnan(summary.change)
+    assert summary.sentence.startswith("Too few RL steps without training to say how the drafter ages")
+    untrained = TrainingSchedule(ScheduleConfig(kind="never"))
+    play(untrained, Drafter(0.05), 30)
+    assert untrained.summary().num_rollouts == 0
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 9), st.integers(0, 5000), st.booleans()), max_size=30),
+    st.integers(0, 30),
+    st.sampled_from(["never", "always", "every", "acceptance-drops"]),
+)
+def test_a_schedule_goes_on_from_its_state(rollouts: list[tuple[float, int, bool]], split: int, kind: str):
+    config = ScheduleConfig(kind=kind, every=3)  # type: ignore[arg-type]
+
+    def follow(schedule: TrainingSchedule, steps: range) -> list[Decision]:
+        decisions = []
+        for rl_step in steps:
+            length, drafts, may_train = rollouts[rl_step]
+            decisions.append(schedule.decide(rl_step, DrafterState(updates=len(schedule.trainings))))
+            schedule.rollout_done(rl_step, length, 0.02, drafts=drafts)
+            if may_train and decisions[-1].train:
+                schedule.trained(rl_step, updates=drafts)
+        return decisions
+
+    split = min(split, len(rollouts))
+    whole, first, second = (TrainingSchedule(config) for _ in range(3))
+    expected = follow(whole, range(len(rollouts)))
+    before = follow(first, range(split))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert before + follow(second, range(split, len(rollouts))) == expected
+    assert repr(second.summary()) == repr(whole.summary())
+
+
+def test_a_movement_that_is_no_number_is_not_known_and_the_state_stays_json():
+    schedule = TrainingSchedule(ScheduleConfig())
+    schedule.rollout_done(0, 2.0, math.inf, drafts=100)
+    schedule.rollout_done(1, 2.0, math.nan, drafts=100)
+    assert [row["drift_kl"] for row in json.loads(json.dumps(schedule.state_dict(), allow_nan=False))["record"]] == [
+        None,
+        None,
+    ]

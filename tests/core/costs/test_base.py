@@ -1,0 +1,84 @@
+"""The linear cost model: its formula, its file, and what it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from tltlab.costs.base import LinearCosts, padded
+from tltlab.costs.load import load_costs, presets
+from tltlab.errors import ConfigError
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=1e-8, sd_base_s=1e-3, sd_idle_s=5e-4,
+    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
+)  # fmt: skip
+CHAIN = Strategy.chain("learned", 4)
+
+
+def test_plain_iteration():
+    took = COSTS.iteration(NO_SPECULATION).seconds(batch=8, context_tokens=1000)
+    assert took == pytest.approx(4e-3 + 8 * 1e-4 + 8 * 2e-5 + 1000 * 1e-8)
+
+
+def test_speculative_iteration_verifies_and_drafts():
+    cost = COSTS.iteration(CHAIN)
+    verify = 4e-3 + 8 * 1e-4 + 8 * 5 * 2e-5 + 1000 * 1e-8 + 1e-3
+    draft = 4 * (3e-4 + 8 * 1e-5)
+    assert cost.draft_s(8) == pytest.approx(draft)
+    assert cost.seconds(8, 1000) == pytest.approx(verify + draft)
+
+
+def test_a_drafter_that_returns_less_is_verified_faster():
+    cost = COSTS.iteration(CHAIN, tokens_to_verify=2.5)
+    assert COSTS.iteration(CHAIN).seconds(8, 0) - cost.seconds(8, 0) == pytest.approx(8 * 2.5 * 2e-5)
+
+
+def test_a_loaded_drafter_costs_in_plain_decoding_too():
+    loaded, bare = (COSTS.iteration(NO_SPECULATION, drafter_loaded=x).seconds(1, 0) for x in (True, False))
+    assert loaded - bare == pytest.approx(5e-4)
+
+
+def test_graphs_pad_tokens_up_to_the_next_size_and_not_beyond_the_largest():
+    assert [padded(tokens, (1, 8, 16)) for tokens in (1, 5, 8, 8 + 1e-12, 15, 17)] == [1, 8, 8, 8, 16, 17]
+
+
+def test_a_term_that_is_needed_and_missing_is_named():
+    costs = COSTS.model_copy(update={"per_token_s": None, "sd_idle_s": None})
+    costs.iteration(NO_SPECULATION)
+    with pytest.raises(ConfigError, match="per_token_s"):
+        costs.iteration(CHAIN)
+    with pytest.raises(ConfigError, match="sd_idle_s"):
+        costs.iteration(NO_SPECULATION, drafter_loaded=True)
+
+
+@pytest.mark.parametrize("value", [-1e-3, float("nan"), float("inf"), "fast"])
+def test_a_term_is_a_time(value: object):
+    with pytest.raises(ConfigError, match="base_s"):
+        load_costs({"kind": "linear", "base_s": value})
+
+
+def test_an_unknown_term_is_refused():
+    with pytest.raises(ConfigError, match="bas_s"):
+        load_costs({"kind": "linear", "bas_s": 1e-3})
+
+
+def test_a_file_reads_back_as_it_was_written(tmp_path: Path):
+    assert load_costs(COSTS.write(tmp_path / "costs.json")) == COSTS
+
+
+def test_presets_are_complete_and_say_where_they_come_from():
+    assert "cpu-small" in presets()
+    for name in presets():
+        preset = load_costs(name)
+        preset.iteration(CHAIN)
+        preset.iteration(NO_SPECULATION, drafter_loaded=True)
+        assert preset.notes
+
+
+def test_a_missing_file_names_the_presets(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cpu-small"):
+        load_costs("no-such-preset")
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(ConfigError, match="not JSON"):
+        load_costs(tmp_path / "broken.json")

@@ -1,0 +1,74 @@
+"""The scatter of iteration times around a cost model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tltlab.calibration.api import calibrate
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.costs.noise import Block, IterationNoise, fit_noise
+from tltlab.traces.trace import read
+
+RNG = np.random.default_rng(0)
+
+
+def test_the_fit_finds_the_distribution_that_made_the_data():
+    model = RNG.uniform(2e-3, 9e-3, 40_000)
+    ratio = np.exp(0.3 * RNG.standard_normal(len(model)) - 0.045)
+    noise = fit_noise(model * ratio, model)
+    assert noise is not None
+    assert np.mean(noise.ratios) == pytest.approx(1.0)
+    assert noise.ratios == pytest.approx(_parts(ratio), rel=0.02)
+    assert sum(block.share for block in noise.blocks) < 0.05
+
+
+def test_the_fit_finds_how_long_an_excess_lasts():
+    lasting = np.repeat(RNG.standard_normal(5_000), 16)
+    scores = np.sqrt(0.7) * lasting + np.sqrt(0.3) * RNG.standard_normal(len(lasting))
+    noise = fit_noise(np.exp(0.2 * scores), np.ones(len(scores)), series=np.arange(len(scores)) // 800)
+    assert noise is not None
+    assert dict(noise.components)[16] == pytest.approx(0.7, abs=0.08)
+    assert sum(share for _, share in noise.components) == pytest.approx(1.0)
+
+
+def test_a_rollout_that_ran_slow_throughout_is_no_noise():
+    slow = np.repeat([1.0, 2.0], 400)
+    assert fit_noise(slow, np.ones(800), series=np.repeat([0, 1], 400)) is None
+    assert fit_noise(slow, np.ones(800)) is not None
+
+
+def test_too_little_data_says_nothing():
+    assert fit_noise(RNG.uniform(1, 2, 150), np.ones(150)) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"ratios": (1.5, 0.5)}, "ascend"),
+        ({"ratios": (1.0, 1.5)}, "mean 1"),
+        ({"ratios": (1.0,), "blocks": (Block(iterations=4, share=0.7), Block(iterations=16, share=0.7))}, "more than"),
+    ],
+)
+def test_what_is_no_noise_is_refused(fields: dict[str, object], what: str):
+    with pytest.raises(ValidationError, match=what):
+        IterationNoise.model_validate(fields)
+
+
+def test_calibration_measures_it_and_costs_carry_it(tmp_path):
+    costs = calibrate(read("traces/subset-sum-small")).costs
+    assert costs.noise is not None
+    assert 0.1 < costs.noise.spread < 0.5
+    assert load_costs(costs.write(tmp_path / "costs.json")) == costs
+
+
+def test_older_cost_files_have_none():
+    assert LinearCosts(base_s=1.0).noise is None
+    assert load_costs("cpu-small").noise is None
+
+
+def _parts(ratio: np.ndarray) -> list[float]:
+    parts = np.array([part.mean() for part in np.array_split(np.sort(ratio), 100)])
+    return (parts / parts.mean()).tolist()

@@ -1,0 +1,260 @@
+"""Stage costs: what they count, where they come from, and how well they fit a recorded run."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.calibration.stages import fit_stages, workloads
+from tltlab.costs.stage_files import load_stages, stage_presets
+from tltlab.costs.stages import (
+    InferenceCosts,
+    RewardCosts,
+    StageCosts,
+    StepWorkload,
+    SyncCosts,
+    TrainCosts,
+    end_to_end_speedup,
+)  # fmt: skip
+from tltlab.errors import ConfigError, TraceError
+from tltlab.hardware import gpu, model
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
+
+TRACES = Path(__file__).resolve().parents[3] / "traces"
+H100_7B = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8)
+
+
+def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewards: bool = True) -> Trace:
+    """A run whose stages took what `costs` say, times lognormal noise; half of the groups have equal rewards."""
+    rng = np.random.default_rng(0)
+    n, parts = 16, []
+    for step in range(rl_steps):
+        key = pd.DataFrame(
+            {"rl_step": step, "prompt_id": [f"p{i // 4}" for i in range(n)], "sample": np.arange(n) % 4, "turn": 0}
+        )
+        length = rng.integers(10, 100 * (1 + step % 5), n)
+        differ = rng.random(4).repeat(4) < 0.5
+        reward = np.where(differ, np.arange(n) % 2, 1.0) if rewards else np.full(n, np.nan)
+        parts.append(key.assign(response_tokens=length, reward=reward))
+    rows = pd.concat(parts, ignore_index=True)
+    work = rows[["rl_step", "prompt_id", "sample", "turn"]].assign(
+        epoch=0, prompt_tokens=20, max_response_tokens=1000, policy_version=0
+    )
+    trace = Trace.from_tables(
+        Manifest(kind="recorded", num_workers=1), {"workload": work, "outcomes": rows.assign(finish_reason="stop")}
+    )
+    steps = []
+    for step, w in workloads(trace).items():
+        assert costs.inference is not None
+        assert costs.train is not None
+        seconds = {"inference_s": costs.inference.seconds(w), "train_s": costs.train.seconds(w), "sync_s": 0.25}
+        noisy = {name: s * np.exp(noise * rng.standard_normal()) for name, s in seconds.items()}
+        steps.append({"rl_step": step, "t_start": 0.0, "policy_version": step, "rollout_s": 1.0, **noisy})
+    return trace.replace(steps=pd.DataFrame(steps))
+
+
+def test_a_workload_counts_prompts_and_responses_and_what_they_attend_to():
+    work = StepWorkload.of([2, 4], [8, 16])
+    assert (work.num_responses, work.num_response_tokens, work.num_tokens) == (2, 24, 30)
+    assert work.num_pairs == (10**2 + 20**2) / 2
+
+
+def test_groups_with_equal_rewards_teach_nothing():
+    work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=[1, 1, 0, 1])
+    assert work.num_tokens == 15
+    assert work.informative_tokens == 12
+    assert work.informative_pairs == (4**2 + 8**2) / 2
+
+
+def test_a_group_with_an_unknown_reward_counts_as_informative():
+    work = StepWorkload.of([0] * 4, [1, 2, 4, 8], groups=["a", "a", "b", "b"], rewards=[1, None, 1, 1])
+    assert work.informative_tokens == 3
+
+
+def test_stages_are_linear_in_their_work():
+    work = StepWorkload.of([0, 0], [10, 20], num_updates=3)
+    assert InferenceCosts(base_s=1, per_token_s=0.1, per_pair_s=0.01).seconds(work) == pytest.approx(1 + 3 + 2.5)
+    assert TrainCosts(base_s=1, per_token_s=1, per_update_s=10).seconds(work) == 1 + 30 + 30
+    assert SyncCosts(base_s=0.5, num_bytes=14e9, bytes_per_s=7e9).seconds() == 2.5
+
+
+def test_grading_may_overlap_the_rollout():
+    finish, tokens = np.array([10.0, 1.0]), np.array([100, 100])
+    assert RewardCosts(per_response_s=4).seconds(finish, tokens) == 8
+    assert RewardCosts(per_response_s=4, when="overlapped").seconds(finish, tokens) == 4
+    assert RewardCosts(per_token_s=0.2, when="overlapped").seconds(finish, tokens) == 20 + 20 - 9
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.integers(1, 50)), min_size=1, max_size=12),
+    st.floats(0, 2), st.floats(0, 0.1),
+)  # fmt: skip
+def test_overlapped_grading_is_a_queue(responses, per_response_s, per_token_s):
+    finish, tokens = np.array([f for f, _ in responses]), np.array([n for _, n in responses])
+    now = 0.0
+    for i in np.argsort(finish, kind="stable"):
+        now = max(now, finish[i]) + per_response_s + per_token_s * tokens[i]
+    terms = {"per_response_s": per_response_s, "per_token_s": per_token_s}
+    overlapped = RewardCosts(when="overlapped", **terms).seconds(finish, tokens)
+    assert overlapped == pytest.approx(now - finish.max(), abs=1e-9)
+    assert overlapped <= RewardCosts(**terms).seconds(finish, tokens) + 1e-9
+
+
+def test_the_roofline_counts_two_flops_per_weight_and_token():
+    work = StepWorkload.of([0], [1000])
+    costs = StageCosts.from_roofline(
+        gpu("H100"), model("Qwen2.5-7B"), num_gpus=8, mfu_inference=0.5, mfu_train=0.5, recompute=False
+    )
+    forward = (2 * 7.07e9 * 1000 + 4 * 28 * 3584 * 1000**2 / 2) / (8 * 989e12 * 0.5)
+    assert costs.inference is not None
+    assert costs.train is not None
+    assert costs.inference.seconds(work) == pytest.approx(forward, rel=1e-3)
+    assert costs.train.seconds(work) - costs.train.per_update_s == pytest.approx(3 * forward, rel=1e-3)
+
+
+def test_at_32k_tokens_attention_is_half_of_what_the_weights_cost():
+    costs = H100_7B.inference
+    assert costs is not None
+    pairs = costs.per_pair_s * 32768**2 / 2
+    assert 0.4 < pairs / (costs.per_token_s * 32768) < 0.55
+
+
+def test_recomputed_activations_and_a_reference_model_cost_a_forward_each():
+    plain = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8, recompute=False)
+    twice = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8, inference_passes=2)
+    assert twice.train.per_token_s / plain.train.per_token_s == pytest.approx(4 / 3)
+    assert twice.inference.per_token_s / plain.inference.per_token_s == pytest.approx(2)
+
+
+@pytest.mark.parametrize("wrong", [{"num_gpus": 0}, {"num_gpus": 8, "mfu_train": 1.5}, {"num_gpus": 8, "sleep_s": -1}])
+def test_an_impossible_roofline_is_refused(wrong):
+    with pytest.raises(ConfigError):
+        StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), **wrong)
+
+
+def test_costs_come_back_from_their_file(tmp_path):
+    assert load_stages(H100_7B.write(tmp_path / "stages.json")) == H100_7B
+
+
+def test_a_file_may_describe_a_roofline(tmp_path):
+    path = tmp_path / "stages.json"
+    path.write_text(json.dumps({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}))
+    assert load_stages(path) == H100_7B
+
+
+@pytest.mark.parametrize("name", stage_presets())
+def test_presets_load_and_say_where_they_are_from(name):
+    assert load_stages(name).provenance
+
+
+@pytest.mark.parametrize(
+    ("costs", "named"),
+    [
+        ({"train": {"per_token_s": -1e-6}}, "train.per_token_s"),
+        ({"sync": {"bytes_per_s": 0}}, "sync.bytes_per_s"),
+        ({"reward": {"when": "never"}}, "reward.when"),
+        ({"traning": {}}, "traning"),
+        ({"kind": "roofline", "gpu": "H1", "model": "Qwen2.5-7B", "num_gpus": 8}, "H1"),
+        ({"kind": "magic"}, "magic"),
+        ("no-such-preset", "h100x8-qwen2.5-7b"),
+    ],
+)
+def test_wrong_costs_are_named(costs, named):
+    with pytest.raises(ConfigError, match=named):
+        load_stages(costs)
+
+
+def test_an_rl_step_without_responses_is_refused():
+    with pytest.raises(ConfigError, match="without responses"):
+        StepWorkload.of([], [])
+
+
+def test_a_faster_rollout_helps_its_share_of_the_step():
+    assert end_to_end_speedup(0.85, 2.0) == pytest.approx(1.739, abs=1e-3)
+    assert end_to_end_speedup(0.85, 1e12) == pytest.approx(6.667, abs=1e-3)
+    with pytest.raises(ConfigError, match="share"):
+        end_to_end_speedup(1.2, 2.0)
+
+
+def test_a_fit_finds_the_costs_that_made_the_times():
+    truth = StageCosts(
+        inference=InferenceCosts(per_token_s=1e-3, base_s=2.0),
+        train=TrainCosts(per_token_s=3e-3, base_s=0.5, trains="informative"),
+    )
+    found = fit_stages(recorded(truth), num_gpus=4)
+    assert found.costs.inference.per_token_s == pytest.approx(1e-3, rel=1e-3)
+    assert found.costs.inference.base_s == pytest.approx(2.0, rel=1e-3)
+    assert found.costs.train.trains == "informative"
+    assert found.costs.train.per_token_s == pytest.approx(3e-3, rel=1e-3)
+    assert found.costs.sync.seconds() == pytest.approx(0.25)
+    assert found.costs.num_gpus == 4
+    assert found.residuals.set_index("stage").loc["all", "worst_error"] < 1e-3
+
+
+def test_pairs_are_fitted_where_they_show():
+    truth = StageCosts(
+        inference=InferenceCosts(per_token_s=1e-3, base_s=1.0, per_pair_s=1e-5), train=TrainCosts(base_s=1)
+    )
+    found = fit_stages(recorded(truth, rl_steps=20)).costs
+    assert found.inference.per_pair_s == pytest.approx(1e-5, rel=0.02)
+    assert found.train.per_pair_s == 0
+
+
+def test_the_residuals_are_those_of_left_out_steps():
+    truth = StageCosts(inference=InferenceCosts(base_s=1.0), train=TrainCosts(per_token_s=1e-3))
+    found = fit_stages(recorded(truth, noise=0.1, rewards=False))
+    errors = found.residuals.set_index("stage")["mean_error"]
+    assert 0.03 < errors["train_s"] < 0.2
+    one = found.held_out.query("stage == 'train_s'")
+    assert errors["train_s"] == pytest.approx(((one.predicted_s - one.measured_s).abs() / one.measured_s).mean())
+    assert "train_s" in found.table()
+
+
+def test_a_stage_that_was_not_timed_is_unknown():
+    found = fit_stages(recorded(StageCosts(inference=InferenceCosts(base_s=1.0), train=TrainCosts(base_s=1.0))))
+    assert found.costs.reward is None
+    assert load_stages(found.costs.model_dump()) == found.costs
+
+
+def test_one_rl_step_gives_costs_in_proportion_to_tokens_and_no_error():
+    truth = StageCosts(inference=InferenceCosts(base_s=1.0), train=TrainCosts(base_s=1.0))
+    found = fit_stages(recorded(truth, rl_steps=1))
+    assert found.costs.inference.base_s == 0
+    assert found.costs.inference.per_token_s > 0
+    assert found.residuals["mean_error"].isna().all()
+
+
+def test_a_trace_without_stage_times_cannot_be_fitted():
+    trace = recorded(StageCosts(), rl_steps=2)
+    with pytest.raises(TraceError, match=r"steps\.parquet"):
+        fit_stages(trace.replace(steps=None))
+    untimed = trace.steps.assign(inference_s=None, train_s=None, sync_s=None)
+    with pytest.raises(TraceError, match="no stage"):
+        fit_stages(trace.replace(steps=untimed))
+
+
+@pytest.mark.parametrize(("name", "limit"), [("subset-sum-small", 0.11), ("gcd-small", 0.14)])
+def test_recorded_runs_are_predicted_better_than_by_a_constant(name, limit):
+    if not (TRACES / name).is_dir():
+        pytest.skip(f"no traces/{name} here: it is not part of the source distribution")
+    found = fit_stages(read(TRACES / name))
+    rows = found.residuals.set_index("stage")
+    assert found.costs.train.trains == "informative"
+    assert rows.loc["all", "mean_error"] < limit
+    assert rows.loc["all", "mean_error"] < 0.7 * rows.loc["all", "constant_error"]
+    assert rows.loc["train_s", "mean_error"] < 0.7 * rows.loc["train_s", "constant_error"]
+
+
+def test_the_cpu_preset_is_what_its_trace_gives():
+    if not (TRACES / "subset-sum-small").is_dir():
+        pytest.skip("no traces/subset-sum-small here: it is not part of the source distribution")
+    fitted, preset = fit_stages(read(TRACES / "subset-sum-small")).costs, load_stages("cpu-small")
+    assert preset.train.per_token_s == pytest.approx(fitted.train.per_token_s, rel=1e-2)
+    assert preset.train.base_s == pytest.approx(fitted.train.base_s, rel=1e-2)
+    assert preset.inference.per_token_s == pytest.approx(fitted.inference.per_token_s, rel=1e-2)
+    assert preset.sync.seconds() == pytest.approx(fitted.sync.seconds(), rel=1e-2)

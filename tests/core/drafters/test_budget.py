@@ -1,0 +1,199 @@
+"""Budgets: who is drafted how much, against brute force, and the contract for budgets of one's own."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget, share_out
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy, load_policy
+from tltlab.state import RequestState, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.testing import check_budget
+
+TRIMMED = Strategy("ngram", 8, 1, 5)
+
+
+def state(*recent: float | None) -> StepState:
+    requests = [
+        RequestState(key=(0, "p", i, 0), prompt_id="p", generated_tokens=9, max_response_tokens=99, recent_acceptance=a)
+        for i, a in enumerate(recent)
+    ]
+    return StepState(rl_step=0, batch=len(requests), requests=requests)
+
+
+def kept(chances: list[float], tokens: tuple[int, ...]) -> float:
+    return sum(sum(c**i for i in range(1, n + 1)) for c, n in zip(chances, tokens, strict=True))
+
+
+@pytest.mark.parametrize("factory", [UniformBudget, AcceptanceBudget, lambda: AcceptanceBudget(0, 10, 0.0)])
+def test_shipped_budgets_keep_the_contract(factory):
+    check_budget(factory)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 4), st.integers(0, 17))
+def test_no_other_way_to_share_out_keeps_more(chances: list[float], depth: int, total: int):
+    given_ = share_out(np.array(chances), depth, total)
+    assert given_.sum() == min(total, depth * len(chances))
+    assert given_.max() <= depth
+    everything = (t for t in product(range(depth + 1), repeat=len(chances)) if sum(t) <= total)
+    best = max(kept(chances, t) for t in everything)
+    assert kept(chances, tuple(given_.tolist())) == pytest.approx(best)
+
+
+def test_drafts_go_where_they_are_likely_to_be_kept():
+    assert AcceptanceBudget().allot(state(3.0, 0.1), TRIMMED) == [7, 1]
+    assert AcceptanceBudget(min_tokens=0).allot(state(3.0, 0.0), TRIMMED) == [8, 0]
+
+
+def test_equal_requests_get_equal_shares_and_what_is_left_goes_in_order():
+    assert AcceptanceBudget().allot(state(1.0, 1.0, 1.0), TRIMMED) == [4, 4, 4]
+    assert AcceptanceBudget(max_draft_tokens=8).allot(state(1.0, 1.0, 1.0), TRIMMED) == [3, 3, 2]
+    assert AcceptanceBudget(max_draft_tokens=2).allot(state(1.0, 1.0, 1.0), TRIMMED) == [1, 1, 0]
+
+
+def test_a_request_that_was_never_drafted_for_counts_as_the_others_do():
+    assert AcceptanceBudget().allot(state(2.0, None, 2.0), TRIMMED) == [4, 4, 4]
+    assert AcceptanceBudget().allot(state(None, None), TRIMMED) == [4, 4]
+
+
+def test_a_whole_chain_leaves_nothing_to_share_out():
+    assert AcceptanceBudget().allot(state(3.0, 0.1), Strategy.chain("ngram", 4)) == [4, 4]
+
+
+def test_without_speculation_nothing_is_drafted():
+    for budget in (UniformBudget(), AcceptanceBudget()):
+        assert budget.allot(state(1.0, 2.0), NO_SPECULATION) == [0, 0]
+
+
+def test_trees_cannot_be_shared_out():
+    with pytest.raises(ConfigError, match="tree"):
+        AcceptanceBudget().allot(state(1.0), Strategy("eagle", 8, 4, 48))
+
+
+@pytest.mark.parametrize("settings", [{"min_tokens": -1}, {"max_draft_tokens": -1}, {"prior": float("nan")}])
+def test_nonsense_is_refused(settings: dict[str, float]):
+    with pytest.raises(ConfigError, match="at least 0"):
+        AcceptanceBudget(**settings)
+
+
+def test_a_policy_carries_its_budget(tmp_path):
+    policy = Policy(selector=FixedSpec(strategy=TRIMMED), budget=AcceptanceBudgetSpec(max_draft_tokens=64))
+    policy.write(tmp_path / "policy.json")
+    budget = load_policy(tmp_path / "policy.json").build_budget()
+    assert isinstance(budget, AcceptanceBudget)
+    assert budget.max_draft_tokens == 64
+    assert isinstance(load_policy("fixed").build_budget(), UniformBudget)
+
+
+def test_a_policy_file_names_the_fault_in_its_budget(tmp_path):
+    policy = Policy(selector=FixedSpec(strategy=TRIMMED), budget=AcceptanceBudgetSpec())
+    policy.write(tmp_path / "policy.json")
+    text = (tmp_path / "policy.json").read_text().replace('"min_tokens": 1', '"min_tokens": -1')
+    (tmp_path / "policy.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"budget\.min_tokens: "):
+        load_policy(tmp_path / "policy.json")
+
+
+class Broken(DraftBudget):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.calls = 0
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        self.calls += 1
+        even = [strategy.tokens_to_verify - 1] * state.batch
+        return {
+            "short": even[1:],
+            "floats": [float(n) for n in even],
+            "deep": [n + 9 for n in even],
+            "greedy": [strategy.draft_depth] * state.batch,
+            "moody": even if self.calls % 2 else [0] * state.batch,
+            "negative": [-n for n in even],
+        }[self.kind]
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        ("short", "numbers for"),
+        ("floats", "must give ints"),
+        ("deep", "outside"),
+        ("negative", "outside"),
+        ("greedy", "tokens in all"),
+    ],
+)
+def test_the_contract_check_finds_what_is_broken(kind: str, broken: str):
+    with pytest.raises(AssertionError, match=broken):
+        check_budget(lambda: Broken(kind))
+
+
+def test_the_contract_check_finds_a_budget_that_does_not_repeat_itself():
+    made = iter(range(10))
+
+    def moody() -> Broken:
+        budget = Broken("moody")
+        budget.calls = next(made)
+        return budget
+
+    with pytest.raises(AssertionError, match="differs"):
+        check_budget(moody)
+
+
+class Learner(UniformBudget):
+    """Halves its drafts after every other request that it hears of, unless `kind` breaks that."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.heard = 0
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        less = self.heard % 2 + 1
+        return [-n if self.kind == "negative" and self.heard else n // less for n in super().allot(state, strategy)]
+
+    def finished(self, request: RequestState, *, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+        self.heard += 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {
+            "right": {"heard": self.heard},
+            "forgetful": {},
+            "negative": {"heard": self.heard},
+            "tuple": {"heard": (self.heard,)},
+            "array": {"heard": np.int64(self.heard)},
+            "deaf": {"heard": self.heard},
+        }[self.kind]
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.kind in ("right", "negative"):
+            self.heard = state["heard"]
+
+
+def test_a_budget_that_learns_can_keep_the_contract():
+    check_budget(lambda: Learner("right"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "broken"),
+    [
+        ("negative", "outside"),
+        ("forgetful", "a restored budget goes on differently"),
+        ("tuple", "changes on its way through JSON"),
+        ("array", "JSON types only"),
+        ("deaf", "not the one that was loaded"),
+    ],
+)
+def test_the_contract_check_finds_what_a_learning_budget_gets_wrong(kind: str, broken: str):
+    with pytest.raises(AssertionError, match=broken):
+        check_budget(lambda: Learner(kind))
+
+
+def test_a_budget_need_not_learn():
+    budget = AcceptanceBudget()
+    budget.finished(state(1.0).requests[0], drafted=9, accepted=3)
+    assert budget.state_dict() == {}
+    budget.load_state_dict({})

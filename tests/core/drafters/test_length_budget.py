@@ -1,0 +1,253 @@
+"""The budget of DAS: the optimum against a grid and against its conditions, the printed equations, and the rounding."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.drafters.length_budget import LengthAwareBudget, optimal_budget
+from tltlab.errors import ConfigError
+from tltlab.state import RequestState, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.testing import check_budget
+
+DEEP = Strategy.chain("suffix", 8)
+BASE_S, TOKEN_S = 9.5e-3, 5e-5
+
+
+def tail(n: int = 32) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Log-normal lengths, and reach and efficiency that differ by request."""
+    rng = np.random.default_rng(3)
+    return rng.lognormal(6.8, 1.0, n), rng.uniform(0.5, 0.9, n), rng.uniform(0.3, 0.9, n)
+
+
+def passes_of(drafts, lengths, reach, efficiency) -> float:
+    kept = reach * lengths * (1 - np.exp(-efficiency * drafts / lengths))
+    return float((lengths - kept).max())
+
+
+def objective(drafts, lengths, reach, efficiency) -> float:
+    return BASE_S * passes_of(drafts, lengths, reach, efficiency) + TOKEN_S * float(drafts.sum())
+
+
+def pushed_to(passes, lengths, reach, efficiency) -> np.ndarray:
+    """The drafts that bring every request down to `passes`, the constraint solved for them one by one."""
+    late = lengths > passes
+    left = np.where(late, 1 - (1 - passes / lengths) / reach, 1.0)
+    return -lengths / efficiency * np.log(left)
+
+
+# The optimum
+
+
+def test_bisection_finds_what_a_grid_search_finds():
+    case = tail()
+    lengths, reach, _ = case
+    grid = np.linspace(((1 - reach) * lengths).max() * 1.001, lengths.max(), 20_000)
+    best = min(objective(pushed_to(passes, *case), *case) for passes in grid)
+    passes, drafts = optimal_budget(*case, BASE_S, TOKEN_S)
+    assert passes_of(drafts, *case) == pytest.approx(passes)
+    assert objective(drafts, *case) <= best
+    assert objective(drafts, *case) == pytest.approx(best, rel=1e-4)
+
+
+def test_the_printed_equations_are_worse_and_right_with_the_reciprocal_of_k():
+    """Eq. 7 prints ln(1 - k (1 - N/l)): at its best N it costs more, with 1/k for k it is the optimum."""
+    case = lengths, reach, efficiency = tail()
+
+    def printed(passes: float, k: np.ndarray) -> np.ndarray:
+        inside = 1 - k * np.maximum(1 - passes / lengths, 0)
+        return -lengths / efficiency * np.log(inside)
+
+    passes, drafts = optimal_budget(*case, BASE_S, TOKEN_S)
+    best = objective(drafts, *case)
+    grid = np.linspace(1.0, lengths.max(), 5_000)
+    assert min(objective(printed(n, reach), *case) for n in grid) > 1.2 * best
+    assert objective(printed(passes, 1 / reach), *case) == pytest.approx(best)
+    assert best < 0.7 * objective(np.zeros(len(lengths)), *case)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(1, 1e4), st.floats(0.05, 1), st.floats(0.05, 1)), min_size=1, max_size=12),
+    st.floats(1e-4, 0.1),
+    st.booleans(),
+)
+def test_the_optimum_keeps_the_conditions_of_karush_kuhn_and_tucker(requests, token_s, count_target):
+    """Multipliers of l_i - A_i(p_i) <= N: the marginal cost token_s / A_i'(p_i) of those on the line; they sum to 1."""
+    lengths, reach, efficiency = (np.array(column) for column in zip(*requests, strict=True))
+    passes, drafts = optimal_budget(lengths, reach, efficiency, 1.0, token_s, count_target=count_target)
+    needed = lengths * (1 - reach * (1 - np.exp(-efficiency * drafts / lengths)))
+    assert (drafts >= 0).all()
+    assert (needed <= passes * (1 + 1e-6)).all()
+    on_line = drafts > 0
+    np.testing.assert_allclose(needed[on_line], passes, rtol=1e-6)
+
+    def price(at: float) -> float:
+        """What one pass less costs at N = `at`: drafts, minus the passes of the target that they replace."""
+        late = lengths > at
+        left = (reach - 1 + at / lengths)[late]
+        return token_s * float((1 / (efficiency[late] * left) - count_target).sum())
+
+    lowest = float(((1 - reach) * lengths).max())
+    below, above = passes - 1e-6 * lengths.max(), passes * (1 + 1e-6)
+    assert below <= lowest or price(below) > 1 - 1e-3
+    assert price(above) <= 1 + 1e-3
+
+
+def test_counting_the_targets_own_token_drafts_more():
+    """Every pass saved then also saves one token of each request that is still there."""
+    case = tail()
+    plain, _ = optimal_budget(*case, BASE_S, TOKEN_S * 20)
+    counted, _ = optimal_budget(*case, BASE_S, TOKEN_S * 20, count_target=True)
+    assert counted < plain
+
+
+def test_bounds_on_a_pass_move_the_finish_line():
+    free, drafts = optimal_budget([100.0, 4000.0], 0.9, 0.7, BASE_S, TOKEN_S)
+    assert drafts[1] / free > 8
+    bound, drafts = optimal_budget([100.0, 4000.0], 0.9, 0.7, BASE_S, TOKEN_S, most_per_pass=8)
+    assert bound > free
+    assert drafts[1] / bound == pytest.approx(8)
+    bound, drafts = optimal_budget([3000.0, 4000.0], 0.9, 0.7, BASE_S, TOKEN_S, most_in_all=8)
+    assert drafts.sum() / bound == pytest.approx(8)
+
+
+def test_where_drafts_do_not_pay_nothing_is_drafted():
+    passes, drafts = optimal_budget([10.0, 1000.0], 0.9, 0.5, base_s=1e-3, token_s=1.0)
+    assert passes == 1000.0
+    assert drafts.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lengths": []}, "row of positive"),
+        ({"lengths": [5.0, -1.0]}, "row of positive"),
+        ({"reach": 1.5}, "reach must be in"),
+        ({"reach": 1.0, "efficiency": 1.5}, "at most 1 / reach"),
+        ({"base_s": 0.0}, "base_s and token_s must be above 0"),
+        ({"token_s": math.nan}, "base_s and token_s must be above 0"),
+    ],
+)
+def test_nonsense_is_refused(wrong, message):
+    right = {"lengths": [5.0], "reach": 0.9, "efficiency": 0.7, "base_s": 1.0, "token_s": 0.1}
+    with pytest.raises(ConfigError, match=message):
+        optimal_budget(**(right | wrong))
+
+
+# The budget
+
+
+def request(prompt: str, generated: int, sample: int = 0) -> RequestState:
+    key = (0, prompt, sample, 0)
+    return RequestState(key=key, prompt_id=prompt, generated_tokens=generated, max_response_tokens=8192)
+
+
+def state(*requests: RequestState) -> StepState:
+    return StepState(rl_step=0, batch=len(requests), requests=requests)
+
+
+def taught(**settings) -> LengthAwareBudget:
+    """It has seen short, middling and long prompts, four responses of each."""
+    budget = LengthAwareBudget(**settings)
+    for sample in range(4):
+        for prompt, tokens in (("short", 50), ("middle", 400), ("long", 4000)):
+            budget.finished(request(prompt, tokens, sample), drafted=0, accepted=0)
+    return budget
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [LengthAwareBudget, lambda: LengthAwareBudget(token_s=5e-4, replan_every=7, quantiles=(0.5,), count_target=True)],
+)
+def test_it_keeps_the_contract(factory):
+    check_budget(factory)
+
+
+def test_without_history_everyone_gets_what_the_strategy_says():
+    assert LengthAwareBudget().allot(state(request("a", 9), request("b", 9)), Strategy("suffix", 8, 1, 5)) == [4, 4]
+
+
+def test_a_long_request_is_drafted_deep_and_short_ones_not_at_all():
+    assert taught().allot(state(request("short", 10), request("long", 10), request("middle", 10)), DEEP) == [0, 8, 0]
+    assert taught().allot(state(request("short", 10)), NO_SPECULATION) == [0]
+
+
+def test_a_request_that_outgrew_its_class_is_drafted_for():
+    grown = taught().allot(state(request("short", 500), request("long", 3900)), DEEP)
+    assert grown[0] >= 6
+    assert grown[1] == 0
+
+
+def test_the_total_of_a_trimmed_strategy_goes_to_the_long_ones():
+    trimmed = Strategy("suffix", 8, 1, 4)
+    allotted = taught().allot(state(*[request("short", 5, n) for n in range(3)], request("long", 5)), trimmed)
+    assert allotted[:3] == [0, 0, 0]
+    assert allotted[3] >= 7
+
+
+def test_rounding_keeps_the_mean_over_time_and_the_sum_over_the_batch():
+    budget = taught(token_s=5e-4, replan_every=10**9)
+    given_ = []
+    for generated in range(0, 3000, 3):
+        given_.append(budget.allot(state(*[request("long", generated, n) for n in range(5)]), DEEP))
+    (ends,) = budget.plans_.values()
+    shares = np.diff(ends, prepend=0.0)
+    assert 0.1 < shares[0] % 1 < 0.9
+    np.testing.assert_allclose(np.mean(given_, axis=0), shares, atol=0.01)
+    sums = np.sum(given_, axis=1)
+    assert sums.max() - sums.min() <= 1
+
+
+def test_it_plans_anew_when_the_batch_changes_and_after_so_many_calls():
+    budget = taught(replan_every=3)
+    planned = []
+    plan = budget._plan
+    budget._plan = lambda requests, *most: planned.append(len(requests)) or plan(requests, *most)
+    for _ in range(7):
+        budget.allot(state(request("long", 5), request("short", 5)), DEEP)
+    assert planned == [2, 2, 2]
+    budget.allot(state(request("long", 5)), DEEP)
+    assert planned == [2, 2, 2, 1]
+
+
+def test_it_learns_how_much_of_its_drafts_is_kept():
+    budget = LengthAwareBudget(efficiency=0.7)
+    assert budget.efficiency == pytest.approx(0.7)
+    for n in range(500):
+        tokens, drafted = 1000, 900
+        accepted = round(0.9 * tokens * (1 - math.exp(-0.3 * drafted / tokens)))
+        budget.finished(request("p", tokens, n), drafted=drafted, accepted=accepted)
+    assert budget.efficiency == pytest.approx(0.3, rel=0.05)
+
+
+def test_drafts_that_are_all_kept_are_no_more_efficient_than_can_be():
+    budget = LengthAwareBudget()
+    for n in range(500):
+        budget.finished(request("p", 1000, n), drafted=950, accepted=950)
+    assert budget.efficiency == pytest.approx(1 / 0.9)
+    assert budget.allot(state(request("p", 5)), DEEP)[0] <= 8
+
+
+def test_a_restored_budget_has_the_same_plan():
+    budget, again = taught(), LengthAwareBudget()
+    batch = state(request("short", 10), request("long", 10))
+    budget.allot(batch, DEEP)
+    again.load_state_dict(json.loads(json.dumps(budget.state_dict())))
+    assert again.plans_ == budget.plans_
+    assert again.allot(batch, DEEP) == budget.allot(batch, DEEP)
+
+
+def test_trees_cannot_be_shared_out():
+    with pytest.raises(ConfigError, match="tree"):
+        LengthAwareBudget().allot(state(request("a", 1)), Strategy("eagle", 8, 4, 48))
+
+
+@pytest.mark.parametrize("settings", [{"replan_every": 0}, {"reach": 0.0}, {"window": 3}, {"quantiles": (0.9, 0.1)}])
+def test_settings_that_make_no_sense_are_refused(settings):
+    with pytest.raises(ConfigError):
+        LengthAwareBudget(**settings)

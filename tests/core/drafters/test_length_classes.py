@@ -1,0 +1,121 @@
+"""Length classes: borders, start classes, and what a running request may expect, against counting by hand."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.drafters.length_classes import LengthClasses
+from tltlab.errors import ConfigError
+
+
+def learned(*finished: tuple[str, int], **settings) -> LengthClasses:
+    classes = LengthClasses(**settings)
+    for prompt, tokens in finished:
+        classes.finished(prompt, tokens)
+    return classes
+
+
+THREE = [("a", 10), ("b", 100), ("c", 1000)] * 4
+
+
+def expect(classes: LengthClasses, prompt: str, generated: float) -> tuple[int, float]:
+    found = classes.expect([prompt], np.array([generated]))
+    assert found is not None
+    return int(found[0][0]), float(found[1][0])
+
+
+def test_without_history_nothing_is_expected():
+    assert LengthClasses().expect(["a"], np.array([5.0])) is None
+    assert learned(*THREE[:7]).expect(["a"], np.array([5.0])) is None
+    assert learned(*THREE[:8]).expect(["a"], np.array([5.0])) is not None
+
+
+def test_a_prompt_starts_in_the_class_of_most_of_its_responses():
+    classes = learned(*THREE, ("d", 10), ("d", 1000), ("d", 1000), ("e", 10), ("e", 1000))
+    assert [classes.start_class(p) for p in "abcd"] == [0, 1, 2, 2]
+    assert classes.start_class("e") == 2, "equal votes go to the longer class"
+    assert classes.start_class("new") is None
+
+
+def test_a_new_prompt_counts_as_any_response():
+    classes = learned(*[("a", 10), ("b", 100), ("b", 300), ("c", 1000)] * 4, quantiles=(0.25,))
+    assert expect(classes, "new", 0) == (1, pytest.approx((100 + 300 + 1000) / 3))
+
+
+def test_a_request_that_outgrows_its_class_moves_on():
+    mixed = [("a", n) for n in (10, 10, 10, 10, 10, 10, 400, 900)]
+    classes = learned(*THREE, *mixed, quantiles=(0.6, 0.8))
+    assert expect(classes, "a", 0) == (0, 10.0)
+    assert expect(classes, "a", 10) == (1, pytest.approx((400 + 900) / 2 - 10))
+    assert expect(classes, "a", 500) == (1, 400.0)
+
+
+def test_where_no_response_of_the_start_class_got_so_far_all_count():
+    assert expect(learned(*THREE), "a", 500) == (2, 500.0)
+
+
+def test_a_request_longer_than_all_that_was_seen_is_expected_to_grow_as_much_again():
+    assert expect(learned(*THREE), "c", 3000) == (2, 3000.0)
+
+
+def test_only_the_last_responses_count():
+    classes = learned(*[("a", 10)] * 50, *[("a", 500)] * 20, window=16)
+    assert expect(classes, "a", 0) == (2, 500.0)
+
+
+def test_equal_lengths_are_all_of_the_longest_class():
+    assert expect(learned(*[("a", 7)] * 9), "a", 3) == (2, 4.0)
+
+
+def test_it_survives_json_with_what_has_not_been_counted_yet():
+    rng = np.random.default_rng(0)
+    finished = [(f"p{n % 9}", int(tokens)) for n, tokens in enumerate(rng.lognormal(5, 1, 300))]
+    classes, again = learned(*finished[:200]), LengthClasses()
+    again.load_state_dict(json.loads(json.dumps(classes.state_dict())))
+    assert again.state_dict()["pending"]
+    prompts, generated = [f"p{n}" for n in range(12)], np.linspace(0, 900, 12)
+    for prompt, tokens in finished[200:]:
+        for one in (classes, again):
+            one.finished(prompt, tokens)
+        first, second = (one.expect(prompts, generated) for one in (classes, again))
+        np.testing.assert_array_equal(first, second)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 40)), min_size=8, max_size=40),
+    st.sampled_from("abcde"),
+    st.integers(0, 45),
+)
+def test_expectations_are_those_of_counting_by_hand(finished: list[tuple[str, int]], prompt: str, generated: int):
+    classes = learned(*finished)
+    borders = np.quantile([n for _, n in finished], (1 / 3, 2 / 3), method="higher")
+    of = [sum(n >= b for b in borders) for _, n in finished]
+
+    def start(name: str, but: int | None = None) -> int | None:
+        votes = [c for i, ((p, _), c) in enumerate(zip(finished, of, strict=True)) if p == name and i != but]
+        return max(votes, key=lambda c: (votes.count(c), c)) if votes else None
+
+    assert classes.start_class(prompt) == start(prompt)
+    longer = [i for i, (_, n) in enumerate(finished) if n > generated]
+    alike = [i for i in longer if start(prompt) is not None and start(finished[i][0], but=i) == start(prompt)] or longer
+    if not longer:
+        assert expect(classes, prompt, generated) == (2, max(generated, 1))
+        return
+    likely = max((0, 1, 2), key=lambda c: (sum(of[i] == c for i in alike), c))
+    mean = np.mean([finished[i][1] for i in alike if of[i] == likely])
+    assert expect(classes, prompt, generated) == (likely, pytest.approx(mean - generated))
+
+
+@pytest.mark.parametrize("settings", [{"quantiles": ()}, {"quantiles": (0.5, 0.5)}, {"quantiles": (0.0,)}])
+def test_quantiles_must_rise_between_0_and_1(settings):
+    with pytest.raises(ConfigError, match="rise strictly"):
+        LengthClasses(**settings)
+
+
+def test_a_window_holds_at_least_what_it_takes_to_learn():
+    with pytest.raises(ConfigError, match="at least 8"):
+        LengthClasses(window=7)

@@ -1,0 +1,215 @@
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.drafters.base import Draft
+from tltlab.drafters.ngram import NgramDrafter
+from tltlab.errors import ConfigError
+from tltlab.testing import check_drafter
+
+# Two samples of one prompt, and one of another.
+A, B, OTHER = (0, "p", 0, 0), (0, "p", 1, 0), (0, "q", 0, 0)
+
+
+def drafter_of(tokens, **settings):
+    drafter = NgramDrafter(**settings)
+    drafter.open(A, [])
+    drafter.extend(A, tokens)
+    return drafter
+
+
+@pytest.mark.parametrize("scope", ["group", "request"])
+def test_it_keeps_the_contract_of_drafters(scope):
+    check_drafter(lambda: NgramDrafter(scope=scope))
+
+
+def test_a_repetition_is_continued():
+    assert drafter_of([1, 2, 3, 1, 2]).propose(A, 4).tokens == [3, 1, 2, 3]
+
+
+def test_nothing_is_proposed_where_nothing_matches():
+    assert drafter_of([1, 2, 3, 4, 5]).propose(A, 4).tokens == []
+    assert drafter_of([1]).propose(A, 4).tokens == []
+    assert drafter_of([]).propose(A, 4).tokens == []
+
+
+def test_a_match_needs_min_match_tokens():
+    tokens = [1, 9, 5, 7, 9]
+    assert drafter_of(tokens, min_match=2).propose(A, 1).tokens == []
+    assert drafter_of(tokens, min_match=1).propose(A, 1).tokens == [5]
+
+
+def test_a_draft_ends_where_the_text_is_unknown():
+    # After 1 2 came 3 4, and what follows "3 4 9" was never seen.
+    drafter = NgramDrafter(min_match=2, max_match=3)
+    drafter.open(A, [])
+    drafter.extend(A, [1, 2, 3])
+    drafter.open(B, [])
+    drafter.extend(B, [1, 2])
+    assert drafter.propose(B, 8).tokens == [3]
+
+
+def test_the_longest_match_wins_over_a_more_frequent_shorter_one():
+    # "2 3" was followed by 8 twice, but "1 2 3" by 4.
+    tokens = [9, 2, 3, 8, 7, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
+    assert drafter_of(tokens, max_match=3).propose(A, 1).tokens == [4]
+    assert drafter_of(tokens, max_match=2).propose(A, 1).tokens == [8]
+
+
+def test_the_most_frequent_continuation_wins_then_the_most_recent():
+    assert drafter_of([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], max_match=2).propose(A, 1).tokens == [5]
+    assert drafter_of([1, 2, 5, 1, 2, 6, 1, 2], max_match=2).propose(A, 1).tokens == [6]
+
+
+def test_the_second_sample_drafts_the_firsts_continuation():
+    drafter = NgramDrafter()
+    drafter.open(A, [1, 2, 3])
+    drafter.extend(A, [10, 11, 12, 13])
+    drafter.open(B, [1, 2, 3])
+    assert drafter.propose(B, 8).tokens == [10, 11, 12, 13]
+    drafter.extend(B, [10])
+    assert drafter.propose(B, 2).tokens == [11, 12]
+
+
+def test_prompt_tokens_are_drafted_from_too():
+    drafter = NgramDrafter()
+    drafter.open(A, [5, 6, 7, 8])
+    drafter.extend(A, [1, 5, 6])
+    assert drafter.propose(A, 2).tokens == [7, 8]
+
+
+def test_a_prompt_counts_once_however_many_samples_share_it():
+    drafter = NgramDrafter(max_match=2)
+    for sample in range(4):
+        drafter.open((0, "p", sample, 0), [1, 2, 3])
+    drafter.extend(A, [1, 2, 9, 1, 2, 9, 1, 2])
+    assert drafter.propose(A, 1).tokens == [9]
+
+
+def test_groups_do_not_leak_into_each_other():
+    drafter = NgramDrafter()
+    drafter.open(A, [1, 2, 3, 4])
+    drafter.open(OTHER, [1, 2])
+    assert drafter.propose(OTHER, 4) == Draft([], 0.0)
+
+
+def test_with_request_scope_a_response_sees_only_itself():
+    drafter = NgramDrafter(scope="request")
+    drafter.open(A, [1, 2, 3, 4])
+    drafter.open(B, [1, 2])
+    assert drafter.propose(B, 4).tokens == []
+    drafter.extend(B, [7, 1, 2])
+    assert drafter.propose(B, 1).tokens == [7]
+
+
+def test_what_is_expected_is_the_product_of_shares_summed():
+    # After "1 2" came 5 twice and 6 once; whatever follows "2 5" or "5 1" is always the same.
+    drafter = drafter_of([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], max_match=2)
+    assert drafter.propose(A, 3) == Draft([5, 1, 2], pytest.approx(2 / 3 + 2 / 3 + 2 / 3))
+    assert drafter_of([1, 2, 3, 1, 2]).propose(A, 2).expected == 2.0
+
+
+def test_a_later_rl_step_forgets_the_groups_of_earlier_ones():
+    drafter = drafter_of([1, 2, 3, 1, 2])
+    drafter.close(A)
+    drafter.open(B, [1, 2])
+    drafter.begin(0)
+    assert drafter.propose(B, 1).tokens == [3]
+    drafter.close(B)
+    drafter.begin(1)
+    assert drafter.memory_bytes == 0
+    drafter.open(A, [1, 2])
+    assert drafter.propose(A, 1).tokens == []
+
+
+def test_a_group_in_which_a_request_is_open_survives_the_rl_step():
+    drafter = drafter_of([1, 2, 3, 1, 2])
+    drafter.begin(1)
+    assert drafter.propose(A, 1).tokens == [3]
+    drafter.close(A)
+    drafter.begin(1)
+    assert drafter.memory_bytes == 0
+
+
+def test_a_closed_response_stays_for_its_siblings_but_not_with_request_scope():
+    for scope, tokens in (("group", [3]), ("request", [])):
+        drafter = drafter_of([1, 2, 3], scope=scope)
+        drafter.close(A)
+        drafter.open(B, [1, 2])
+        assert drafter.propose(B, 1).tokens == tokens
+
+
+def slow_propose(texts, context, min_match, max_match, depth):
+    """The definition, by brute force over all texts (in order of time)."""
+    draft = []
+    while len(draft) < depth:
+        tail, best = [*context, *draft], None
+        for n in range(min(max_match, len(tail)), min_match - 1, -1):
+            follows = [
+                text[i + n] for text in texts for i in range(len(text) - n) if text[i : i + n] == tail[len(tail) - n :]
+            ]
+            if follows:
+                count = Counter(follows)
+                last = {token: i for i, token in enumerate(follows)}
+                best = max(count, key=lambda token: (count[token], last[token]))
+                break
+        if best is None:
+            break
+        draft.append(best)
+    return draft
+
+
+TEXT = st.lists(st.integers(0, 3), max_size=40)
+
+
+@given(st.lists(TEXT, min_size=1, max_size=3), st.integers(1, 3), st.integers(0, 3), st.integers(0, 8))
+@settings(max_examples=150, deadline=None)
+def test_it_agrees_with_a_search_through_all_text(texts, min_match, more, depth):
+    drafter = NgramDrafter(min_match, min_match + more)
+    for sample, text in enumerate(texts):
+        drafter.open((0, "p", sample, 0), [])
+        drafter.extend((0, "p", sample, 0), text[:7])
+        drafter.extend((0, "p", sample, 0), text[7:])
+    for sample, text in enumerate(texts):
+        draft = drafter.propose((0, "p", sample, 0), depth)
+        assert draft.tokens == slow_propose(texts, text, min_match, min_match + more, depth)
+
+
+@given(TEXT, TEXT)
+@settings(deadline=None)
+def test_token_by_token_is_the_same_as_all_at_once(prompt, response):
+    whole, single = NgramDrafter(), NgramDrafter()
+    whole.open(A, prompt)
+    single.open(A, prompt)
+    whole.extend(A, response)
+    for token in response:
+        single.extend(A, [token])
+    assert whole.propose(A, 8) == single.propose(A, 8)
+
+
+def test_settings_that_make_no_sense_are_refused():
+    with pytest.raises(ConfigError, match="got 3 and 2"):
+        NgramDrafter(min_match=3, max_match=2)
+    with pytest.raises(ConfigError, match="'group' or 'request', got 'all'"):
+        NgramDrafter(scope="all")
+
+
+def test_it_keeps_up_with_an_engine():
+    tokens = np.random.default_rng(0).integers(0, 200, 20_000).tolist()
+    drafter = NgramDrafter()
+    drafter.open(A, [])
+    start = time.perf_counter()
+    drafter.extend(A, tokens)
+    inserted = time.perf_counter()
+    drafted = 0
+    for i in range(2_000):
+        drafter.open((0, "p", 1 + i, 0), tokens[i : i + 5])
+        drafted += len(drafter.propose((0, "p", 1 + i, 0), 8).tokens)
+    proposed = time.perf_counter()
+    assert drafted > 8_000
+    assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine; the design asks for 8"
+    assert (proposed - inserted) / drafted < 15e-6, "about 1 us on an idle machine; the design asks for 5"

@@ -1,0 +1,171 @@
+import subprocess
+import sys
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from tltlab.drafters.base import Draft
+from tltlab.drafters.ngram import NgramDrafter
+from tltlab.drafters.specs import (
+    DEFAULT_DRAFTERS,
+    SYSTEM_DRAFTERS,
+    DrafterSpec,
+    HybridSpec,
+    LearnedSpec,
+    NgramSpec,
+    SuffixSpec,
+)
+from tltlab.testing import check_drafter
+
+SPECS = TypeAdapter(DrafterSpec)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        NgramSpec(max_match=3, scope="request"),
+        SuffixSpec(scopes=("group", "global"), window=None, live=False),
+        LearnedSpec(method="eagle3", model="drafter"),
+        HybridSpec(min_expected=2.5),
+        *SYSTEM_DRAFTERS.values(),
+    ],
+)
+def test_a_spec_survives_json(spec):
+    assert SPECS.validate_json(SPECS.dump_json(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ({"kind": "ngram", "min_match": 4, "max_match": 2}, "got 4 and 2"),
+        ({"kind": "suffix", "window": 0}, "window must be at least 1"),
+        ({"kind": "suffix", "scopes": ["group", "group"]}, "each once"),
+        ({"kind": "suffix", "scopes": ["row"]}, "'request', 'group', 'problem' or 'global'"),
+        ({"kind": "suffix", "match_factor": float("nan")}, "finite number"),
+        ({"kind": "learned", "method": "eagle", "model": ""}, "at least 1 character"),
+        ({"kind": "hybrid", "min_expected": -1}, "greater than or equal to 0"),
+        ({"kind": "ngram", "windw": 3}, "Extra inputs"),
+        ({"kind": "tree"}, "'ngram', 'suffix', 'learned', 'hybrid'"),
+    ],
+)
+def test_what_the_drafter_would_refuse_is_refused_when_the_spec_is_read(value, complaint):
+    with pytest.raises(ValidationError, match=complaint):
+        SPECS.validate_python(value)
+
+
+def test_a_spec_builds_a_drafter_with_its_settings():
+    drafter = NgramSpec(min_match=1, max_match=3, scope="request").build()
+    assert isinstance(drafter, NgramDrafter)
+    assert (drafter.min_match, drafter.max_match, drafter.scope) == (1, 3, "request")
+
+
+def test_every_setting_of_a_suffix_spec_reaches_the_drafter():
+    pytest.importorskip("arctic_inference")
+    spec = SuffixSpec(
+        scopes=("group", "request"), window=7, max_match=9, max_draft=5, min_match=3, min_token_prob=0.25,
+        length="match", match_factor=1.5, live=False,
+    )  # fmt: skip
+    drafter = spec.build()
+    assert {name: getattr(drafter, name) for name in SuffixSpec.model_fields if name != "kind"} == spec.model_dump(
+        exclude={"kind"}
+    )
+
+
+def test_a_suffix_spec_is_read_without_its_library():
+    code = """
+import sys
+sys.modules["arctic_inference"] = None
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, SuffixSpec
+from tltlab.errors import ConfigError
+try:
+    SuffixSpec().build()
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "the suffix drafter needs: pip install 'tltlab[suffix]'"
+
+
+def test_every_engine_has_ngram_and_suffix():
+    assert {name: spec.kind for name, spec in DEFAULT_DRAFTERS.items()} == {"ngram": "ngram", "suffix": "suffix"}
+
+
+def drafts_of(name, earlier, sibling):
+    """What a system's drafter proposes after "1 2": an earlier RL step had `earlier`, a running sibling `sibling`."""
+    drafter = SYSTEM_DRAFTERS[name].build()
+    drafter.remember((0, "p", 0, 0), [], earlier)
+    drafter.begin(1)
+    drafter.open((1, "p", 0, 0), [])
+    drafter.extend((1, "p", 0, 0), sibling)
+    drafter.open((1, "p", 1, 0), [])
+    drafter.extend((1, "p", 1, 0), [1, 2])
+    return drafter.propose((1, "p", 1, 0), 1).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "uses_siblings", "uses_history"),
+    [
+        ("tlt-base", True, False),
+        ("seer", True, False),
+        ("das", True, True),
+        ("srt", True, True),
+        ("histospec", False, True),
+        ("suffix-decoding", True, True),
+    ],
+)
+def test_systems_differ_in_what_they_search(name, uses_siblings, uses_history):
+    pytest.importorskip("arctic_inference")
+    assert drafts_of(name, [0], [1, 2, 3]) == [3] * uses_siblings
+    assert drafts_of(name, [1, 2, 3], [0]) == [3] * uses_history
+
+
+def test_a_hybrid_takes_the_model_free_draft_where_it_promises_enough():
+    hybrid = HybridSpec(min_expected=1.5)
+    assert hybrid.choose(Draft([1, 2], 1.8), other_expected=1.7)
+    assert hybrid.choose(Draft([1, 2], 1.5), other_expected=1.5)
+    assert not hybrid.choose(Draft([1, 2], 1.8), other_expected=1.9)
+    assert not hybrid.choose(Draft([1, 2], 1.4), other_expected=0.0)
+    assert not HybridSpec(min_expected=0).choose(Draft([], 0.0), other_expected=0.0)
+
+
+class TooDeep(NgramDrafter):
+    def propose(self, key, depth):
+        return super().propose(key, depth + 1)
+
+
+class Drifting(NgramDrafter):
+    def propose(self, key, depth):
+        draft = super().propose(key, depth)
+        self.extend(key, draft.tokens[:1])
+        return draft
+
+
+class Remembering(NgramDrafter):
+    def forget(self):
+        self._tails = {}
+        self._stores = getattr(self, "_stores", {})
+
+
+class Sure(NgramDrafter):
+    def propose(self, key, depth):
+        return super().propose(key, depth)._replace(expected=float(depth + 1))
+
+
+class Keyed(NgramDrafter):
+    def state_dict(self):
+        return {0: "a key that JSON turns into text"}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "complaint"),
+    [
+        (TooDeep, "deeper than asked"),
+        (Drifting, "proposing twice"),
+        (Remembering, r"after forget\(\)"),
+        (Sure, "outside"),
+        (Keyed, "through JSON"),
+    ],
+)
+def test_the_contract_check_finds_what_is_broken(drafter, complaint):
+    with pytest.raises(AssertionError, match=complaint):
+        check_drafter(drafter)

@@ -1,0 +1,276 @@
+"""The experiments staleness, batch-size and lossless: their figures from made-up rows, and each by its command."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import ttest_1samp
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+pytest.importorskip("tltlab.runtime")
+
+from tltlab.cli import app as cli
+from tltlab.errors import ConfigError
+from tltlab.experiments import batch_size, lossless, staleness
+from tltlab.experiments.batch_size_measured import Visit, _seconds
+from tltlab.experiments.settings import read_settings
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of our own that was hardly trained: it answers anything, to the cap."""
+    from tltlab.runtime.models.make import Size, make_model
+
+    folder = tmp_path_factory.mktemp("model") / "subset-sum"
+    size = Size(hidden=64, layers=1, mlp=64, steps=40, measured_prompts=2, samples_per_prompt=2)
+    make_model(folder, size=size, task="subset-sum", seed=0, progress=print)
+    return folder
+
+
+def told(capsys: pytest.CaptureFixture[str], out: Path, *args: str) -> dict:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["experiment", *args, "--fast", "--out", str(out), "--json"])
+    assert not ended.value.code
+    # Whatever engines print to stdout would be before the object, and break who reads it.
+    found = json.loads(capsys.readouterr().out)
+    assert not found["prediction"]
+    assert found["verdict"].startswith("measured here, ")
+    assert sorted(path.name for path in out.iterdir()) == [args[0]]
+    assert sorted(path.name for path in (out / args[0]).iterdir()) == ["picture.png", "result.json", "table.csv"]
+    assert (out / args[0] / "picture.png").stat().st_size > 5000
+    return found
+
+
+def nothing_is_left() -> bool:
+    import ray
+
+    return not ray.is_initialized()
+
+
+@pytest.mark.engine
+def test_forced_batches_run_every_arm_and_what_the_bandit_picks(small_model: Path, tmp_path: Path, capsys):
+    found = told(capsys, tmp_path, "batch-size", "--model", str(small_model), "batches=1,6", "depths=8", "rounds=1")
+    rows = found["rows"]
+    for batch in (1, 6):
+        here = {row["arm"]: row for row in rows if row["batch"] == batch}
+        assert {"none", "ngram:8", "ngram:4", "ngram:2", "beg-mab"} <= set(here)
+        assert all(row["tokens_per_s"] > 0 for row in here.values())
+        assert here["none"]["speedup"] == pytest.approx(1)
+        assert sum(row["share"] for row in here.values() if row["share"] is not None) == pytest.approx(1)
+        assert [row["best"] for row in here.values()].count(True) == 1
+        assert here["beg-mab"]["of_best"] > 0
+    # From batch 5 on the shipped bandit has no arm of depth 8.
+    assert next(row for row in rows if row["batch"] == 6 and row["arm"] == "ngram:8")["share"] == 0
+    assert "too few rounds to tell" in found["verdict"]
+
+
+@pytest.mark.engine
+def test_a_drafter_that_is_left_alone_ages_and_the_others_do_not(small_model: Path, tmp_path: Path, capsys):
+    found = told(
+        capsys, tmp_path, "staleness", "--model", str(small_model), "prompts=4", "cap=48", "warm_up_updates=5",
+        "warm_up_length=1.01", "tokens_per_update=128",
+    )  # fmt: skip
+    live = {(row["run"], row["rl_step"]): row for row in found["rows"] if row["part"] == "live"}
+    assert [name for name, step in live if step == 2] == ["frozen", "stopped", "adaptive"]
+    assert [live["frozen", step]["drafter_age"] for step in range(3)] == [0, 1, 2]
+    assert live["frozen", 2]["drafter_updates"] == 0
+    trained = live["stopped", 1]["drafter_updates"]
+    assert live["stopped", 2]["drafter_updates"] == trained
+    assert live["stopped", 2]["drafter_age"] == live["stopped", 1]["drafter_age"] + 1
+    assert live["adaptive", 2]["drafter_updates"] >= live["adaptive", 1]["drafter_updates"]
+    assert all(1 <= row["accept_length"] <= 5 for row in found["rows"])
+    assert nothing_is_left()
+
+
+@pytest.mark.engine
+def test_rewards_and_tokens_are_held_against_plain_decoding(small_model: Path, tmp_path: Path, capsys):
+    found = told(
+        capsys, tmp_path, "lossless", "--model", str(small_model), "prompts=4", "cap=32", "warm_up_updates=5",
+        "warm_up_length=1.01", "heldout=4", "seeds=1",
+    )  # fmt: skip
+    rewards = [row for row in found["rows"] if row["kind"] == "reward"]
+    assert [row["case"] for row in rewards] == ["held-out reward at the end", "mean reward over the RL steps"]
+    for row in rewards:
+        assert row["difference"] == pytest.approx(row["with"] - row["without"])
+        assert row["verdict"] == "unknown"
+    assert found["verdict"].count("no interval from one seed") == 2
+    cases = [row for row in found["rows"] if row["kind"] == "tokens"]
+    assert len(cases) == 10
+    assert {row["verdict"] for row in cases} == {"no difference"}
+    assert "in 10 of 10 audited cases" in found["verdict"]
+    assert nothing_is_left()
+
+
+def visits(batch: int, pace: dict[Strategy | None, float], picked: Strategy, rounds: int = 8) -> list[Visit]:
+    """Rounds in which each arm generates so many tokens per second, give or take one in a hundred."""
+    rng = np.random.default_rng(batch)
+    return [
+        Visit(
+            batch=batch, arm=arm, round=n, seconds=1 / (each * rng.normal(1, 0.01)), num_tokens=1, drafts=10,
+            accepted=20, ran={picked if arm is None else arm: 10}, past_end=0, generated=1,
+        )
+        for n in range(rounds)
+        for arm, each in pace.items()
+    ]  # fmt: skip
+
+
+def test_the_verdict_says_where_drafts_stop_paying_and_what_the_bandit_loses():
+    made = [
+        *visits(1, {NO_SPECULATION: 100, SHALLOW: 150, DEEP: 200, None: 190}, DEEP),
+        *visits(8, {NO_SPECULATION: 500, SHALLOW: 600, DEEP: 400, None: 400}, DEEP),
+        *visits(64, {NO_SPECULATION: 900, SHALLOW: 700, DEEP: 500, None: 900}, NO_SPECULATION),
+    ]
+    rows = batch_size.table(made, "bandit")
+    said = batch_size.verdict(rows, "bandit", batch_size.overall(made))
+    assert "drafts pay at batch sizes 1 and 8 (ngram:8 at 1: " in said
+    assert "no gain was shown from 64 on" in said
+    assert "best one at 2 of 3 batch sizes, not at 8 (ngram:8)" in said
+    assert batch_size.overall(made)[0] == pytest.approx((0.95 * 400 / 600) ** (1 / 3), rel=0.01)
+    by_arm = {(row["batch"], row["arm"]): row for row in rows}
+    assert by_arm[1, "ngram:8"]["speedup"] == pytest.approx(2, rel=0.02)
+    assert by_arm[1, "ngram:8"]["low"] < 2 < by_arm[1, "ngram:8"]["high"] * 1.02
+    assert by_arm[8, "ngram:2"]["best"]
+    assert not by_arm[8, "ngram:8"]["level"]
+    assert by_arm[8, "bandit"]["of_best"] == pytest.approx(400 / 600, rel=0.02)
+
+
+def test_the_best_arm_of_a_round_is_the_one_that_the_other_rounds_name():
+    # By luck each arm wins its own round; chosen in hindsight the bandit would look behind, yet all are alike.
+    lucky = [
+        Visit(batch=1, arm=arm, round=n, seconds=1.0, num_tokens=110 if arm is own else 100, drafts=0, accepted=0,
+              ran={NO_SPECULATION: 1}, past_end=0, generated=1)
+        for n, own in enumerate((NO_SPECULATION, DEEP))
+        for arm in (NO_SPECULATION, DEEP, None)
+    ]  # fmt: skip
+    assert batch_size.of_best_by_round(lucky, 1) == [0.0, 0.0]
+
+
+def test_an_iteration_that_waited_for_the_machine_counts_little():
+    row = {"drafter": "ngram", "draft_depth": 2, "top_k": 1, "tokens_to_verify": 3}
+    plain = {"draft_depth": 0}
+    rows = [row | {"duration": 1.0}] * 9 + [row | {"duration": 50.0}, plain | {"duration": 10.0}]
+    assert _seconds(rows) == pytest.approx(9 + 3 + 10)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [("policy=fixed", "it has nothing to pick"), ("drafter=crystal-ball", "there are: ngram, suffix")],
+)
+def test_what_cannot_be_measured_is_refused_before_a_model_is_made(tmp_path: Path, override: str, said: str):
+    settings = read_settings(batch_size.Settings, batch_size.FAST, [override])
+    with pytest.raises(ConfigError, match=said):
+        batch_size.run(settings, folder=tmp_path, seed=0, progress=print)
+
+
+def live(run: str, lengths: list[float], *, ages: list[int] | None = None) -> list[dict]:
+    return [
+        {"part": "live", "run": run, "seed": 0, "rl_step": step, "drafter_age": (ages or [0] * 99)[step],
+         "drafter_updates": 1, "accept_length": length, "drafts": 3000, "target_moved": 0.002}
+        for step, length in enumerate(lengths)
+    ]  # fmt: skip
+
+
+def test_going_stale_is_told_from_learning_no_more():
+    rng = np.random.default_rng(0)
+    noise = rng.normal(0, 0.005, (3, 12))
+    rising = 2.0 + 0.1 * np.arange(12)
+    level = np.minimum(rising, 2.4)
+    falling = np.where(np.arange(12) < 4, rising, 2.4 * 0.97 ** (np.arange(12) - 4))
+    said = {}
+    for name, stopped in (("level", level), ("falling", falling)):
+        runs = {"frozen": np.full(12, 2.0), "stopped": stopped, "adaptive": rising}
+        rows = [
+            row for each, (run, lengths) in zip(noise, runs.items(), strict=True)
+            for row in live(run, list(lengths + each))
+        ]  # fmt: skip
+        found = staleness.summary(rows, 4, np.random.default_rng(0))
+        said[name] = staleness.verdict(found, 4)
+        assert found.num_steps == 7
+        assert found.stopped is not None
+        assert found.stopped.estimate == pytest.approx(stopped[5:].sum() / rising[5:].sum(), rel=0.01)
+        assert found.same_responses is None
+    assert "training more than freshness" in said["level"] or "which is no fall" in said["level"]
+    assert "so it goes stale as the target moves" in said["falling"]
+    assert "-3." in said["falling"] or "-2.9" in said["falling"]
+
+
+def test_few_rl_steps_are_said_to_tell_little():
+    rows = [row for run in ("frozen", "stopped", "adaptive") for row in live(run, [2.0, 2.1, 2.2])]
+    said = staleness.verdict(staleness.summary(rows, 1, np.random.default_rng(0)), 1)
+    assert "though so few RL steps tell little" in said
+    assert said.endswith("too few RL steps to say how it ages by itself.")
+
+
+def test_training_that_never_stops_is_no_experiment(tmp_path: Path):
+    settings = read_settings(staleness.Settings, staleness.FAST, ["steps=3", "stop_after=3"])
+    with pytest.raises(ConfigError, match="none is left without training"):
+        staleness.run(settings, folder=tmp_path, seed=0, progress=print)
+
+
+def test_the_detectable_difference_is_found_nine_times_in_ten():
+    rng = np.random.default_rng(0)
+    num, spread = 5, 1.0
+    # With the spread known, the margin of an interval over five values is t * s / sqrt(5).
+    margin = 2.7764451 * spread / math.sqrt(num)
+    shift = lossless.detectable(margin, num)
+    draws = rng.normal(shift, spread, (4000, num))
+    found = np.mean(ttest_1samp(draws, 0.0, axis=1, alternative="greater").pvalue < 0.025)
+    assert found == pytest.approx(0.9, abs=0.02)
+
+
+def test_a_reward_differs_where_its_interval_leaves_out_0():
+    runs = [{"with": {"held_out": 0.5}, "without": {"held_out": each}} for each in (0.4, 0.42, 0.44)]
+    for low, high, verdict in ((-0.02, 0.18, "no difference"), (0.02, 0.14, "different")):
+        row = lossless.reward_row("held_out", {"estimate": 0.08, "low": low, "high": high}, runs)
+        assert (row["verdict"], row["samples"], row["with"]) == (verdict, 3, 0.5)
+        assert row["without"] == pytest.approx(0.42)
+        assert row["detectable"] > (high - low) / 2
+
+
+def reward(low: float, high: float, verdict: str) -> dict:
+    return {"kind": "reward", "case": "held-out reward at the end", "verdict": verdict, "difference": (low + high) / 2,
+            "low": low, "high": high, "detectable": 0.05, "without": 0.5, "samples": 3}  # fmt: skip
+
+
+def test_rewards_of_too_few_seeds_are_said_to_show_nothing():
+    row = reward(-0.5, 0.6, "no difference") | {"detectable": 0.9}
+    assert "not even the loss of all reward would have been seen" in lossless.verdict([row])
+
+
+def case(verdict: str, name: str = "ngram, depth 1") -> dict:
+    return {"kind": "tokens", "case": name, "verdict": verdict, "detectable": 0.04}
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([reward(-0.02, 0.03, "no difference"), case("no difference")], "no difference was found: held-out"),
+        ([reward(0.01, 0.03, "different"), case("no difference")], "a difference was found (1 of 2 rows)"),
+        ([reward(-0.02, 0.03, "no difference"), case("different")], "in 0 of 1 audited cases, not in ngram, depth 1"),
+        (
+            [reward(-0.02, 0.03, "no difference"), case("not tested")],
+            "in 0 of 1 audited cases, not tested in ngram, depth 1",
+        ),
+        ([reward(-0.02, 0.03, "no difference")], "+0.005 [-0.020, +0.030] over 3 seeds (one of 0.050 would have been"),
+        ([case("no difference")], "(a total variation of 0.04 would have been seen in each that is sampled)"),
+    ],
+)
+def test_the_verdict_says_what_differs_or_how_much_would_have_been_seen(rows: list[dict], said: str):
+    assert said in lossless.verdict(rows)
+
+
+def test_a_head_that_is_none_is_refused(small_model: Path, tmp_path: Path):
+    settings = read_settings(
+        staleness.Settings, staleness.FAST, [f"model={small_model}", f"head={tmp_path / 'nothing'}"]
+    )
+    with pytest.raises(ConfigError, match="is no folder of `tltlab train-drafter`"):
+        staleness.run(settings, folder=tmp_path, seed=0, progress=print)

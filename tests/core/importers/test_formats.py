@@ -1,0 +1,516 @@
+"""Traces from other programs' dumps: small dumps of the documented shapes, written here."""
+
+import json
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.main import get_command
+
+from tltlab.cli import app as cli
+from tltlab.cli.importing import import_trace
+from tltlab.errors import ConfigError, TraceError
+from tltlab.importers.formats import guess, import_dump
+from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
+from tltlab.traces.trace import read
+
+
+class WordCounter:
+    """One token per word."""
+
+    note = "token counts are words"
+
+    def count(self, texts):
+        return [len(text.split()) for text in texts]
+
+
+WORDS = WordCounter()
+
+
+def jsonl(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def verl_row(prompt, response, step, score=0.0, **extra):
+    return {"input": prompt, "output": response, "gts": "4", "score": score, "step": step, **extra}
+
+
+@pytest.fixture
+def verl(tmp_path):
+    """Two steps of a verl dump; the rows of a group are apart, as its batch balancing leaves them."""
+    folder = tmp_path / "rollout_data"
+    jsonl(
+        folder / "2.jsonl",
+        verl_row("what is 2 + 2 ?", "it is four", 2, 1.0, acc=True, request_id="a"),
+        verl_row("say é", "é", 2, float("nan")),
+        verl_row("what is 2 + 2 ?", "five", 2, 0.0),
+        verl_row("say é", "", 2, -1.0),
+    )
+    jsonl(folder / "10.jsonl", verl_row("say é", "é é é é", 10, 0.5), verl_row("say é", "no", 10))
+    return folder
+
+
+def trl_frame(step, prompts, completions, **columns):
+    return pd.DataFrame(
+        {"step": step, "prompt": prompts, "completion": completions, **columns, "advantage": np.zeros(len(prompts))}
+    )
+
+
+@pytest.fixture
+def trl(tmp_path):
+    """An output folder of a GRPOTrainer: step 2 logs the completions of step 1 again."""
+    folder = tmp_path / "out" / "completions"
+    folder.mkdir(parents=True)
+    first = {"accuracy_reward": [1.0, 0.0], "format_reward": [0.5, np.nan], "note": ["a", "b"]}
+    for step in (1, 2):
+        frame = trl_frame(step, ["hi there", "hi there"], ["one two three", "one"], **first)
+        frame.to_parquet(folder / f"completions_{step:05d}.parquet")
+    third = {"accuracy_reward": [np.nan, 0.0], "format_reward": [np.nan, 0.5], "note": ["c", "d"]}
+    trl_frame(3, ["hi there", "bye"], ["one", "two"], **third).to_parquet(folder / "completions_00003.parquet")
+    return folder.parent
+
+
+def bench_result(**change):
+    """What `vllm bench serve --save-result --save-detailed` writes, cut down to three requests."""
+    return {
+        "date": "20260102-030405", "backend": "openai", "model_id": "org/model", "num_prompts": 3, "completed": 2,
+        "total_output_tokens": 30, "duration": 9.0, "input_lens": [5, 6, 7], "output_lens": [10, 20, 0],
+        "ttfts": [0.5, 0.25, 0.0], "itls": [[0.5, 0.5], [1.0, 2.0], []], "start_times": [100.0, 101.0, 102.0],
+        "generated_texts": ["a", "b", ""], "errors": ["", "", "timed out"], **change,
+    }  # fmt: skip
+
+
+# verl
+
+
+def test_a_verl_dump_is_a_trace(verl):
+    trace = import_dump(verl, tokens=WORDS, workers=4)
+    assert trace.rl_steps == [2, 10]
+    outcomes, workload = trace.outcomes, trace.workload
+    assert outcomes["response_tokens"].tolist() == [3, 1, 1, 1, 4, 1]
+    assert workload["prompt_tokens"].tolist() == [6, 2, 6, 2, 2, 2]
+    assert outcomes["sample"].tolist() == [0, 0, 1, 1, 0, 1]
+    reward = outcomes["reward"].tolist()
+    assert reward[0] == 1.0
+    assert np.isnan(reward[1])
+    assert reward[2:] == [0.0, -1.0, 0.5, 0.0]
+    manifest = trace.manifest
+    assert (manifest.kind, manifest.source, manifest.num_workers) == ("imported", "verl rollout dump rollout_data", 4)
+    assert (manifest.group_size, manifest.max_response_tokens, manifest.num_rl_steps) == (2, 4, 2)
+
+
+def test_the_same_input_is_the_same_prompt_in_every_step(verl):
+    workload = import_dump(verl, tokens=WORDS).workload
+    first, second = workload["prompt_id"].iloc[0], workload["prompt_id"].iloc[1]
+    assert workload["prompt_id"].tolist() == [first, second, first, second, second, second]
+    assert "é" not in second
+    assert workload["epoch"].tolist() == [0, 0, 0, 0, 1, 1]
+
+
+def test_what_was_assumed_is_in_the_manifest(verl):
+    notes = import_dump(verl, tokens=CharsPerToken(3.6)).manifest.notes
+    assert "token counts are an approximation: characters / 3.6" in notes
+    assert "the cap is unknown: the longest response (3 tokens) is taken for it" in notes
+    assert "6 responses do not say how they ended: they count as finished" in notes
+
+
+def test_a_response_of_the_caps_length_was_cut(verl):
+    trace = import_dump(verl, tokens=WORDS, max_response_tokens=3)
+    assert trace.outcomes["finish_reason"].tolist() == ["length", "stop", "stop", "stop", "length", "stop"]
+    # A count of text may come out above the cap; a length of the engine may not.
+    assert trace.outcomes["response_tokens"].max() == 3
+
+
+def test_text_without_a_way_to_count_it_is_refused(verl):
+    with pytest.raises(ConfigError, match=r"--tokenizer FOLDER.*--chars-per-token 3\.6"):
+        import_dump(verl)
+
+
+def test_counts_in_the_dump_need_no_tokenizer(tmp_path):
+    row = verl_row("p", "text", 1, prompt_length=7, response_length=12.0)
+    trace = import_dump(jsonl(tmp_path / "d" / "1.jsonl", row))
+    assert trace.outcomes["response_tokens"].tolist() == [12]
+    assert trace.workload["prompt_tokens"].tolist() == [7]
+    assert "token counts" not in trace.manifest.notes
+    with pytest.raises(TraceError, match=r"1\.jsonl, line 1: the response has 12 tokens, its maximum .* 8"):
+        import_dump(tmp_path / "d", max_response_tokens=8)
+
+
+def test_a_row_without_its_step_has_that_of_its_file(tmp_path):
+    row = verl_row("p", "text", 1)
+    del row["step"]
+    assert import_dump(jsonl(tmp_path / "17.jsonl", row), tokens=WORDS).rl_steps == [17]
+    with pytest.raises(TraceError, match=r"rows\.jsonl, line 1: no step; wanted a field step"):
+        import_dump(jsonl(tmp_path / "rows.jsonl", row), tokens=WORDS)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"input": "a", "output": "b", "sco', r"line 2: not JSON \(cut off\?\)"),
+        ("[1]", "line 2, item 0: got 1, wanted a JSON object"),
+        ("3", "line 2: got 3, wanted a JSON object"),
+        ('{"input": "a", "score": 1}', "line 2: no response; wanted a field output, there are: input, score"),
+        ('{"input": 3, "output": "b", "score": 1, "step": 1}', "line 2, field input: got 3, wanted a text"),
+        ('{"input": "a", "output": "b", "score": "x", "step": 1}', "line 2, field score: got 'x', wanted a number"),
+        ('{"input": "a", "output": "b", "score": Infinity, "step": 1}', "line 2, field score: got inf"),
+        ('{"input": "a", "output": "b", "score": 0, "step": -1}', "line 2, field step: got -1, wanted a whole number"),
+        ('{"input": "a", "output": "b", "score": 0, "step": true}', "line 2, field step: got True"),
+        (
+            '{"input": "a", "output": "b", "step": 1, "finish_reason": "?"}',
+            r"line 2, field finish_reason: got '\?', known are: abort",
+        ),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, says):
+    path = jsonl(tmp_path / "1.jsonl", verl_row("a", "b", 1))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(TraceError, match=rf"1\.jsonl, {says}"):
+        import_dump(path, tokens=WORDS)
+
+
+def test_bytes_that_are_no_text_and_empty_files_are_refused(tmp_path):
+    (tmp_path / "1.jsonl").write_bytes(b'{"input": "\xff"}\n')
+    with pytest.raises(TraceError, match=r"1\.jsonl: cannot be read"):
+        import_dump(tmp_path / "1.jsonl", tokens=WORDS)
+    (tmp_path / "2.jsonl").write_text("\n\n")
+    with pytest.raises(TraceError, match=r"2\.jsonl: empty"):
+        import_dump(tmp_path / "2.jsonl", tokens=WORDS)
+
+
+# TRL
+
+
+def test_trl_completions_are_a_trace(trl):
+    trace = import_dump(trl, tokens=WORDS)
+    assert trace.rl_steps == [1, 3]
+    assert trace.outcomes["response_tokens"].tolist() == [3, 1, 1, 1]
+    assert trace.workload["prompt_tokens"].tolist() == [2, 2, 2, 1]
+    assert trace.outcomes["sample"].tolist() == [0, 1, 0, 0]
+    assert trace.manifest.group_size is None
+
+
+def test_completions_that_trl_logs_again_are_read_once(trl):
+    notes = import_dump(trl, tokens=WORDS).manifest.notes
+    assert "1 logged steps repeat the completions of the step before and are left out" in notes
+
+
+def test_rewards_of_trl_are_added_and_the_manifest_says_which(trl):
+    trace = import_dump(trl, tokens=WORDS)
+    reward = trace.outcomes["reward"].tolist()
+    assert (reward[0], reward[1], reward[3]) == (1.5, 0.0, 0.5)
+    assert np.isnan(reward[2])
+    assert "reward: accuracy_reward + format_reward" in trace.manifest.notes
+    assert import_dump(trl, tokens=WORDS, reward_columns=["format_reward"]).outcomes["reward"][0] == 0.5
+    with pytest.raises(TraceError, match=r"row 0: no reward; wanted a field speed, there are: step, prompt"):
+        import_dump(trl, tokens=WORDS, reward_columns=["speed"])
+
+
+@pytest.mark.parametrize("shape", ["parquet", "table", "lines", "list", "chat"])
+def test_trl_completions_in_any_file_say_the_same(tmp_path, shape):
+    frame = trl_frame(4, ["hi there", "hi there"], ["one two three", "one"], reward=[1.0, 0.0])
+    path = tmp_path / f"saved.{'parquet' if shape == 'parquet' else 'json'}"
+    records = frame.to_dict("records")
+    if shape == "parquet":
+        frame.to_parquet(path)
+    elif shape == "table":
+        path.write_text(json.dumps({"columns": list(frame), "data": frame.to_numpy().tolist()}, indent=1))
+    elif shape == "lines":
+        jsonl(path, *records)
+    elif shape == "list":
+        path.write_text(json.dumps(records, indent=1))
+    else:
+        chats = [{**r, "prompt": [{"role": "user", "content": r["prompt"]}]} for r in records]
+        jsonl(path, *chats)
+    trace = import_dump(path, tokens=WORDS)
+    assert trace.rl_steps == [4]
+    assert trace.outcomes["response_tokens"].tolist() == [3, 1]
+    assert trace.outcomes["reward"].tolist() == [1.0, 0.0]
+    assert trace.workload["prompt_tokens"].tolist() == [2, 2]
+
+
+def test_a_table_with_a_short_row_is_refused(tmp_path):
+    path = tmp_path / "t.json"
+    path.write_text('{"columns": ["step", "prompt", "completion"], "data": [[1, "p", "c"], [1, "p"]]}')
+    with pytest.raises(TraceError, match=r"data 1: got \[1, 'p'\], wanted 3 cells"):
+        import_dump(path, tokens=WORDS)
+
+
+# vLLM
+
+
+def test_a_benchmark_result_of_vllm_is_a_trace(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(bench_result()))
+    trace = import_dump(path, max_response_tokens=20)
+    outcomes = trace.outcomes
+    assert outcomes["response_tokens"].tolist() == [10, 20, 0]
+    assert outcomes["finish_reason"].tolist() == ["stop", "length", "abort"]
+    assert outcomes["t_submit"].tolist() == [0.0, 1.0, 2.0]
+    assert outcomes["t_first_token"].tolist() == [0.5, 1.25, 2.0]
+    assert outcomes["t_finish"].tolist() == [1.5, 4.25, 2.0]
+    assert trace.workload["prompt_tokens"].tolist() == [5, 6, 7]
+    assert trace.manifest.model == "org/model"
+    assert "1 requests failed or made no token and count as aborted" in trace.manifest.notes
+
+
+def test_latencies_of_newer_results_count_before_the_gaps(tmp_path):
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(bench_result(latencies=[3.0, 4.0, 0.0]), indent=2))
+    assert import_dump(path).outcomes["t_finish"].tolist() == [3.0, 5.0, 2.0]
+
+
+def test_appended_results_are_rl_steps(tmp_path):
+    trace = import_dump(jsonl(tmp_path / "r.jsonl", bench_result(), bench_result(start_times=[7.0, 8.0, 9.0])))
+    assert trace.rl_steps == [0, 1]
+    assert trace.table("outcomes", rl_step=1)["t_submit"].tolist() == [0.0, 1.0, 2.0]
+    assert trace.workload["prompt_id"].is_unique
+    assert "each of the 2 appended results counts as an RL step" in trace.manifest.notes
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"ttfts": [0.1]}, "field ttfts: it has 1 entries, output_lens has 3"),
+        ({"input_lens": None}, "field input_lens: it is not there: run the benchmark with --save-detailed"),
+        ({"output_lens": None}, "field output_lens: it is not there: run the benchmark with --save-detailed"),
+        ({"output_lens": [10, 1.5, 0]}, "line 1, request 1, field response_tokens: got 1.5, wanted a whole number"),
+        ({"start_times": [1.0, "now", 2.0]}, "line 1, request 1, field start_time: got 'now', wanted a number"),
+        ({"latencies": [1.0, -2.0, 1.0]}, "line 1, request 1, field finish: got 99.0, before the start 101.0"),
+        ({"itls": [["x"], [], []]}, "line 1, request 0, field itl: wanted a list of numbers"),
+    ],
+)
+def test_a_broken_benchmark_result_is_refused(tmp_path, change, says):
+    with pytest.raises(TraceError, match=rf"r\.jsonl, .*{says}"):
+        import_dump(jsonl(tmp_path / "r.jsonl", bench_result(**change)))
+
+
+def test_requests_of_a_log_go_by_many_names(tmp_path):
+    path = jsonl(
+        tmp_path / "log.jsonl",
+        {"request_id": "a", "prompt_tokens": 5, "completion_tokens": 9, "arrival_time": 50.0, "ttft_ms": 250.0,
+         "e2e_latency": 2.0, "finish_reason": "stop", "dp_rank": 1, "max_tokens": 16},
+        {"request_id": "b", "input_len": 5, "output_len": 16, "arrival_time": 51.0, "first_token_time": 51.5,
+         "finish_time": 60.0, "finish_reason": "length", "dp_rank": 0, "max_tokens": 16},
+        {"id": "c", "usage": {"prompt_tokens": 4, "completion_tokens": 3}, "max_tokens": 8,
+         "choices": [{"finish_reason": "tool_calls"}]},
+        {"custom_id": "d", "error": None, "max_tokens": 8,
+         "response": {"body": {"id": "x", "usage": {"prompt_tokens": 4, "completion_tokens": 8}}}},
+    )  # fmt: skip
+    trace = import_dump(path)
+    outcomes = trace.outcomes
+    assert outcomes["prompt_id"].tolist() == ["a", "b", "c", "d"]
+    assert outcomes["response_tokens"].tolist() == [9, 16, 3, 8]
+    assert outcomes["finish_reason"].tolist() == ["stop", "length", "stop", "length"]
+    assert trace.workload["max_response_tokens"].tolist() == [16, 16, 8, 8]
+    assert outcomes["worker"].tolist()[:2] == [1, 0]
+    assert outcomes["t_finish"].tolist()[:2] == [2.0, 10.0]
+    assert outcomes["t_first_token"].tolist()[:2] == [0.25, 1.5]
+    assert outcomes["t_submit"].isna().tolist() == [False, False, True, True]
+    assert "2 requests have no start time: their times are unknown" in trace.manifest.notes
+
+
+def test_groups_of_a_log(tmp_path):
+    row = {"prompt_tokens": 5, "output_tokens": 9}
+    by_id = jsonl(tmp_path / "a.jsonl", *[{**row, "prompt_id": p, "rl_step": 3} for p in "xyx"])
+    assert import_dump(by_id).outcomes[["rl_step", "prompt_id", "sample"]].to_numpy().tolist() == [
+        [3, "x", 0], [3, "y", 0], [3, "x", 1]
+    ]  # fmt: skip
+    by_text = jsonl(tmp_path / "b.jsonl", *[{**row, "prompt": p} for p in ("one", "two", "one")])
+    assert import_dump(by_text).outcomes["sample"].tolist() == [0, 0, 1]
+    by_place = jsonl(tmp_path / "c.jsonl", *[{**row, "request_id": i} for i in range(4)])
+    assert import_dump(by_place, group_size=2).outcomes["prompt_id"].tolist() == ["s0-p0", "s0-p0", "s0-p1", "s0-p1"]
+
+
+def test_several_choices_with_one_usage_are_refused(tmp_path):
+    row = {"usage": {"prompt_tokens": 4, "completion_tokens": 3}, "choices": [{}, {}]}
+    with pytest.raises(TraceError, match=r"line 1, field choices: got 2 choices and one usage"):
+        import_dump(jsonl(tmp_path / "log.jsonl", row), form="vllm")
+
+
+def test_the_error_lists_the_fields_that_are_there(tmp_path):
+    path = jsonl(tmp_path / "log.jsonl", {"output_tokens": 3, "words": 7})
+    with pytest.raises(TraceError, match=r"line 1: no prompt length; wanted a field prompt_tokens or .*words"):
+        import_dump(path)
+
+
+# All
+
+
+def test_the_content_says_the_format(tmp_path, verl, trl):
+    assert guess(verl) == "verl"
+    assert guess(trl) == guess(trl / "completions") == "trl"
+    assert guess(jsonl(tmp_path / "a.jsonl", bench_result())) == "vllm"
+    assert guess(jsonl(tmp_path / "b.jsonl", {"usage": {"completion_tokens": 1}})) == "vllm"
+    (tmp_path / "lengths.csv").write_text("5\n9\n")
+    assert guess(tmp_path / "lengths.csv") == "csv"
+    with pytest.raises(TraceError, match=r"of no known format.*there are: a, b; say which with --format"):
+        guess(jsonl(tmp_path / "c.jsonl", {"a": 1, "b": 2}))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TraceError, match="neither"):
+        guess(tmp_path / "empty")
+    with pytest.raises(TraceError, match="no such file"):
+        import_dump(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("form", ["verl", "trl"])
+def test_a_folder_of_something_else_is_refused(tmp_path, form):
+    with pytest.raises(TraceError, match=r"(no <step>\.jsonl|no completions_<step>\.parquet) in it"):
+        import_dump(tmp_path, form=form, tokens=WORDS)
+
+
+def test_what_a_csv_does_not_say_is_noted(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("5\n9\n9\n2\n7\n")
+    notes = import_dump(path, group_size=2).manifest.notes
+    assert "the cap is unknown: the longest response (9 tokens) is taken for it" in notes
+    assert "prompt tokens are unknown: 0" in notes
+    assert "the last group is incomplete: 1 of 2 samples" in notes
+    path.write_text("length,prompt_tokens\n5,3\n9,4\n")
+    assert import_dump(path, group_size=2, max_response_tokens=9).manifest.notes is None
+
+
+def test_a_csv_of_lengths_goes_the_same_way(tmp_path):
+    (tmp_path / "lengths.csv").write_text("5\n9\n9\n2\n")
+    trace = import_dump(tmp_path / "lengths.csv", group_size=2, max_response_tokens=9)
+    assert trace.outcomes["finish_reason"].tolist() == ["stop", "length", "length", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"group_size": 2}, "a group size does not go with format verl, only with csv and vllm"),
+        ({"column": "x"}, "a column of lengths does not go with format verl"),
+        ({"reward_columns": ["x"]}, "reward columns does not go with format verl, only with trl"),
+        ({"workers": 0}, "workers is 0"),
+        ({"max_response_tokens": 0}, "maximum is 0"),
+    ],
+)
+def test_options_that_do_not_go_with_the_format_are_refused(verl, options, says):
+    with pytest.raises(ConfigError, match=says):
+        import_dump(verl, tokens=WORDS, **options)
+
+
+texts = st.text(st.characters(blacklist_categories=["Cs"]), max_size=12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(0, 3), texts, texts), min_size=1, max_size=20))
+def test_any_verl_dump_keeps_every_response_and_its_length(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dump")
+    for step in {row[0] for row in rows}:
+        jsonl(folder / f"{step}.jsonl", *[verl_row(p, r, step) for s, p, r in rows if s == step])
+    trace = import_dump(folder, form="verl", tokens=CharsPerToken(2.0))
+    expected = [max(1, -(-len(r) // 2)) for step in sorted({row[0] for row in rows}) for s, _, r in rows if s == step]
+    assert trace.outcomes["response_tokens"].tolist() == expected
+    groups = trace.workload.groupby(["rl_step", "prompt_id"]).ngroups
+    assert groups == len({(step, prompt) for step, prompt, _ in rows})
+
+
+# Token counts
+
+
+def test_characters_per_token():
+    assert CharsPerToken(3.6).count(["", "a", "seventeen letters"]) == [0, 1, 5]
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="above 0"):
+            CharsPerToken(wrong)
+    with pytest.raises(ConfigError, match="give one of them"):
+        token_counter("folder", 3.6)
+
+
+def test_a_tokenizer_of_a_folder_counts_all_tokens_of_the_text_and_no_special_ones(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"[UNK]": 0, "a": 1, "<s>": 2}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    counter = FolderTokenizer(tmp_path)
+    assert counter.count(["a b c", "", "a"] * 200) == [3, 0, 1] * 200
+    assert counter.count(["\ud83d a"]) == [2]
+    assert "tokenized again" in counter.note
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file"):
+        FolderTokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(ConfigError, match=r"pip install tokenizers, or give --chars-per-token"):
+        FolderTokenizer(tmp_path)
+
+
+def test_a_broken_tokenizer_is_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="not a tokenizer"):
+        FolderTokenizer(tmp_path)
+
+
+# The command
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs `tltlab trace import`; returns (exit code, standard output, standard error)."""
+    app = typer.Typer()
+    app.command()(import_trace)
+
+    def run(*args):
+        monkeypatch.setattr(cli, "_run", lambda argv: get_command(app).main(argv[1:], standalone_mode=False) or 0)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main(["import", *(str(arg) for arg in args)])
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return run
+
+
+def test_the_command_writes_a_valid_trace_and_says_what_it_assumed(command, verl, tmp_path):
+    code, out, err = command(verl, "--out", tmp_path / "t", "--chars-per-token", 3.6, "--workers", 8, "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "num_rl_steps": 2, "num_responses": 6, "num_tokens": 10, "tables": ["workload", "outcomes"],
+        "path": str(tmp_path / "t"),
+    }  # fmt: skip
+    assert "assumed: token counts are an approximation: characters / 3.6" in err
+    assert read(tmp_path / "t").manifest.num_workers == 8
+
+
+def test_the_command_adds_rewards_by_name(command, trl, tmp_path):
+    args = ["--chars-per-token", 3, "--reward", "format_reward", "--reward", "accuracy_reward"]
+    assert command(trl, "--out", tmp_path / "t", *args)[0] == 0
+    assert "reward: format_reward + accuracy_reward" in read(tmp_path / "t").manifest.notes
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ([], "--tokenizer FOLDER"),
+        (["--format", "slime"], "--format is 'slime'; there are: verl, trl, vllm, csv"),
+        (["--tokenizer", "nowhere"], "nowhere: no such file"),
+        (["--chars-per-token", 0], "characters per token is 0.0"),
+        (["--format", "trl", "--chars-per-token", 3], "no completions_<step>.parquet in it"),
+    ],
+)
+def test_wrong_input_of_the_command_is_exit_code_2_and_one_line(command, verl, tmp_path, args, says):
+    code, out, err = command(verl, "--out", tmp_path / "t", *args)
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    assert says in err
+    assert not (tmp_path / "t").exists()
+
+
+def test_the_command_has_help_with_examples(command):
+    code, out, _ = command("--help")
+    assert code == 0
+    assert "Example: tltlab trace import rollout_data" in " ".join(out.split())

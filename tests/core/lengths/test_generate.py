@@ -1,0 +1,502 @@
+"""Drawing synthetic traces from a model of lengths, and fitting that model to a trace."""
+
+import json
+import math
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import typer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.main import get_command
+
+from tltlab.cli import app as cli
+from tltlab.cli.generate import generate as command
+from tltlab.errors import ConfigError
+from tltlab.lengths.fit import _survival, fit_lengths, statistics
+from tltlab.lengths.generate import generate, generate_steps
+from tltlab.lengths.model import REGIMES, LengthModel, of_regime
+from tltlab.traces import metrics
+from tltlab.traces.csv import tables_of_lengths
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
+
+TRACES = Path(__file__).resolve().parents[3] / "traces"
+HEAVY = LengthModel(
+    quantiles=((0.1, 150), (0.5, 500), (0.9, 1100), (0.99, 4000)), prompt_share=0.3, max_response_tokens=16384
+)
+SHIPPED = {
+    "base-rl-16k": "--regime base-rl --rl-steps 8 --prompts 64 --group-size 8 --num-prompts 256 --cap 16384"
+    " --median-growth 0.02 --tail-growth 0.02 --workers 8",
+    "reasoning-32k": "--regime reasoning --rl-steps 8 --prompts 64 --group-size 8 --num-prompts 256 --cap 32768"
+    " --median 6000 --median-growth 0.02 --tail-growth 0.01 --workers 8",
+}
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `tltlab trace generate` with arguments; returns (exit code, standard output, standard error)."""
+    app = typer.Typer()
+    app.command()(command)
+
+    def call(*args):
+        monkeypatch.setattr(cli, "_run", lambda argv: get_command(app).main(argv, standalone_mode=False) or 0)
+        with pytest.raises(SystemExit) as stopped:
+            cli.main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        return stopped.value.code, out, err
+
+    return call
+
+
+def lognormal(median, sigma, share, cap=10**9, **fields):
+    model = LengthModel(quantiles=((0.5, median), (0.9, median * 2)), prompt_share=share, max_response_tokens=cap)
+    return model.with_changes(sigma=sigma, **fields)
+
+
+def draw(model, steps=1, prompts=500, group=8, **options):
+    return generate(model, num_rl_steps=steps, prompts_per_step=prompts, group_size=group, **options)
+
+
+def imported(lengths, cap, *, prompt_id, sample, rl_step=0, prompt_tokens=0):
+    key = pd.DataFrame({"rl_step": rl_step, "prompt_id": prompt_id, "sample": sample}).reset_index(drop=True)
+    lengths, prompt_tokens = np.asarray(lengths), np.asarray(prompt_tokens)
+    tables = tables_of_lengths(key, lengths, prompt_tokens, cap, lengths >= cap)
+    return Trace.from_tables(Manifest(kind="imported"), tables)
+
+
+def group_means(trace):
+    """Mean log length of each prompt in each epoch, one column per epoch, relative to its RL step."""
+    rows = trace.outcomes.assign(y=np.log(trace.outcomes["response_tokens"]), epoch=trace.workload["epoch"])
+    rows["y"] -= rows.groupby("rl_step")["y"].transform("mean")
+    return rows.groupby(["prompt_id", "epoch"])["y"].mean().unstack()
+
+
+# The model
+
+
+def test_quantiles_of_the_model_are_those_it_was_given():
+    assert [round(HEAVY.quantile(p), 6) for p in (0.1, 0.5, 0.9, 0.99)] == [150, 500, 1100, 4000]
+
+
+def test_two_quantiles_are_a_log_normal():
+    model = lognormal(800, 1.2, 0.5)
+    assert model.quantile(0.975) == pytest.approx(800 * math.exp(1.2 * 1.959964), rel=1e-6)
+    assert model.quantile(0.001) == pytest.approx(800 * math.exp(-1.2 * 3.090232), rel=1e-6)
+
+
+def test_the_documented_example():
+    model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
+    assert (round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)) == (800, 9908, 0.0026)
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.05, 0.5, 0.9, 1.0])
+def test_covariance_of_an_uncut_log_normal_is_its_variance_times_the_correlation(correlation):
+    model = lognormal(10**5, 0.5, 0.5)
+    assert model.covariance(correlation) == pytest.approx(0.25 * correlation, abs=1e-6)
+
+
+@pytest.mark.parametrize("correlation", [0.05, 0.6, 0.95])
+def test_covariance_of_cut_heavy_tails_is_that_of_sampled_pairs(correlation):
+    model = HEAVY.with_changes(max_response_tokens=900)
+    rng = np.random.default_rng(0)
+    one, noise = rng.standard_normal((2, 400_000))
+    other = correlation * one + math.sqrt(1 - correlation**2) * noise
+    cut = [np.clip(model.log_tokens(z), 0, math.log(900)) for z in (one, other)]
+    assert model.covariance(correlation) == pytest.approx(float(np.cov(*cut)[0, 1]), abs=0.006)
+    assert model.correlation(model.covariance(correlation)) == pytest.approx(correlation, abs=1e-6)
+
+
+def test_growth_moves_the_median_and_a_growing_tail_cuts_more():
+    model = HEAVY.with_changes(median_growth=0.02, tail_growth=0.03)
+    assert model.quantile(0.5, 50) == pytest.approx(500 * 1.02**50)
+    assert model.quantile(0.9, 10) / model.quantile(0.5, 10) == pytest.approx((1100 / 500) ** (1.03**10))
+    assert model.quantile(0.1, 10) / model.quantile(0.5, 10) == pytest.approx(150 / 500)
+    masses = [model.cap_mass(step) for step in (0, 25, 50, 100)]
+    assert masses == sorted(masses)
+    assert masses[0] < 0.001 < 0.2 < masses[-1]
+
+
+def test_a_model_survives_its_file(tmp_path):
+    model = HEAVY.model_copy(update={"notes": ("measured",)})
+    assert LengthModel.load(model.write(tmp_path / "lengths.json")) == model
+
+
+def test_a_file_that_is_no_model_of_lengths_is_refused(tmp_path):
+    path = tmp_path / "costs.json"
+    path.write_text('{"kind": "linear"}')
+    with pytest.raises(ConfigError, match=r"costs\.json is not a model of lengths"):
+        LengthModel.load(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"quantiles": ((0.5, 100), (0.4, 200))}, "probabilities must rise"),
+        ({"quantiles": ((0.5, 100), (1.0, 200))}, "probabilities must rise"),
+        ({"quantiles": ((0.5, 100), (0.9, 50))}, "not fall"),
+        ({"quantiles": ((0.5, 0), (0.9, 50))}, "above 0"),
+        ({"prompt_share": 1.1}, "prompt_share: .*got 1.1"),
+        ({"prompt_share": math.nan}, "prompt_share: .*got nan"),
+        ({"max_response_tokens": 0}, "max_response_tokens: .*got 0"),
+        ({"median_growth": -1.0}, "median_growth: .*got -1.0"),
+        ({"prompt_memory": -0.1}, "prompt_memory: .*got -0.1"),
+        ({"median": 0.0}, "median is 0.0"),
+        ({"median": math.inf}, "median is inf"),
+        ({"sigma": -0.1}, "sigma is -0.1"),
+    ],
+)
+def test_a_wrong_field_is_named(change, says):
+    with pytest.raises(ConfigError, match=says):
+        HEAVY.with_changes(**change)
+
+
+def test_an_unknown_regime_is_refused_with_those_there_are():
+    with pytest.raises(ConfigError, match="no regime 'chat'; there are: base-rl, reasoning"):
+        of_regime("chat")
+
+
+# Drawing
+
+
+@pytest.mark.parametrize("model", [HEAVY, *REGIMES.values()], ids=["heavy", *REGIMES])
+def test_drawn_lengths_have_the_quantiles_and_cap_mass_of_the_model(model):
+    model = model.with_changes(max_response_tokens=int(model.quantile(0.93)))
+    lengths = draw(model, prompts=20_000, group=2).outcomes
+    for p in (0.1, 0.5, 0.9):
+        assert np.quantile(lengths["response_tokens"], p) == pytest.approx(model.quantile(p), rel=0.08)
+    assert (lengths["finish_reason"] == "length").mean() == pytest.approx(0.07, abs=0.006)
+    assert model.cap_mass() == pytest.approx(0.07, abs=0.001)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 0.9, 1.0])
+def test_drawn_log_lengths_have_the_prompt_share(share):
+    assert metrics.prompt_share(draw(lognormal(2000, 0.8, share), prompts=1500)) == pytest.approx(share, abs=0.03)
+
+
+def test_same_arguments_same_trace_and_another_seed_another():
+    one, same, other = (draw(HEAVY, prompts=5, seed=seed).outcomes for seed in (1, 1, 2))
+    assert one.equals(same)
+    assert not one.equals(other)
+
+
+@pytest.mark.parametrize("num_prompts", [None, 12])
+def test_a_longer_trace_begins_with_the_rows_of_a_shorter_one(num_prompts):
+    short, long = (draw(HEAVY, steps=n, prompts=5, num_prompts=num_prompts) for n in (4, 7))
+    assert long.select(range(4)).outcomes.equals(short.outcomes)
+
+
+def test_rl_steps_come_one_by_one():
+    endless = generate_steps(HEAVY, num_rl_steps=10**9, prompts_per_step=2, group_size=3)
+    workload, outcomes = next(islice(endless, 2, None))
+    assert workload["rl_step"].unique().tolist() == [2]
+    assert len(outcomes) == 6
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.integers(1, 5), prompts=st.integers(1, 6), group=st.sampled_from([1, 2, 512]), cap=st.integers(1, 3000),
+    growth=st.floats(-0.5, 3.0), tail=st.floats(-0.5, 3.0), share=st.floats(0, 1), more=st.integers(-1, 5),
+)  # fmt: skip
+def test_every_draw_is_a_valid_trace(steps, prompts, group, cap, growth, tail, share, more):
+    model = HEAVY.with_changes(
+        max_response_tokens=cap, median_growth=growth, tail_growth=tail, prompt_share=share, prompt_tokens_sigma=1.0
+    )
+    trace = draw(model, steps, prompts, group, num_prompts=None if more < 0 else prompts + more)
+    outcomes = trace.outcomes
+    assert len(outcomes) == steps * prompts * group
+    assert outcomes["response_tokens"].between(1, cap).all()
+    assert (outcomes["response_tokens"][outcomes["finish_reason"] == "length"] == cap).all()
+
+
+def test_prompts_come_back_once_an_epoch_in_a_new_order():
+    workload = draw(HEAVY.with_changes(prompt_tokens_sigma=0.5), steps=6, prompts=4, group=2, num_prompts=9).workload
+    per_epoch = workload[workload["sample"] == 0].groupby("epoch")["prompt_id"].agg(list)
+    assert [len(ids) for ids in per_epoch] == [8, 8, 8]
+    assert all(len(set(ids)) == 8 for ids in per_epoch)
+    assert per_epoch[0] != per_epoch[1]
+    assert (workload.groupby("prompt_id")["prompt_tokens"].nunique() == 1).all()
+    assert workload["prompt_tokens"].nunique() > 5
+
+
+def test_history_predicts_lengths_where_the_prompt_decides_them_and_not_where_it_is_luck():
+    found = {}
+    for name, model in REGIMES.items():
+        means = group_means(draw(model, steps=12, prompts=100, num_prompts=400))
+        found[name] = [means[0].corr(means[1]), means[0].corr(means[2])]
+    assert found["reasoning"][0] > 0.75
+    assert found["reasoning"][1] < found["reasoning"][0]
+    assert abs(found["base-rl"][0]) < 0.4
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_rl_steps": 0}, "RL steps is 0"),
+        ({"prompts_per_step": 0}, "prompts is 0"),
+        ({"group_size": -1}, "group size is -1"),
+        ({"seed": -1}, "seed is -1"),
+        ({"num_prompts": 3}, "4 prompts per RL step, but only 3 in all"),
+        ({"num_workers": 0}, "workers is 0"),
+    ],
+)
+def test_a_wrong_number_is_named(change, says):
+    with pytest.raises(ConfigError, match=says):
+        generate(HEAVY, **({"num_rl_steps": 1, "prompts_per_step": 4, "group_size": 2} | change))
+
+
+# Fitting
+
+
+def slow_survival(y, cut):
+    """Kaplan and Meier, value by value: share that ends later than each finished value."""
+    left, out = 1.0, {}
+    for value in sorted(set(y)):
+        ended = sum(v == value and not c for v, c in zip(y, cut, strict=True))
+        if ended:
+            left *= 1 - ended / sum(v >= value for v in y)
+            out[value] = left
+    return out
+
+
+@given(st.lists(st.tuples(st.integers(0, 8), st.booleans()), min_size=1, max_size=40))
+def test_survival_is_the_slow_one(rows):
+    y, cut = np.array([r[0] for r in rows], float), np.array([r[1] for r in rows])
+    values, middles, end = _survival(y, cut)
+    slow = slow_survival(y.tolist(), cut.tolist())
+    assert values.tolist() == list(slow)
+    before = [1.0, *slow.values()][: len(slow)]
+    assert middles == pytest.approx([1 - (a + b) / 2 for a, b in zip(before, slow.values(), strict=True)])
+    assert end == pytest.approx(1 - list(slow.values())[-1] if slow else 0.0)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.9])
+def test_a_fit_returns_what_was_drawn(share):
+    model = HEAVY.with_changes(
+        prompt_share=share, max_response_tokens=1500, prompt_tokens_median=200, prompt_tokens_sigma=0.4,
+        prompt_length_correlation=0.5,
+    )  # fmt: skip
+    found = fit_lengths(draw(model, steps=2, prompts=2000))
+    assert found.prompt_share == pytest.approx(share, abs=0.025)
+    assert found.max_response_tokens == 1500
+    assert found.cap_mass() == pytest.approx(model.cap_mass(), abs=0.01)
+    assert [found.quantile(p) for p in (0.2, 0.5, 0.8, 0.9)] == pytest.approx(
+        [model.quantile(p) for p in (0.2, 0.5, 0.8, 0.9)], rel=0.07
+    )
+    assert found.prompt_tokens_median == pytest.approx(200, rel=0.05)
+    assert found.prompt_tokens_sigma == pytest.approx(0.4, abs=0.02)
+    assert found.prompt_length_correlation == pytest.approx(0.5, abs=0.12)
+    assert (found.median_growth, found.tail_growth) == (0, 0)
+
+
+def test_a_fit_returns_the_drift():
+    model = HEAVY.with_changes(median_growth=0.02, tail_growth=0.015, max_response_tokens=4000)
+    found = fit_lengths(draw(model, steps=60, prompts=40))
+    assert found.median_growth == pytest.approx(0.02, abs=0.004)
+    assert found.tail_growth == pytest.approx(0.015, abs=0.005)
+    assert found.quantile(0.5) == pytest.approx(500, rel=0.1)
+    assert found.cap_mass(59) == pytest.approx(model.cap_mass(59), rel=0.25)
+
+
+def test_drift_that_may_be_chance_is_left_out_and_noted():
+    found = fit_lengths(draw(HEAVY, steps=8, prompts=20))
+    assert (found.median_growth, found.tail_growth) == (0, 0)
+    assert any("growth of the median" in note and "too uncertain" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("memory", [0.5, 0.9])
+def test_a_fit_returns_how_long_a_prompt_stays_as_hard(memory):
+    model = lognormal(2000, 0.9, 0.8, cap=8000, prompt_memory=memory)
+    found = fit_lengths(draw(model, steps=30, prompts=100, group=4, num_prompts=600))
+    assert found.prompt_memory == pytest.approx(memory, abs=0.06)
+    assert found.prompt_share == pytest.approx(0.8, abs=0.04)
+
+
+def test_lengths_beyond_the_cap_are_extrapolated_not_taken_for_short():
+    model = lognormal(2000, 0.8, 0.1, cap=4000)
+    trace = draw(model, prompts=3000)
+    found = fit_lengths(trace).with_changes(max_response_tokens=10**6)
+    assert (trace.outcomes["finish_reason"] == "length").mean() > 0.15
+    assert found.quantile(0.95) == pytest.approx(model.quantile(0.95), rel=0.12)
+
+
+def test_an_aborted_response_is_a_lower_bound():
+    model = lognormal(2000, 0.8, 0.1)
+    trace = draw(model, prompts=1500)
+    outcomes = trace.outcomes
+    stopped = np.random.default_rng(1).exponential(4000, len(outcomes)).astype(int)
+    aborted = stopped < outcomes["response_tokens"]
+    outcomes["response_tokens"] = np.where(aborted, stopped, outcomes["response_tokens"])
+    outcomes["finish_reason"] = np.where(aborted, "abort", "stop")
+    found = fit_lengths(trace.replace(outcomes=outcomes))
+    assert aborted.mean() > 0.3
+    assert outcomes["response_tokens"].median() < 1600
+    assert found.quantile(0.5) == pytest.approx(2000, rel=0.06)
+    assert found.quantile(0.75) == pytest.approx(model.quantile(0.75), rel=0.08)
+
+
+def test_one_sample_per_prompt_does_not_tell_the_prompt_share():
+    trace = draw(HEAVY, group=1)
+    with pytest.raises(ConfigError, match="no prompt has two samples"):
+        fit_lengths(trace)
+    assert fit_lengths(trace, prompt_share=0.9).prompt_share == 0.9
+    assert statistics(trace)["within_group_cv"] is None
+
+
+def test_lengths_that_are_all_the_same_can_be_fitted():
+    trace = imported(
+        np.full(40, 70), 100, prompt_id=np.repeat(np.arange(10).astype(str), 4), sample=list(range(4)) * 10
+    )
+    again = draw(fit_lengths(trace, prompt_share=0.5), prompts=4)
+    assert (again.outcomes["response_tokens"] == 70).all()
+
+
+def test_too_little_to_fit_is_said():
+    all_cut = draw(HEAVY.with_changes(max_response_tokens=2), prompts=4)
+    with pytest.raises(ConfigError, match="0 responses ran to their end"):
+        fit_lengths(all_cut)
+    frame = draw(HEAVY, prompts=1)
+    empty = Trace.from_tables(frame.manifest, {n: frame.table(n).iloc[:0] for n in ("workload", "outcomes")})
+    for use in (fit_lengths, statistics):
+        with pytest.raises(ConfigError, match="no RL step in it"):
+            use(empty)
+
+
+# Measured data
+
+
+def measured(shared_data):
+    """(name, trace) of each measured set of lengths: RL rollouts, reasoning models, production."""
+    rollouts = pd.read_parquet(shared_data / "rl_rollout_lengths.parquet")
+    for name, g in rollouts.groupby("workload"):
+        cap = 16000 if "video" in name else 20480
+        yield name, imported(
+            g["response_tokens"], cap, prompt_id=g["prompt_id"].to_numpy(), sample=g["sample"].to_numpy(),
+            rl_step=g["step"].to_numpy(), prompt_tokens=g["prompt_tokens"],
+        )  # fmt: skip
+    models = pd.read_csv(shared_data / "reasoning_lengths_by_model.csv").query("tokens_completion > 0")
+    for name, g in models.groupby("model_name"):
+        ids = {"prompt_id": g["prompt_id"].to_numpy(), "sample": g["run_number"].to_numpy()}
+        yield name, imported(g["tokens_completion"], int(g["max_tokens"].max()), **ids)
+    pdf = pd.read_csv(shared_data / "deepseek_r1_output_tokens_pdf.csv.gz")
+    ranks = np.searchsorted(pdf["prob"].cumsum(), (np.arange(50_000) + 0.5) / 50_000)
+    lengths = pdf["output_tokens"].to_numpy()[np.minimum(ranks, len(pdf) - 1)]
+    yield "production", imported(lengths, 32768, prompt_id=np.arange(50_000).astype(str), sample=0)
+
+
+def test_drawn_lengths_are_like_measured_ones(shared_data):
+    for name, trace in measured(shared_data):
+        was = statistics(trace)
+        grouped = was["within_group_cv"] is not None
+        model = fit_lengths(trace, prompt_share=None if grouped else 0.9)
+        now = statistics(draw(model, prompts=4000, group=max(1, round(was["group_size"])), seed=7))
+        # A model answered 19 prompts, so its quantiles lie on few, wide steps.
+        off = 0.06 if was["num_responses_looked_at"] > 1000 else 0.15
+        for quantile in ("p50_tokens", "p75_tokens", "p90_tokens"):
+            assert now[quantile] == pytest.approx(was[quantile], rel=off), (name, quantile)
+        assert now["cap_mass"] == pytest.approx(was["cap_mass"], abs=0.02), name
+        if was["num_responses_looked_at"] > 1000:
+            assert now["p99_tokens"] == pytest.approx(was["p99_tokens"], rel=0.1), name
+        if grouped:
+            assert now["prompt_share"] == pytest.approx(was["prompt_share"], abs=0.03), name
+            assert now["within_group_cv"] == pytest.approx(was["within_group_cv"], rel=0.27), name
+
+
+# The command and the traces it made
+
+
+def test_the_command_writes_a_valid_trace_and_its_model(run, tmp_path):
+    out = tmp_path / "t"
+    code, text, _ = run(
+        "--regime", "reasoning", "--rl-steps", 3, "--prompts", 8, "--workers", 2, "--out", out, "--json"
+    )
+    assert code == 0
+    result = json.loads(text)
+    trace = read(out)
+    assert result["num_responses"] == len(trace.outcomes) == 3 * 8 * 8
+    assert result["num_tokens"] == metrics.num_tokens(trace)
+    assert (trace.manifest.kind, trace.manifest.num_workers, trace.manifest.group_size) == ("synthetic", 2, 8)
+    assert LengthModel.load(out / "lengths.json") == REGIMES["reasoning"]
+    assert result["statistics"]["prompt_share"] > 0.7
+
+
+def test_like_a_trace_takes_its_lengths_and_shape(run, tmp_path):
+    source = draw(HEAVY.with_changes(prompt_share=0.6), steps=3, prompts=50, group=6, num_workers=5)
+    source.write(tmp_path / "source")
+    code, text, _ = run("--like", tmp_path / "source", "--out", tmp_path / "t", "--json")
+    assert code == 0
+    result = json.loads(text)
+    shape = ("num_rl_steps", "prompts_per_step", "group_size")
+    assert [result["statistics"][n] for n in shape] == [result["like"][n] for n in shape] == [3, 50, 6]
+    assert result["statistics"]["p50_tokens"] == pytest.approx(result["like"]["p50_tokens"], rel=0.25)
+    assert read(tmp_path / "t").manifest.num_workers == 5
+
+
+def test_like_the_model_of_a_trace_draws_from_it_again(run, tmp_path):
+    args = ["--rl-steps", 2, "--prompts", 5, "--median", 300, "--seed", 4]
+    assert run(*args, "--out", tmp_path / "one")[0] == 0
+    again = ["--like", tmp_path / "one" / "lengths.json", "--rl-steps", 2, "--prompts", 5, "--seed", 4]
+    assert run(*again, "--out", tmp_path / "two")[0] == 0
+    assert read(tmp_path / "one").outcomes.equals(read(tmp_path / "two").outcomes)
+    assert "set by hand: median 300" in LengthModel.load(tmp_path / "one" / "lengths.json").notes
+
+
+def test_like_a_csv_needs_the_prompt_share(run, tmp_path):
+    csv = tmp_path / "lengths.csv"
+    csv.write_text("\n".join(str(20 + 7 * i) for i in range(60)))
+    code, _, err = run("--like", csv, "--out", tmp_path / "t")
+    assert code == 2
+    assert "no prompt has two samples" in err
+    code, text, _ = run("--like", csv, "--prompt-share", 0.9, "--group-size", 4, "--out", tmp_path / "t", "--json")
+    assert code == 0
+    assert json.loads(text)["num_responses"] == 240
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--prompts", 0], "prompts is 0"),
+        (["--workers", 0], "workers is 0"),
+        (["--num-prompts", 0], "only 0 in all"),
+        (["--prompt-share", 2], "prompt_share: "),
+        (["--cap", 0], "max_response_tokens: "),
+        (["--regime", "chat"], "no regime 'chat'"),
+        (["--regime", "reasoning", "--like", TRACES / "tiny"], "give one of them"),
+        (["--like", "nowhere"], "nowhere"),
+        (["--like", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_a_wrong_option_is_exit_code_2_and_writes_nothing(run, tmp_path, args, says):
+    code, out, err = run(*args, "--out", tmp_path / "t")
+    assert (code, out) == (2, "")
+    assert says in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_exists_is_not_overwritten(run, tmp_path):
+    assert run("--prompts", 2, "--out", tmp_path / "t")[0] == 0
+    before = (tmp_path / "t" / "outcomes.parquet").read_bytes()
+    code, _, err = run("--prompts", 3, "--out", tmp_path / "t")
+    assert code == 2
+    assert "exists; name a new folder" in err
+    assert (tmp_path / "t" / "outcomes.parquet").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_trace_is_what_its_command_makes(run, tmp_path, name):
+    assert run(*SHIPPED[name].split(), "--out", tmp_path / name)[0] == 0
+    made, shipped = read(tmp_path / name), read(TRACES / name)
+    assert made.workload.equals(shipped.workload)
+    assert made.outcomes.equals(shipped.outcomes)
+    assert made.manifest == shipped.manifest
+
+
+def test_the_shipped_traces_are_of_the_two_regimes_and_reach_their_caps():
+    base, reasoning = (statistics(read(TRACES / name)) for name in SHIPPED)
+    assert base["prompt_share"] < 0.1
+    assert reasoning["prompt_share"] > 0.85
+    assert base["max_tokens"] > 10 * base["p50_tokens"]
+    assert 0.005 < reasoning["cap_mass_first"] < reasoning["cap_mass_last"]

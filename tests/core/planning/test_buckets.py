@@ -1,0 +1,226 @@
+"""Exact buckets: equal to trying everything, in the time a program may take to think."""
+
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError
+from tltlab.importers.lengths import of_lengths
+from tltlab.planning.batch_times import batch_weights, mean_contexts, weights_of
+from tltlab.planning.buckets import BucketPlan, plan_buckets
+from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)
+NGRAM, SUFFIX = Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)
+TREES = (Strategy("learned", 8, 4, 16), Strategy("learned", 4, 4, 16), Strategy("learned", 4, 8, 16))
+SMALL = (NO_SPECULATION, NGRAM, SUFFIX, *TREES, Strategy("learned", 3, 2, 5), Strategy("learned", 8, 4, 48))
+MANY = (
+    NO_SPECULATION, NGRAM, *(Strategy.chain("learned", depth) for depth in (2, 4)),
+    *(Strategy("learned", d, k, v) for d in (3, 5, 8) for k, v in ((2, 8), (4, 16), (4, 32), (8, 48))),
+)  # fmt: skip
+
+
+def exhaustive(weights, seconds, strategies, pool, cap, sizes, max_batch, max_buckets):
+    """Every assignment of strategies to batches: (seconds, bytes) of the best, None where none fits."""
+    best = None
+    for choice in itertools.product(strategies, repeat=max_batch):
+        rows = [(b, s) for b, s in enumerate(choice, 1) if b == 1 or s != choice[b - 2]]
+        if max_buckets is not None and len(rows) > max_buckets:
+            continue
+        total = sum(weights.get(b, 0.0) * seconds[s, b] for b, s in enumerate(choice, 1))
+        if best is not None and total > best[0] + 1e-9:
+            continue
+        memory = pool.memory_bytes(plan_bucketed(rows, max_batch, sizes))
+        if memory <= cap and (best is None or (round(total, 9), memory) < (round(best[0], 9), best[1])):
+            best = (total, memory)
+    return best
+
+
+def random_case(rng):
+    max_batch = int(rng.integers(1, 6))
+    strategies = [
+        SMALL[i] for i in rng.choice(len(SMALL), size=rng.integers(1, 5 if max_batch > 4 else 6), replace=False)
+    ]
+    sizes = sorted({int(b) for b in rng.integers(1, max_batch + 3, size=rng.integers(0, 5))})
+    weights = {b: float(rng.integers(0, 4)) for b in range(1, max_batch + 1)}
+    seconds = {(s, b): float(rng.integers(1, 12)) for s in strategies for b in range(1, max_batch + 1)}
+    pool = POOL.model_copy(
+        update={
+            "keeps_logits": bool(rng.random() < 0.5),
+            "bytes_per_layer": float(rng.choice([0.0, 1e6, 3e7])),
+            "workspace_bytes": int(rng.choice([0, 2**25, 2**29])),
+            "context_tokens": int(rng.choice([1024, 131_072])),
+            "tensor_parallel": int(rng.choice([1, 4])),
+        }
+    )
+    # The cap is what some plan takes to the byte, so that it binds.
+    borders = sorted({1, *(int(b) for b in rng.integers(1, max_batch + 1, size=2))})
+    rows = [(b, strategies[rng.integers(len(strategies))]) for b in borders]
+    cap = pool.memory_bytes(plan_bucketed(rows, max_batch, sizes)) * float(rng.choice([0.7, 1.0, 1.0, 1.2]))
+    max_buckets = None if rng.random() < 0.6 else int(rng.integers(1, max_batch + 1))
+    return weights, seconds, strategies, pool, cap, sizes, max_batch, max_buckets
+
+
+def assert_is_best(case):
+    weights, seconds, strategies, pool, cap, sizes, max_batch, max_buckets = case
+    best = exhaustive(*case)
+    arguments = {"pool": pool, "cap_bytes": cap, "sizes": sizes, "max_batch": max_batch, "max_buckets": max_buckets}
+    if best is None:
+        with pytest.raises(ConfigError, match="fits"):
+            plan_buckets(weights, lambda s, b: seconds[s, b], strategies, **arguments)
+        return
+    plan = plan_buckets(weights, lambda s, b: seconds[s, b], strategies, **arguments)
+    assert plan.seconds == pytest.approx(best[0])
+    assert plan.memory_bytes == pool.memory_bytes(plan_bucketed(plan.rows, max_batch, sizes)) <= cap * (1 + 1e-12)
+    assert max_buckets is None or len(plan.rows) <= max_buckets
+    assert all(s != t for (_, s), (_, t) in itertools.pairwise(plan.rows))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_cap_leaves_the_best_of_all_plans(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(25):
+        assert_is_best(random_case(rng))
+
+
+def test_the_bounds_prune_no_best_plan(monkeypatch):
+    # Small cases fit into the first, narrow search; a width of 1 makes the bounds do the work.
+    monkeypatch.setattr("tltlab.planning.bucket_labels.WIDTHS", (1, 2))
+    rng = np.random.default_rng(11)
+    for _ in range(60):
+        assert_is_best(random_case(rng))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_any_small_case_equals_exhaustive_search(seed):
+    assert_is_best(random_case(np.random.default_rng([7, seed])))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 2**32 - 1))
+def test_without_a_cap_it_is_the_fastest_strategy_of_each_batch(max_batch, max_buckets, seed):
+    rng = np.random.default_rng(seed)
+    arms = (NO_SPECULATION, NGRAM, TREES[0])
+    weights = {b: float(rng.random()) for b in range(1, max_batch + 1)}
+    seconds = {(s, b): float(rng.random()) for s in arms for b in range(1, max_batch + 1)}
+    free = plan_buckets(weights, lambda s, b: seconds[s, b], arms, max_batch=max_batch)
+    assert free.seconds == pytest.approx(sum(weights[b] * min(seconds[s, b] for s in arms) for b in weights))
+    few = plan_buckets(weights, lambda s, b: seconds[s, b], arms, max_batch=max_batch, max_buckets=max_buckets)
+    best = exhaustive(weights, seconds, arms, POOL, float("inf"), (), max_batch, max_buckets)
+    assert best is not None
+    assert few.seconds == pytest.approx(best[0])
+    assert len(few.rows) <= max_buckets
+
+
+def test_batches_without_weight_go_with_a_neighbour():
+    plan = plan_buckets(
+        {2: 1.0, 5: 1.0}, lambda s, b: abs(s.draft_depth - (4 if b == 2 else 0)), SMALL[:2], max_batch=8
+    )
+    assert len(plan.rows) == 2
+    assert (plan.rows[0][0], plan.rows[0][1], plan.rows[1][1], plan.seconds) == (1, NGRAM, NO_SPECULATION, 0.0)
+
+
+def test_a_plan_that_fits_is_what_no_cap_gives():
+    arguments = ({1: 5.0, 4: 2.0}, lambda s, b: b * s.tokens_to_verify / (1 + s.draft_depth), SMALL)
+    free = plan_buckets(*arguments, pool=POOL, max_batch=8)
+    assert plan_buckets(*arguments, pool=POOL, cap_bytes=free.memory_bytes, max_batch=8) == free
+
+
+def large_case(seed, realistic):
+    """32 batch sizes and 16 strategies: times of a roofline, or numbers without any structure."""
+    rng = np.random.default_rng(seed)
+    weights = {b: float(rng.exponential()) * (33 - b) for b in range(1, 33)}
+    kept = rng.uniform(0.5, 0.8)
+
+    def seconds(strategy, batch):
+        tokens = 1 + sum((kept + 0.05 * strategy.top_k) ** i for i in range(1, strategy.draft_depth + 1))
+        drafting = 0.3 * strategy.draft_depth if strategy.drafter == "learned" else 0.0
+        return (max(6.0, 0.04 * batch * strategy.tokens_to_verify) + drafting + 0.02 * batch) / tokens
+
+    noise = {(s, b): rng.uniform(1, 3) for s in MANY for b in range(1, 33)}
+    return weights, seconds if realistic else (lambda s, b: noise[s, b])
+
+
+def caps_between(weights, seconds):
+    free = plan_buckets(weights, seconds, MANY, pool=POOL, max_batch=32).memory_bytes
+    least = min(POOL.memory_bytes(plan_bucketed([(1, s)], 32, sglang_sizes(32))) for s in MANY)
+    return [least + share * (free - least) for share in (0.05, 0.1, 0.25, 0.5, 0.75, 0.9)]
+
+
+def test_a_larger_cap_is_never_slower():
+    weights, seconds = large_case(1, realistic=True)
+    plans = [
+        plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32)
+        for cap in caps_between(weights, seconds)
+    ]
+    assert [p.seconds for p in plans] == sorted((p.seconds for p in plans), reverse=True)
+    assert plans[0].seconds > plans[-1].seconds
+
+
+def test_32_sizes_and_16_strategies_take_under_100_ms():
+    assert len(MANY) == 16
+    times = []
+    for realistic in (True, False):
+        weights, seconds = large_case(0, realistic)
+        for cap in caps_between(weights, seconds):
+            start = time.thread_time()
+            plan = plan_buckets(weights, seconds, MANY, pool=POOL, cap_bytes=cap, max_batch=32)
+            times.append(time.thread_time() - start)
+            assert plan.memory_bytes <= cap
+    # Processor time: other programs of a busy machine do not count.
+    assert float(np.median(times)) < 0.1
+
+
+def test_what_cannot_be_planned_says_why():
+    one = {"weights": {1: 1.0}, "seconds_per_token": lambda s, b: 1.0, "strategies": [NGRAM], "max_batch": 2}
+    for wrong, message in (
+        ({"strategies": []}, "at least one"),
+        ({"max_batch": 0}, "max_batch"),
+        ({"max_buckets": 0}, "max_buckets"),
+        ({"weights": {0: 1.0}}, "from 1"),
+        ({"weights": {1: float("nan")}}, "from 0 up"),
+        ({"seconds_per_token": lambda s, b: float("nan")}, "finite"),
+        ({"cap_bytes": 1e9}, "graph pool"),
+        ({"cap_bytes": 1.0, "pool": POOL}, "smallest of them alone takes"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_buckets(**(one | wrong))
+
+
+def test_a_worker_spends_the_gaps_between_its_lengths():
+    assert weights_of([10, 4, 4]) == {1: 6.0, 3: 4.0}
+    assert weights_of([]) == {}
+
+
+def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
+    rng = np.random.default_rng(3)
+    lengths = rng.integers(1, 30, size=12).tolist()
+    for max_batch in (None, 2):
+        steps, contexts = {}, {}
+        for worker in range(3):
+            waiting = [[100, n] for n in lengths[worker * 4 : worker * 4 + 4]]
+            running = []
+            while waiting or running:
+                while waiting and (max_batch is None or len(running) < max_batch):
+                    running.append(waiting.pop(0))
+                b = len(running)
+                steps[b] = steps.get(b, 0) + 1
+                contexts.setdefault(b, []).append(sum(context for context, _ in running))
+                running = [[context + 1, left - 1] for context, left in running if left > 1]
+        trace = of_lengths(lengths, workers=3, prompt_tokens=100)
+        assert batch_weights(trace, max_batch=max_batch) == dict(sorted(steps.items()))
+        assert mean_contexts(trace, max_batch=max_batch) == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
+
+
+def test_weights_are_averaged_over_rl_steps_and_say_what_is_missing():
+    with pytest.raises(ConfigError, match="how many workers"):
+        batch_weights(of_lengths([3, 4]))
+    assert batch_weights(of_lengths([3, 5]), workers=2) == {1: 8.0}
+    assert batch_weights(of_lengths([3, 5]), workers=1) == {1: 2.0, 2: 3.0}
+    assert isinstance(plan_buckets({}, lambda s, b: 1.0, [NGRAM], max_batch=1), BucketPlan)

@@ -1,0 +1,281 @@
+"""The pool of captured graphs: what is captured, what it takes, what it pads, and how well TLT's figures are met."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.bench.graph_pool import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
+from tltlab.errors import ConfigError
+from tltlab.planning.graph_pool import (
+    CapturePlan,
+    GraphPool,
+    padding_waste,
+    plan_bucketed,
+    plan_for,
+    plan_naive,
+    plan_single,
+    sglang_sizes,
+)
+from tltlab.policies.policy import (
+    Activation,
+    BegMabSpec,
+    Bucket,
+    ExploreSpec,
+    FixedSpec,
+    NoneSpec,
+    Policy,
+    TableRow,
+    TableSpec,
+    load_policy,
+)
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+SIZES = sglang_sizes(32)
+DEEP, WIDE, SHORT = Strategy("learned", 8, 4, 48), Strategy("learned", 8, 8, 48), Strategy("learned", 4, 4, 8)
+POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)
+ROWS = st.lists(
+    st.tuples(st.integers(1, 32), st.sampled_from([DEEP, WIDE, SHORT, NO_SPECULATION])), min_size=1, max_size=5
+)
+
+
+def test_one_strategy_is_captured_at_every_size():
+    plan = plan_single(DEEP, 32, SIZES)
+    assert plan.target_graphs == [(b, 48) for b in (*range(1, 9), *range(10, 33, 2))]
+    assert plan.drafter_graphs == [(DEEP, b) for b in SIZES]
+
+
+def test_the_largest_batch_is_always_captured():
+    assert plan_single(DEEP, 7, (1, 4, 16)).target_graphs == [(1, 48), (4, 48), (7, 48)]
+    assert plan_bucketed([(1, DEEP), (4, SHORT)], 8, (1, 2, 4, 8)).target_graphs == [
+        (4, 8),
+        (8, 8),
+        (1, 48),
+        (2, 48),
+        (3, 48),
+    ]
+
+
+def test_naive_capture_shares_nothing():
+    plan = plan_naive([DEEP, WIDE], 4, (1, 2, 4))
+    assert plan.target_graphs == [(1, 48), (2, 48), (4, 48)] * 2
+
+
+def test_the_shipped_buckets_split_the_sizes():
+    plan = plan_bucketed(SHIPPED, 32, SIZES)
+    batches = {runner.tokens_to_verify: runner.batches for runner in plan.target}
+    assert batches == {
+        48: (1,),
+        32: (2, 3, 4),
+        16: (5, 6, 7, 8, 10, 12, 14, 16, 18, 20),
+        8: (22, 24, 26, 28, 30, 32),
+    }
+    assert sorted(b for _, b in plan.drafter_graphs) == list(SIZES)
+
+
+def test_strategies_that_differ_in_width_share_the_targets_graphs():
+    plan = plan_bucketed([(1, DEEP), (1, WIDE)], 4, (1, 2, 4))
+    assert plan.target_graphs == [(1, 48), (2, 48), (4, 48)]
+    assert plan.drafter_graphs == [(s, b) for s in (DEEP, WIDE) for b in (1, 2, 4)]
+
+
+def test_only_a_model_drafter_is_captured():
+    for strategy in (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)):
+        assert plan_single(strategy, 8, SIZES).drafter == ()
+
+
+def test_batches_below_the_first_row_use_it():
+    assert plan_bucketed([(4, DEEP)], 4, (1, 2, 4)).target_graphs == [(1, 48), (2, 48), (4, 48)]
+
+
+def test_the_bytes_of_a_small_pool_are_its_terms():
+    # One graph of batch 2, 3 tokens each, a model of 1 layer, width 10, 100 words, a context of 1000.
+    pool = GraphPool(
+        num_layers=1, hidden_size=10, vocab_size=100, context_tokens=1000, page_tables=1, workspace_bytes=5,
+        bytes_per_layer=7,
+    )  # fmt: skip
+    plan = plan_single(Strategy("learned", 2, 1, 3), 2, (2,))
+    target = 7 * 2 + 6 * 20 + 6 * 400 + 6 * 200 + 2 * 4000 + 5
+    drafter = 7 * 4 + 2 * (200 + 400) + 2 * (200 + 400) + 2 * 400 + 2 * 2 * 4000 + 10
+    assert pool.memory_bytes(plan) == target + drafter
+
+
+def test_kept_logits_add_up_over_graphs():
+    plan = plan_single(NO_SPECULATION, 8, (1, 2, 4, 8))
+    kept = POOL.model_copy(update={"keeps_logits": True}).memory_bytes(plan)
+    assert kept - POOL.memory_bytes(plan) == 4 * POOL.vocab_size * (1 + 2 + 4)
+
+
+@given(ROWS)
+def test_buckets_never_take_more_than_naive_capture(rows: list[tuple[int, Strategy]]):
+    # Every bucket's end is captured, so only sizes that include the ends compare.
+    naive = plan_naive(list(dict.fromkeys(s for _, s in rows)), 32, range(1, 33))
+    bucketed = plan_bucketed(rows, 32, range(1, 33))
+    assert POOL.memory_bytes(bucketed) <= POOL.memory_bytes(naive)
+
+
+@given(ROWS)
+def test_memory_is_additive_over_runners(rows: list[tuple[int, Strategy]]):
+    plan = plan_bucketed(rows, 32, SIZES)
+    parts = [CapturePlan(target=(r,), drafter=(), max_batch=32) for r in plan.target]
+    parts += [CapturePlan(target=(), drafter=(r,), max_batch=32) for r in plan.drafter]
+    assert sum(map(POOL.memory_bytes, parts)) == pytest.approx(POOL.memory_bytes(plan))
+
+
+@given(ROWS, st.lists(st.integers(1, 32), min_size=1))
+def test_a_graph_per_batch_pads_nothing(rows: list[tuple[int, Strategy]], batches: list[int]):
+    assert padding_waste(plan_bucketed(rows, 32, range(1, 33)), batches) == 0
+    assert 0 <= padding_waste(plan_bucketed(rows, 32, SIZES), batches) < 0.5
+
+
+def test_fewer_sizes_trade_memory_for_padding():
+    many, few = (plan_single(DEEP, 32, sizes) for sizes in (SIZES, (8, 32)))
+    assert POOL.memory_bytes(few) < POOL.memory_bytes(many)
+    assert padding_waste(few, range(1, 33)) > padding_waste(many, range(1, 33))
+
+
+def test_padding_counts_the_tokens_of_the_next_size():
+    plan = plan_bucketed([(1, DEEP), (5, SHORT)], 16, (1, 2, 4, 8, 16))
+    assert padding_waste(plan, [3]) == 1 / 4
+    # 1 of 4 requests at 48 tokens and 4 of 16 at 8.
+    assert padding_waste(plan, [3, 12]) == (48 + 4 * 8) / (4 * 48 + 16 * 8)
+    assert padding_waste(plan, [17, 40]) == 0.0
+
+
+def test_a_cap_is_kept_to_the_byte():
+    plan = plan_single(DEEP, 32, SIZES)
+    needed = POOL.memory_bytes(plan)
+    assert POOL.fits(plan, needed)
+    assert not POOL.fits(plan, needed - 1)
+
+
+def test_fitting_meets_the_measured_pool():
+    plan = plan_single(DEEP, 32, SIZES)
+    assert POOL.fitted(plan, 9e9).memory_bytes(plan) == pytest.approx(9e9)
+    assert POOL.fitted(plan, POOL.memory_bytes(plan)).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
+
+
+def test_a_pool_smaller_than_its_buffers_is_refused():
+    with pytest.raises(ConfigError, match="buffers alone take"):
+        POOL.fitted(plan_single(DEEP, 32, SIZES), 1e8)
+
+
+@pytest.mark.parametrize(
+    ("rows", "max_batch", "message"),
+    [([], 8, "no rows"), ([(0, DEEP)], 8, "min_batch"), ([(9, DEEP)], 8, "min_batch")],
+)
+def test_bad_rows_are_refused(rows: list[tuple[int, Strategy]], max_batch: int, message: str):
+    with pytest.raises(ConfigError, match=message):
+        plan_bucketed(rows, max_batch, SIZES)
+
+
+def test_bad_sizes_and_batches_are_refused():
+    with pytest.raises(ConfigError, match="at least 1"):
+        plan_single(DEEP, 8, (0, 4))
+    with pytest.raises(ConfigError, match="at least 1"):
+        plan_single(DEEP, 0, (1,))
+    with pytest.raises(ConfigError, match="at least one request"):
+        padding_waste(plan_single(DEEP, 8, SIZES), [0])
+
+
+def test_only_the_single_figure_is_fitted():
+    rows = validation()
+    assert len(rows) == 3 * len(READINGS)
+    assert {row.name for row in rows if row.fitted} == {"single"}
+    for row in rows:
+        assert row.error == pytest.approx(row.predicted_gb / MEASURED_GB[row.name] - 1)
+        assert row.num_free <= 1
+        if row.fitted:
+            assert row.error == pytest.approx(0)
+
+
+def test_buffers_alone_explain_the_single_figure():
+    first = READINGS[0]
+    alone = first.pool().memory_bytes(first.plans()["single"]) / GIB
+    assert alone == pytest.approx(MEASURED_GB["single"], rel=0.05)
+
+
+def errors(**chosen: object) -> dict[str, float]:
+    """Errors of the one reading with these settings, by figure."""
+    found = [r for r in READINGS if all(getattr(r, name) == value for name, value in chosen.items())]
+    assert len(found) == 1
+    return {row.name: row.error for row in validation(tuple(found))}
+
+
+def test_one_reading_meets_both_predictions_within_10_percent_and_leaves_little_per_graph():
+    rows = validation()
+    predicted = [row for row in rows if not row.fitted and row.name != "single"]
+    worst = {reading.name: max(abs(r.error) for r in predicted if r.reading == reading.name) for reading in READINGS}
+    within = [reading for reading in READINGS if worst[reading.name] < 0.10]
+    assert [(r.rows, r.context_tokens) for r in within] == [(TOP_KS, RL_CONTEXT)]
+    found = errors(rows=TOP_KS, context_tokens=RL_CONTEXT)
+    assert (found["naive"], found["bucketed"]) == pytest.approx((0.038, -0.083), abs=5e-4)
+    per_graph = next(r.bytes_per_layer for r in rows if r.reading == within[0].name) * 33
+    assert 0.5e6 < per_graph < 1.5e6
+
+
+def test_the_released_codes_strategies_miss_the_buckets():
+    found = errors(rows=SHIPPED, keeps_logits=False, context_tokens=8192, bucket_drafters=True)
+    assert (found["naive"], found["bucketed"]) == pytest.approx((-0.050, -0.293), abs=5e-4)
+
+
+def test_the_readings_spread_as_the_module_says():
+    for name, least, most in (("naive", -0.405, 0.106), ("bucketed", -0.721, 0.317)):
+        off = [row.error for row in validation() if row.name == name]
+        assert (min(off), max(off)) == pytest.approx((least, most), abs=1e-3)
+
+
+def test_a_fixed_policy_is_captured_as_one_strategy():
+    assert plan_for(Policy(selector=FixedSpec(strategy=DEEP)), 32, SIZES) == plan_single(DEEP, 32, SIZES)
+
+
+def test_a_policy_that_never_speculates_captures_plain_decoding_alone():
+    plan = plan_for(Policy(selector=NoneSpec()), 8, (1, 2, 4, 8))
+    assert plan.target_graphs == [(1, 1), (2, 1), (4, 1), (8, 1)]
+    assert plan.drafter == ()
+    never = Policy(selector=FixedSpec(strategy=DEEP), activation=Activation(max_requests=0))
+    assert plan_for(never, 8, (1, 2, 4, 8)) == plan
+
+
+def test_the_rows_of_a_table_are_captured_in_their_ranges():
+    rows = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((2, DEEP), (3, SHORT), (5, NO_SPECULATION)))
+    plan = plan_for(Policy(selector=TableSpec(rows=rows)), 8, (1, 2, 4, 8))
+    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 8), (8, 1)]
+    assert sorted(b for _, b in plan.drafter_graphs) == [1, 2, 4]
+
+
+def test_all_arms_of_a_bucket_are_captured_over_it():
+    buckets = (Bucket(min_batch=1, strategies=(DEEP, WIDE)), Bucket(min_batch=3, strategies=(SHORT, NO_SPECULATION)))
+    plan = plan_for(Policy(selector=BegMabSpec(buckets=buckets)), 4, (1, 2, 4))
+    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 1), (4, 8)]
+    assert set(plan.drafter_graphs) == {(DEEP, 1), (DEEP, 2), (WIDE, 1), (WIDE, 2), (SHORT, 4)}
+    grouped = BegMabSpec(strategies=(DEEP, WIDE, SHORT), thresholds=(1, 3))
+    assert set(plan_for(Policy(selector=grouped), 4, (1, 2, 4)).drafter_graphs) == set(plan.drafter_graphs)
+
+
+def test_what_may_be_chosen_anywhere_is_captured_everywhere():
+    explore = Policy(selector=ExploreSpec(strategies=(DEEP, SHORT)))
+    assert sorted(plan_for(explore, 4, (1, 2, 4)).target_graphs) == [(b, v) for b in (1, 2, 4) for v in (8, 48)]
+
+
+def test_speculation_is_captured_up_to_the_activation_and_plain_decoding_beyond():
+    rows = tuple(TableRow(min_batch=b, strategy=s) for b, s in ((1, DEEP), (5, SHORT)))
+    policy = Policy(selector=TableSpec(rows=rows), activation=Activation(max_requests=4))
+    plan = plan_for(policy, 16, (1, 2, 4, 8, 16))
+    assert sorted(plan.target_graphs) == [(1, 48), (2, 48), (4, 48), (8, 1), (16, 1)]
+    assert {s for s, _ in plan.drafter_graphs} == {DEEP}
+    waiting = policy.model_copy(update={"activation": Activation(max_requests=4, count="remaining")})
+    both = plan_for(waiting, 16, (1, 2, 4, 8, 16))
+    assert sorted(both.target_graphs) == sorted([*plan.target_graphs, (1, 1), (2, 1), (4, 1)])
+
+
+@pytest.mark.parametrize("name", ["none", "fixed", "table", "epsilon-greedy", "ucb1", "beg-mab", "explore"])
+def test_every_shipped_policy_has_a_plan_with_a_graph_for_every_batch(name: str):
+    plan = plan_for(load_policy(name), 64, sglang_sizes(64))
+    assert max(b for b, _ in plan.target_graphs) == 64
+    assert 0 <= padding_waste(plan, range(1, 65)) < 0.5
+
+
+def test_a_tuner_can_filter_policies_by_memory():
+    lean, rich = (Policy(selector=ExploreSpec(strategies=s)) for s in ((DEEP,), (DEEP, WIDE, SHORT)))
+    cap = POOL.memory_bytes(plan_for(lean, 32, SIZES))
+    assert [POOL.fits(plan_for(policy, 32, SIZES), cap) for policy in (lean, rich)] == [True, False]

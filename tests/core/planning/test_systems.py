@@ -1,0 +1,203 @@
+"""Systems from the literature: what each row of the table is, and how it is fitted to the acceptance that is known."""
+
+import numpy as np
+import pytest
+
+from tltlab.acceptance.load import (
+    BatchAcceptance,
+    FittedAcceptance,
+    FittedDepth,
+    FreshAcceptance,
+    GeometricAcceptance,
+    load_acceptance,
+)
+from tltlab.costs.base import LinearCosts
+from tltlab.errors import ConfigError
+from tltlab.planning.system_binding import PerDrafter, bind, knows
+from tltlab.planning.systems import SYSTEMS, Rung, System, find_systems, length_aware, one_strategy, strategies
+from tltlab.policies.policy import Activation, FixedSpec, load_policy
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=0.0, per_token_s=1e-4, per_context_s=2e-8, sd_base_s=0.0, sd_idle_s=0.0,
+    draft_level_s=3e-4, draft_level_per_request_s=0.0, prefill_per_token_s=1e-6,
+)  # fmt: skip
+TREES = load_acceptance("tlt-qwen2.5-32b")
+SIBLINGS = load_acceptance("seer-siblings")
+
+
+def measured(*drafters: str, depth: int = 8) -> FittedAcceptance:
+    """Chains of these drafters, each token kept or not by the throw of a coin, up to `depth`."""
+    kept = [0.5 ** min(i + 1, depth) for i in range(depth + 1)]
+    known = FittedDepth(accepted=tuple(kept), drafted=float(depth))
+    return FittedAcceptance(drafters_by_depth={name: {depth: known} for name in drafters})
+
+
+def test_six_systems_say_where_they_come_from_and_what_was_assumed():
+    assert list(SYSTEMS) == ["verl", "open-r1", "tlt", "tlt-base", "das", "vllm-dynamic"]
+    for name, system in SYSTEMS.items():
+        assert system.name == name
+        assert system.title
+        assert system.source
+        assert system.assumptions
+        assert system.lossless
+
+
+def test_tlt_on_a_gpu_is_its_released_configuration_with_a_trained_drafter():
+    found = bind(SYSTEMS["tlt"], COSTS, TREES)
+    buckets = found.policy.selector.buckets
+    assert [bucket.min_batch for bucket in buckets] == [1, 2, 5, 21]
+    assert [bucket.strategies[0].tokens_to_verify for bucket in buckets] == [48, 32, 16, 8]
+    assert all(s.drafter == "learned" and s.top_k == 4 for bucket in buckets for s in bucket.strategies)
+    assert found.policy.activation == Activation(max_requests=32, count="running", hold_iterations=10)
+    assert isinstance(found.acceptance, FreshAcceptance)
+    assert found.spot is not None
+    assert any("extrapolated for learned:8,4,8" in note for note in found.assumptions)
+
+
+def test_a_static_drafter_is_the_same_drafter_that_nobody_trains():
+    tlt, static = (bind(SYSTEMS[name], COSTS, TREES) for name in ("tlt", "vllm-dynamic"))
+    assert tlt.acceptance == static.acceptance
+    assert static.spot is None
+    assert static.policy.selector.build(np.random.default_rng(0)).strategies == (
+        *(Strategy.chain("learned", d) for d in (8, 4, 2)),
+        NO_SPECULATION,
+    )
+
+
+def test_systems_without_speculation_ask_for_no_acceptance():
+    for name in ("verl", "open-r1"):
+        found = bind(SYSTEMS[name], COSTS, None)
+        assert found.policy.strategies == (NO_SPECULATION,)
+        assert found.acceptance is None
+
+
+@pytest.mark.parametrize(
+    ("model", "learned", "ngram", "suffix"),
+    [
+        (TREES, True, False, False),
+        (load_acceptance("tlt-qwen2.5-32b-fresh"), True, False, False),
+        (SIBLINGS, False, True, True),
+        (GeometricAcceptance(alpha=0.5), True, True, True),
+        (measured("ngram"), False, True, False),
+        (FreshAcceptance(base=measured("learned", "suffix")), True, False, True),
+    ],
+)
+def test_a_model_speaks_only_of_the_drafters_it_was_made_for(model, learned, ngram, suffix):
+    assert [knows(model, name) for name in ("learned", "ngram", "suffix")] == [learned, ngram, suffix]
+
+
+def test_trees_say_nothing_of_drafters_that_look_text_up():
+    for name in ("tlt-base", "das"):
+        with pytest.raises(ConfigError, match=r"model-free drafter .* seer-siblings"):
+            bind(SYSTEMS[name], COSTS, TREES)
+        assert bind(SYSTEMS[name], COSTS, TREES, SIBLINGS).acceptance is SIBLINGS
+
+
+def test_what_is_said_of_model_free_drafters_goes_before_what_is_said_of_any():
+    anyone, text = GeometricAcceptance(alpha=0.9), GeometricAcceptance(alpha=0.4)
+    assert bind(SYSTEMS["tlt-base"], COSTS, anyone, text).acceptance is text
+    tlt = bind(SYSTEMS["tlt"], COSTS, anyone, text)
+    assert tlt.acceptance is anyone
+    assert {s.drafter for s in tlt.policy.strategies if s.speculates} == {"learned"}
+
+
+def test_without_a_learned_drafter_tlt_is_tlt_base_and_says_so():
+    tlt, base = (bind(SYSTEMS[name], COSTS, measured("ngram")) for name in ("tlt", "tlt-base"))
+    assert tlt.policy.selector == base.policy.selector
+    assert "model-free drafter throughout" in tlt.stand_ins[0]
+    assert tlt.stand_ins[0] in tlt.assumptions
+    assert not base.stand_ins
+    assert tlt.spot is None
+
+
+def test_where_both_drafters_are_known_tlt_chooses_between_them():
+    tlt = bind(SYSTEMS["tlt"], COSTS, FreshAcceptance(base=measured("ngram", "learned")))
+    first = tlt.policy.selector.buckets[0].strategies
+    assert first == tuple(Strategy.chain(drafter, depth) for drafter in ("learned", "ngram") for depth in (8, 4))
+    assert tlt.spot is not None
+    assert not tlt.stand_ins
+
+
+def test_a_drafter_that_takes_anothers_place_is_named():
+    das = bind(SYSTEMS["das"], COSTS, measured("ngram"))
+    assert das.policy.strategies[-1] == Strategy.chain("ngram", 8)
+    assert das.stand_ins == ("the acceptance of drafter 'suffix' is not known: 'ngram' takes its place",)
+    assert "suffix" not in das.policy.drafters
+
+
+def test_strategies_that_were_never_measured_are_left_out():
+    tlt = bind(SYSTEMS["tlt-base"], COSTS, measured("ngram", depth=4))
+    assert [[s.draft_depth for s in b.strategies] for b in tlt.policy.selector.buckets] == [[4], [3], [4, 2], [2, 1]]
+    das = bind(SYSTEMS["das"], COSTS, measured("suffix", depth=4))
+    assert das.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 4))
+    assert das.assumptions[-1] == "deeper drafts are not covered by the acceptance: suffix:4 instead"
+    nothing = FittedAcceptance(drafters_by_depth={"suffix": {}})
+    with pytest.raises(ConfigError, match="covers no draft of 'suffix'"):
+        bind(SYSTEMS["das"], COSTS, nothing)
+
+
+def test_a_depth_must_be_known_at_every_batch_size():
+    deep, shallow = (measured("ngram", depth=d).drafters_by_depth for d in (8, 4))
+    bands = BatchAcceptance.model_validate(
+        {"bands": [{"max_batch": 5, "drafters": deep}, {"max_batch": None, "drafters": shallow}]}
+    )
+    found = bind(SYSTEMS["tlt-base"], COSTS, bands)
+    assert max(s.draft_depth for s in found.policy.strategies) == 4
+
+
+def test_a_systems_policy_is_a_policy_file(tmp_path):
+    for system in SYSTEMS.values():
+        policy = bind(system, COSTS, GeometricAcceptance(alpha=0.6)).policy
+        policy.write(tmp_path / f"{system.name}.json")
+        assert load_policy(tmp_path / f"{system.name}.json") == policy
+        assert policy.provenance["system"] == system.name
+
+
+def test_das_learns_what_a_pass_and_a_token_cost():
+    budget = length_aware(COSTS.model_copy(update={"draft_level_s": 0.0}))
+    assert (budget.base_s, budget.token_s) == (pytest.approx(4e-3), pytest.approx(1e-4))
+
+
+def test_a_new_system_is_one_more_row():
+    mine = System(
+        name="mine",
+        title="Mine",
+        source="this test",
+        drafters=("suffix",),
+        ladder=(Rung(min_batch=1, chains=(3,)),),
+        selector=one_strategy,
+        lossless=False,
+    )
+    assert find_systems(["verl", mine]) == (SYSTEMS["verl"], mine)
+    found = bind(mine, COSTS, GeometricAcceptance(alpha=0.6))
+    assert found.policy.selector == FixedSpec(strategy=Strategy.chain("suffix", 3))
+
+
+def test_a_rung_drafts_trees_where_it_can_and_nothing_where_it_has_nothing():
+    rung = Rung(min_batch=1, trees=((8, 4, 48),), chains=(4,))
+    assert strategies(rung, "learned", trees=True) == (Strategy("learned", 8, 4, 48),)
+    assert strategies(rung, "ngram", trees=False) == (Strategy.chain("ngram", 4),)
+    assert strategies(Rung(min_batch=33), "learned", trees=True) == (NO_SPECULATION,)
+
+
+@pytest.mark.parametrize("names", ["", "verl,verl", "verl,nobody"])
+def test_systems_are_asked_for_by_their_names(names):
+    with pytest.raises(ConfigError, match=r"system"):
+        find_systems(names)
+    assert [s.name for s in find_systems("all")] == list(SYSTEMS)
+
+
+def test_a_bound_over_two_models_has_the_best_of_each_batch_size():
+    good, bad = measured("learned"), FittedAcceptance(
+        drafters_by_depth={"learned": {8: FittedDepth(accepted=(1.0, *[0.0] * 8), drafted=8.0)}}
+    )  # fmt: skip
+    bands = BatchAcceptance.model_validate(
+        {"bands": [{"max_batch": 3, "drafters": bad.drafters_by_depth},
+                   {"max_batch": None, "drafters": good.drafters_by_depth}]}
+    )  # fmt: skip
+    both, nobody = PerDrafter(learned=bands, model_free=SIBLINGS), np.zeros(2)
+    chain, text = Strategy.chain("learned", 8), Strategy.chain("ngram", 4)
+    assert both.survival(chain, nobody, nobody, nobody)[0] == pytest.approx(good.survival(chain))
+    expected = SIBLINGS.survival(text, nobody, nobody, nobody + 3)
+    assert both.survival(text, nobody, nobody, nobody + 3) == pytest.approx(expected)

@@ -1,0 +1,282 @@
+import json
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError
+from tltlab.policies.beg_mab import BegMab
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+D8, D4, D2, D1 = (Strategy.chain("ngram", depth) for depth in (8, 4, 2, 1))
+
+
+def bandit(buckets, seed=0, **settings):
+    return BegMab(buckets, rng=np.random.default_rng(seed), **settings)
+
+
+def at(batch: int) -> StepState:
+    return StepState(rl_step=0, batch=batch)
+
+
+def ran(strategy: Strategy, batch: int, rate: float, **fields) -> StepOutcome:
+    """An iteration in which nothing was accepted, at `rate` tokens per second."""
+    num = batch if strategy.speculates else 0
+    depth = strategy.draft_depth
+    return StepOutcome(elapsed_s=batch / rate, batch=batch, drafted=(depth,) * num, accepted=(0,) * num, **fields)
+
+
+def play(mab: BegMab, rate: dict[Strategy, float], num: int, batches=(4,), noise=0.0) -> list[Strategy]:
+    """Ask and tell for `num` iterations in which strategy s runs at rate[s] tokens per second."""
+    picks, luck = [], np.random.default_rng(1)
+    for i in range(num):
+        batch = batches[i % len(batches)]
+        strategy = mab.choose(at(batch))
+        picks.append(strategy)
+        mab.observe(strategy, ran(strategy, batch, rate[strategy] * luck.uniform(1 - noise, 1 + noise)))
+    return picks
+
+
+def test_the_bucket_of_the_batch_limits_the_choice():
+    mab = bandit([(2, [D8, D4]), (5, [D2]), (21, [D1, NO_SPECULATION])], epsilon=1.0)
+    seen = {batch: {mab.choose(at(batch)) for _ in range(60)} for batch in (1, 2, 4, 5, 20, 21, 4096)}
+    assert seen[1] == seen[2] == seen[4] == {D8, D4}
+    assert seen[5] == seen[20] == {D2}
+    assert seen[21] == seen[4096] == {D1, NO_SPECULATION}
+
+
+def test_unseen_arms_come_first_in_list_order_and_ties_go_to_the_first():
+    mab = bandit([(1, [D4, D8, D2])], epsilon=0.0)
+    picks = play(mab, dict.fromkeys((D4, D8, D2), 100.0), 6)
+    assert picks == [D4, D8, D2, D4, D4, D4]
+
+
+def test_it_settles_on_the_arm_with_the_best_median():
+    mab = bandit([(1, [D8, D4, D2])])
+    picks = play(mab, {D8: 100.0, D4: 150.0, D2: 140.0}, 2000)
+    assert picks.count(D4) / 2000 == pytest.approx(0.9 + 0.1 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize("batches", [(4,), (40,), (4, 40)])
+def test_it_follows_the_better_arm_as_the_two_swap(batches):
+    """Two arms a bucket; their rates swap in mid-run, with a tenth of noise."""
+    mab = bandit([(1, [D8, D2]), (33, [D8, D2])], epsilon=0.2, window=20)
+    before = play(mab, {D8: 200.0, D2: 100.0}, 400, batches, noise=0.1)
+    after = play(mab, {D8: 100.0, D2: 200.0}, 400, batches, noise=0.1)
+    assert before[200:].count(D8) > 0.8 * 200
+    assert after[200:].count(D2) > 0.8 * 200
+
+
+def test_an_arm_that_worsens_is_left_after_half_a_window_of_it():
+    mab = bandit([(1, [D8, D2])], epsilon=0.0, window=40)
+    play(mab, {D8: 200.0, D2: 100.0}, 200)
+    after = play(mab, {D8: 50.0, D2: 100.0}, 100)
+    assert after == [D8] * 21 + [D2] * 79
+
+
+def test_an_arm_that_improves_is_found_by_exploration_only():
+    """Its median turns after half a window of exploratory picks: about 10 * |V| / epsilon = 100 iterations."""
+    mab = bandit([(1, [D8, D2])], epsilon=0.2, window=20)
+    play(mab, {D8: 200.0, D2: 100.0}, 400)
+    after = play(mab, {D8: 200.0, D2: 300.0}, 400)
+    assert after[:50].count(D8) > 40
+    assert after[200:].count(D2) > 0.8 * 200
+
+
+def test_rewards_are_pooled_over_the_batches_of_a_bucket():
+    mab = bandit([(1, [D8, D2]), (17, [D8, D2])], epsilon=0.0)
+    for batch in (1, 9, 16):
+        mab.observe(D8, ran(D8, batch, 100.0))
+        mab.observe(D2, ran(D2, batch, 200.0))
+    assert [mab.choose(at(batch)) for batch in (1, 5, 16)] == [D2, D2, D2]
+    assert mab.choose(at(17)) == D8, "the next bucket has learned nothing"
+
+
+def test_an_outcome_is_filed_under_the_batch_that_ran():
+    mab = bandit([(1, [D8, D2]), (17, [D2, D1])], epsilon=0.0)
+    assert mab.choose(at(17)) == D2
+    mab.observe(D2, ran(D2, 16, 100.0))
+    assert mab.choose(at(17)) == D2, "still unseen there"
+    mab.observe(D1, ran(D1, 3, 100.0))
+    assert mab.choose(at(3)) == D8, "D1 is no arm there"
+
+
+def test_iterations_with_prefill_teach_nothing():
+    mab = bandit([(1, [D8, D2])], epsilon=0.0)
+    mab.observe(D8, ran(D8, 4, 100.0, had_prefill=True))
+    assert mab.choose(at(4)) == D8, "still unseen"
+
+
+def test_the_window_forgets():
+    mab = bandit([(1, [D8, D2])], epsilon=0.0, window=3)
+    for rate in (900.0, 900.0, 900.0, 100.0, 100.0):
+        mab.observe(D8, ran(D8, 4, rate))
+    mab.observe(D2, ran(D2, 4, 200.0))
+    assert mab.choose(at(4)) == D2
+
+
+def test_a_bucket_with_one_arm_needs_no_randomness():
+    mab = bandit([(1, [D8])], epsilon=1.0)
+    before = mab.state_dict()["rng"]
+    assert mab.choose(at(1)) == D8
+    assert mab.propensity_ == 1.0
+    assert mab.state_dict()["rng"] == before
+
+
+@given(st.integers(2, 5), st.floats(0.01, 1.0), st.integers(0, 3))
+@settings(max_examples=25, deadline=None)
+def test_the_propensities_of_all_arms_sum_to_one(num_arms, epsilon, warm_up):
+    arms = [Strategy.chain("ngram", depth) for depth in range(num_arms)]
+    mab = bandit([(1, arms)], epsilon=epsilon)
+    play(mab, {arm: 100.0 + arm.draft_depth for arm in arms}, warm_up)
+    chance = {}
+    for _ in range(20_000):
+        chosen = mab.choose(at(4))
+        chance[chosen] = mab.propensity_
+        if len(chance) == num_arms:
+            break
+    assert sum(chance.values()) == pytest.approx(1.0)
+
+
+def test_the_propensity_is_how_often_an_arm_is_chosen():
+    mab = bandit([(1, [D8, D4, D2])], epsilon=0.3)
+    for arm, rate in ((D8, 100.0), (D4, 150.0), (D2, 120.0)):
+        mab.observe(arm, ran(arm, 4, rate))
+    picks, chance = [], {}
+    for _ in range(10_000):
+        picks.append(mab.choose(at(4)))
+        chance[picks[-1]] = mab.propensity_
+    assert chance == {D8: pytest.approx(0.1), D4: pytest.approx(0.8), D2: pytest.approx(0.1)}
+    for arm, p in chance.items():
+        assert picks.count(arm) / 10_000 == pytest.approx(p, abs=0.02)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.floats(1.0, 1e4)), max_size=80), st.sampled_from(["paper", "relative"])
+)
+@settings(max_examples=30, deadline=None)
+def test_a_restored_bandit_decides_identically(story, reward):
+    buckets = [(1, [D8, D4, NO_SPECULATION]), (9, [D2, D1, NO_SPECULATION])]
+    original = bandit(buckets, seed=1, window=7, reward=reward)
+    for batch, rate in story:
+        strategy = original.choose(at(batch))
+        original.observe(strategy, ran(strategy, batch, rate))
+    restored = bandit(buckets, seed=2, window=7, reward=reward)
+    restored.load_state_dict(json.loads(json.dumps(original.state_dict(), allow_nan=False)))
+    for batch, rate in (*story, *story):
+        a, b = original.choose(at(batch)), restored.choose(at(batch))
+        assert (a, original.propensity_, original.bucket_) == (b, restored.propensity_, restored.bucket_)
+        original.observe(a, ran(a, batch, rate))
+        restored.observe(b, ran(b, batch, rate))
+
+
+def test_the_state_of_other_arms_is_refused():
+    with pytest.raises(ConfigError, match="ngram:4"):
+        bandit([(1, [D8, D4])]).load_state_dict(bandit([(1, [D8, D2])]).state_dict())
+
+
+def test_the_paper_reward_is_misled_by_falling_batches_and_the_relative_one_is_not():
+    """Plain decoding takes 10 ms, a draft of 2 yields 2 tokens in 15 ms: always better. Tokens/s grow with the batch,
+    so whatever ran while the batch was large has the better median."""
+
+    def favourite(reward):
+        mab = bandit([(1, [NO_SPECULATION, D2])], epsilon=0.0, reward=reward)
+        for batch, strategy in ((32, NO_SPECULATION), (16, NO_SPECULATION), (8, D2), (4, D2)):
+            accepted = (1,) * batch if strategy.speculates else ()
+            elapsed_s = 0.015 if strategy.speculates else 0.010
+            mab.observe(strategy, StepOutcome(elapsed_s=elapsed_s, batch=batch, accepted=accepted))
+        return mab.choose(at(2))
+
+    assert favourite("paper") == NO_SPECULATION
+    assert favourite("relative") == D2
+
+
+def test_with_a_learned_plain_rate_no_speculation_is_tried_first_in_each_bucket():
+    mab = bandit([(1, [D8, NO_SPECULATION]), (9, [D2, D1, NO_SPECULATION])], epsilon=0.0, reward="relative")
+    assert (mab.choose(at(4)), mab.choose(at(9))) == (NO_SPECULATION, NO_SPECULATION)
+    mab.observe(NO_SPECULATION, ran(NO_SPECULATION, 4, 100.0))
+    assert (mab.choose(at(4)), mab.choose(at(9))) == (D8, NO_SPECULATION)
+
+
+def test_a_learned_plain_rate_needs_a_plain_arm_where_there_is_a_choice():
+    with pytest.raises(ConfigError, match="bucket from batch 9 has no such arm"):
+        bandit([(1, [D8, NO_SPECULATION]), (9, [D2, D1])], reward="relative")
+    bandit([(1, [D8, NO_SPECULATION]), (9, [D2])], reward="relative")
+    bandit([(1, [D8, D4])], reward="relative", plain_rate={1: 100.0})
+
+
+TREES = [Strategy("learned", 8, 4, v) for v in (8, 48, 16, 32)]
+
+
+def test_the_papers_grouping_gives_most_tokens_to_the_smallest_batches():
+    """The released settings: 48 / 32 / 16 / 8 tokens at batches 1 / 2-4 / 5-20 / 21 and up."""
+    mab = BegMab.from_paper(TREES, [1, 2, 5, 21], rng=np.random.default_rng(0))
+    tokens = [mab.choose(at(batch)).tokens_to_verify for batch in (1, 2, 4, 5, 20, 21, 300)]
+    assert tokens == [48, 32, 32, 16, 16, 8, 8]
+
+
+def test_the_papers_grouping_keeps_strategies_with_equal_tokens_together():
+    deep, shallow = Strategy("learned", 10, 4, 48), Strategy("learned", 6, 4, 48)
+    mab = BegMab.from_paper([deep, *TREES, shallow], [1, 2, 5, 21], rng=np.random.default_rng(0))
+    assert mab.arms[0] == (deep, TREES[1], shallow)
+
+
+def test_the_papers_grouping_needs_a_threshold_per_group_and_says_what_it_got():
+    with pytest.raises(ConfigError, match=r"got 4 of the former \(48, 32, 16, 8\) and 2 of the latter \(1, 5\)"):
+        BegMab.from_paper(TREES, [1, 5], rng=np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("buckets", "settings", "message"),
+    [
+        ([], {}, "no batch ranges"),
+        ([(1, [])], {}, "no strategies"),
+        ([(5, [D8]), (5, [D4])], {}, "ascend strictly, got 5, 5"),
+        ([(1, [D8, D8])], {}, "given twice"),
+        ([(1, [D8])], {"epsilon": 1.5}, "between 0 and 1, got 1.5"),
+        ([(1, [D8])], {"window": 0}, "window must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(buckets, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        bandit(buckets, **settings)
+
+
+def test_a_decision_and_its_lesson_take_microseconds():
+    mab = bandit([(1, [D8, D4, D2, NO_SPECULATION])], reward="relative")
+    noise = np.random.default_rng(0).uniform(50.0, 150.0, 64).tolist()
+    outcomes = {arm: [ran(arm, 8, rate) for rate in noise] for arm in mab.strategies}
+    play(mab, dict.fromkeys(mab.strategies, 100.0), 1000, batches=(8,))
+    state, best_us = at(8), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for i in range(1000):
+            strategy = mab.choose(state)
+            mab.observe(strategy, outcomes[strategy][i % 64])
+        best_us = min(best_us, (time.perf_counter() - start) * 1e3)
+    assert best_us < 60.0, "about 6 us on an idle machine; the design asks for 20"
+
+
+def test_an_arm_is_tried_as_often_as_asked_before_it_is_judged():
+    mab = bandit([(1, [D4, D2])], epsilon=0.0, tries=3)
+    assert play(mab, {D4: 100.0, D2: 50.0}, 7) == [D4] * 3 + [D2] * 3 + [D4]
+
+
+@pytest.mark.parametrize(("statistic", "settles_on"), [("median", D2), ("mean", D4)])
+def test_drafts_kept_whole_or_not_at_all_are_ranked_by_their_mean(statistic: str, settles_on: Strategy):
+    mab = bandit([(1, [D4, D2])], epsilon=0.0, statistic=statistic, tries=10)
+    for n in range(20):
+        arm = mab.choose(at(1))
+        # Two of five drafts of four are kept whole, 1.6 tokens on average; the shorter ones keep one token each time.
+        kept = (4 if n % 5 in (0, 2) else 0) if arm == D4 else 1
+        mab.observe(arm, StepOutcome(elapsed_s=1.0, batch=1, drafted=(arm.draft_depth,), accepted=(kept,)))
+    assert mab.choose(at(1)) == settles_on
+
+
+@pytest.mark.parametrize("tries", [0, 301])
+def test_tries_beyond_the_window_are_refused(tries: int):
+    with pytest.raises(ConfigError, match="tries"):
+        bandit([(1, [D4, D2])], tries=tries)

@@ -1,0 +1,160 @@
+"""Goodput: what promises the most tokens per second, by known costs and by acceptance that is learned."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.errors import ConfigError
+from tltlab.policies.goodput import Goodput
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.testing import check_selector
+
+CHAINS = tuple(Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8))
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=1e-5, per_token_s=1e-4, per_context_s=1e-8, sd_base_s=2e-4, sd_idle_s=1e-4,
+    draft_level_s=1e-4, draft_level_per_request_s=0.0,
+)  # fmt: skip
+
+
+def goodput(*strategies: Strategy, **settings) -> Goodput:
+    settings = {"epsilon": 0.0, "rng": np.random.default_rng(0)} | settings
+    return Goodput(strategies or CHAINS, COSTS, **settings)
+
+
+def at(batch: int, context_tokens: float = 0.0) -> StepState:
+    return StepState(rl_step=0, batch=batch, context_tokens=context_tokens)
+
+
+def keep(policy: Goodput, strategy: Strategy, chance: float, times: int, batch: int = 8, seed: int = 1) -> None:
+    """Tell `policy` of iterations that kept each token of the draft with `chance` while all before it were kept."""
+    rng = np.random.default_rng(seed)
+    for _ in range(times):
+        kept = np.cumprod(rng.random((batch, strategy.draft_depth)) < chance, axis=1).sum(axis=1)
+        drafted = (strategy.draft_depth,) * batch
+        policy.observe(strategy, StepOutcome(elapsed_s=0.01, batch=batch, drafted=drafted, accepted=kept.tolist()))
+
+
+def test_it_keeps_the_contract_of_selectors():
+    check_selector(lambda rng: Goodput(CHAINS, COSTS, rng=rng))
+    check_selector(lambda rng: Goodput((*CHAINS, Strategy("suffix", 8, 1, 4)), load_costs("h100-qwen2.5-7b"), rng=rng))
+
+
+@settings(deadline=None)
+@given(st.floats(0.05, 0.95), st.integers(1, 256), st.floats(0, 1e6))
+def test_it_chooses_what_brute_force_finds_best(chance: float, batch: int, context: float):
+    policy = goodput(prior=chance)
+    chain = sum(chance**i for i in range(1, 9))
+
+    def rate(strategy: Strategy) -> float:
+        tokens = 1.0 + sum(chance**i for i in range(1, strategy.draft_depth + 1))
+        return batch * tokens / COSTS.iteration(strategy, drafter_loaded=True).seconds(batch, context)
+
+    assert policy.tokens(CHAINS[3]) == pytest.approx(1.0 + chain)
+    best = max(rate(s) for s in (NO_SPECULATION, *CHAINS))
+    assert rate(policy.choose(at(batch, context))) == pytest.approx(best)
+
+
+def test_it_drafts_deeper_for_smaller_batches_and_not_at_all_for_large_ones():
+    policy = goodput(prior=0.7)
+    assert [policy.choose(at(batch)).draft_depth for batch in (1, 16, 64, 512)] == [4, 2, 1, 0]
+
+
+def test_it_learns_what_is_accepted():
+    policy = goodput(prior=0.9)
+    keep(policy, CHAINS[2], 0.5, times=200)
+    assert policy.tokens(CHAINS[2]) == pytest.approx(1 + 0.5 + 0.25 + 0.125 + 0.0625, rel=0.05)
+    assert policy.tokens(CHAINS[1]) == pytest.approx(1 + 0.5 + 0.25, rel=0.05)
+
+
+def test_positions_that_were_never_drafted_keep_the_prior():
+    policy = goodput(prior=0.6)
+    keep(policy, CHAINS[1], 1.0, times=200)
+    assert policy.tokens(CHAINS[3]) == pytest.approx(3 + sum(0.6**i for i in range(1, 7)), rel=0.02)
+
+
+@pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
+def test_expected_values_teach_what_the_samples_they_stand_for_would(chance: float):
+    """The simulator's fluid mode reports the mean; from it the shallower chains must not look too good."""
+    policy = goodput(window=10_000)
+    mean = sum(chance**i for i in range(1, 9))
+    for _ in range(2000):
+        policy.observe(CHAINS[3], StepOutcome(elapsed_s=0.01, batch=2, drafted=(8.0, 8.0), accepted=(mean, mean)))
+    for chain in CHAINS:
+        tokens = 1.0 + sum(chance**i for i in range(1, chain.draft_depth + 1))
+        assert policy.tokens(chain) == pytest.approx(tokens, rel=0.02)
+
+
+def test_more_than_the_strategy_verifies_counts_as_all_of_it():
+    """A budget may draft 8 tokens for one request and none for another where the strategy verifies 4 of each."""
+    trimmed = Strategy("ngram", 8, 1, 5)
+    policy = goodput(trimmed, window=10_000)
+    for _ in range(2000):
+        policy.observe(trimmed, StepOutcome(elapsed_s=0.01, batch=1, drafted=(8.0,), accepted=(5.5,)))
+    assert policy.tokens(trimmed) == pytest.approx(5.0, rel=0.02)
+    assert policy.tokens(trimmed) <= 5.0
+
+
+def test_a_drafter_whose_drafts_are_refused_is_switched_off_and_tried_again_later():
+    policy = goodput(window=100)
+    assert policy.choose(at(8)).speculates
+    keep(policy, CHAINS[2], 0.0, times=50)
+    assert policy.choose(at(8)) == NO_SPECULATION
+    back_on = []
+    for _ in range(1000):
+        policy.observe(NO_SPECULATION, StepOutcome(elapsed_s=0.01, batch=8))
+        back_on.append(policy.choose(at(8)).speculates)
+    assert not any(back_on[:100])
+    assert back_on[-1]
+
+
+def test_drafters_are_told_apart():
+    suffix = Strategy.chain("suffix", 4)
+    policy = goodput(CHAINS[2], suffix)
+    keep(policy, CHAINS[2], 0.2, times=100)
+    keep(policy, suffix, 0.8, times=100)
+    assert policy.choose(at(4)) == suffix
+
+
+def test_exploration_happens_with_the_chance_that_is_recorded():
+    policy = goodput(epsilon=0.25)
+    chosen = []
+    for _ in range(4000):
+        strategy = policy.choose(at(512))
+        chosen.append(strategy)
+        assert policy.propensity_ == pytest.approx(0.05 + 0.75 * (strategy == NO_SPECULATION))
+    assert chosen.count(CHAINS[0]) / len(chosen) == pytest.approx(0.05, abs=0.015)
+
+
+def test_what_it_learned_survives_json_and_belongs_to_its_drafters():
+    policy, again = goodput(), goodput(rng=np.random.default_rng(9))
+    keep(policy, CHAINS[3], 0.3, times=20)
+    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert [again.tokens(s) for s in CHAINS] == [policy.tokens(s) for s in CHAINS]
+    with pytest.raises(ConfigError, match="'ngram': 8"):
+        goodput(CHAINS[0]).load_state_dict(policy.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"window": 0}, "window must be at least 1"),
+        ({"epsilon": 1.5}, "are probabilities"),
+        ({"prior": float("nan")}, "are probabilities"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        goodput(**settings)
+
+
+def test_what_it_cannot_judge_is_refused():
+    with pytest.raises(ConfigError, match="is a tree"):
+        goodput(Strategy("eagle", 4, 2, 8))
+    with pytest.raises(ConfigError, match="no per_token_s"):
+        Goodput(CHAINS, COSTS.model_copy(update={"per_token_s": None}), rng=np.random.default_rng(0))

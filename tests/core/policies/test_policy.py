@@ -1,0 +1,376 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from tltlab.costs.base import LinearCosts
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.activation import ElasticActivation
+from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.policy import (
+    SHIPPED,
+    Activation,
+    BegMabSpec,
+    Bucket,
+    CustomSpec,
+    ExploreSpec,
+    FixedSpec,
+    GoodputSpec,
+    Policy,
+    TableRow,
+    TableSpec,
+    Ucb1Spec,
+    load_policy,
+)
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+D8, D4, D2 = (Strategy.chain("ngram", depth) for depth in (8, 4, 2))
+NGRAM_4 = {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
+
+
+def rng():
+    return np.random.default_rng(0)
+
+
+def write(path, **parts):
+    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, **parts}))
+    return path
+
+
+def error_of(source) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_policy(source)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_policy_survives_its_file(name, tmp_path):
+    policy = load_policy(name)
+    policy.write(tmp_path / "new folder" / "policy.json")
+    assert load_policy(tmp_path / "new folder" / "policy.json") == policy
+    assert load_policy(str(tmp_path / "new folder" / "policy.json")) == policy
+
+
+MODEL_FREE = [name for name in SHIPPED if name != "beg-mab-learned"]
+
+
+@pytest.mark.parametrize("name", MODEL_FREE)
+def test_a_shipped_policy_drafts_without_a_network_at_a_few_depths(name):
+    for strategy in load_policy(name).strategies:
+        assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in (0, 1, 2, 4, 8)]
+
+
+@pytest.mark.parametrize("name", MODEL_FREE)
+def test_a_shipped_policy_names_only_drafters_that_every_engine_has_or_it_brings_along(name):
+    policy = load_policy(name)
+    assert {s.drafter for s in policy.strategies if s.speculates} <= {*DEFAULT_DRAFTERS, *policy.drafters}
+
+
+@pytest.mark.parametrize(
+    ("name", "drafters"), [("beg-mab-suffix", {"ngram", "suffix"}), ("beg-mab-learned", {"learned", "suffix"})]
+)
+def test_the_shipped_bandits_over_two_drafters_can_choose_between_them_in_every_bucket(name, drafters):
+    for bucket in load_policy(name).selector.buckets:
+        assert {s.drafter for s in bucket.strategies} == drafters | {"none"}
+        assert len(bucket.strategies) == 5
+
+
+@pytest.mark.parametrize("name", ["beg-mab", "beg-mab-suffix", "beg-mab-learned"])
+def test_the_shipped_bandits_have_a_choice_in_each_bucket_and_draft_deeper_for_smaller_batches(name):
+    buckets = load_policy(name).selector.buckets
+    assert all(len(bucket.strategies) > 1 for bucket in buckets)
+    deepest = [max(s.draft_depth for s in bucket.strategies) for bucket in buckets]
+    assert deepest == sorted(deepest, reverse=True)
+
+
+def test_a_policy_is_returned_as_it_is():
+    policy = SHIPPED["fixed"]
+    assert load_policy(policy) is policy
+
+
+def test_a_policy_builds_fresh_selectors():
+    policy = load_policy("beg-mab")
+    first, second = policy.build(rng()), policy.build(rng())
+    assert isinstance(first, ElasticActivation)
+    assert isinstance(first.inner, BegMab)
+    assert first.inner is not second.inner
+
+
+def test_without_activation_the_selector_stands_alone():
+    policy = Policy(selector=FixedSpec(strategy=D4))
+    assert policy.strategies == (D4,)
+    assert policy.build(rng()).choose(StepState(rl_step=0, batch=512)) == D4
+
+
+def test_with_activation_plain_decoding_is_among_the_strategies():
+    policy = Policy(selector=FixedSpec(strategy=D4), activation=Activation(max_requests=8))
+    assert policy.strategies == (NO_SPECULATION, D4)
+    assert policy.build(rng()).choose(StepState(rl_step=0, batch=9)) == NO_SPECULATION
+
+
+def test_the_file_is_the_one_of_the_manual(tmp_path):
+    policy = Policy(
+        selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=(D4, NO_SPECULATION)),), epsilon=0.2),
+        activation=Activation(),
+        provenance={"trace": "tiny", "seed": 3},
+    )
+    policy.write(tmp_path / "policy.json")
+    assert json.loads((tmp_path / "policy.json").read_text()) == {
+        "format": "tltlab-policy",
+        "version": 1,
+        "selector": {
+            "kind": "beg-mab",
+            "buckets": [
+                {
+                    "min_batch": 1,
+                    "strategies": [
+                        NGRAM_4,
+                        {"drafter": "none", "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1},
+                    ],
+                }
+            ],
+            "epsilon": 0.2,
+            "window": 300,
+            "reward": "paper",
+            "plain_rate": None,
+            "statistic": "median",
+            "tries": 1,
+        },
+        "activation": {"kind": "elastic", "max_requests": 32, "count": "running", "hold_iterations": 10},
+        "budget": None,
+        "drafters": {},
+        "provenance": {"trace": "tiny", "seed": 3},
+    }
+
+
+def test_plain_rates_survive_the_file(tmp_path):
+    spec = Ucb1Spec(strategies=(D4, D2), reward="relative", plain_rate={1: 100.0, 32: 2000.0})
+    Policy(selector=spec).write(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json").selector.plain_rate == {1: 100.0, 32: 2000.0}
+
+
+def test_all_faults_of_a_file_come_at_once_each_with_its_place(tmp_path):
+    bad = {**NGRAM_4, "draft_depth": "deep"}
+    selector = {
+        "kind": "beg-mab",
+        "buckets": [
+            {"min_batch": 1, "strategies": [NGRAM_4, bad]},
+            {"strategies": [{**NGRAM_4, "tokens_to_verify": 1}]},
+        ],
+        "epsilon": "often",
+    }
+    message = error_of(write(tmp_path / "p.json", selector=selector, activation={"max_requests": -3}, colour="red"))
+    assert message.startswith(f"{tmp_path / 'p.json'}: ")
+    for part in (
+        "selector.buckets.0.strategies.1.draft_depth: ",
+        "(got 'deep')",
+        "selector.buckets.1.min_batch: Field required",
+        "selector.buckets.1.strategies.0: Strategy('ngram', 4, 1, 1): tokens_to_verify counts the pending token",
+        "selector.epsilon: ",
+        "activation.max_requests: ",
+        "colour: ",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ({"format": "tltlab-trace"}, ["format: ", "'tltlab-policy' (got 'tltlab-trace')"]),
+        ({"version": 2}, ["version: ", "(got 2)"]),
+        ({"selector": {"kind": "magic"}}, ["selector: ", "'magic'", "'beg-mab'"]),
+        ({"selector": {}}, ["selector: ", "'kind'"]),
+        ({"selector": {"kind": "explore", "strategies": []}}, ["selector: no strategies given"]),
+        (
+            {"selector": {"kind": "table", "rows": [{"min_batch": b, "strategy": NGRAM_4} for b in (1, 9, 5)]}},
+            ["selector: min_batch must be at least 1 and ascend strictly, got 1, 9, 5"],
+        ),
+        ({"selector": {"kind": "fixed", "strategy": {"drafter": "ngram"}}}, ["selector.strategy.draft_depth: "]),
+        ({"budget": {"kind": "fair"}}, ["budget: "]),
+        ({"budget": {"kind": "length-aware", "token_s": 0}}, ["budget: ", "token_s must be above 0"]),
+        ({"budget": {"kind": "length-aware", "efficiency": 2}}, ["budget: ", "at most 1 / reach"]),
+        ({"drafters": {"mine": {"kind": "oracle"}}}, ["drafters.mine: ", "'oracle'"]),
+        ({"drafters": {"mine": {"kind": "ngram", "min_match": "two"}}}, ["drafters.mine.min_match: "]),
+        ({"drafters": {"none": {"kind": "ngram"}}}, ["drafters: 'none' is no name for a drafter"]),
+        (
+            {"drafters": {"a": {"kind": "hybrid", "otherwise": "b"}, "b": {"kind": "hybrid", "first": "ngram"}}},
+            ["drafters.a: a hybrid of 'b', which is a hybrid itself"],
+        ),
+        (
+            {"selector": {"kind": "goodput", "strategies": [NGRAM_4], "costs": "b200"}},
+            ["selector: no cost model at b200"],
+        ),
+        (
+            {"selector": {"kind": "goodput", "strategies": [NGRAM_4], "costs": {"base_s": 1e-3}}},
+            ["selector: the cost model has no per_request_s"],
+        ),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(change, parts, tmp_path):
+    message = error_of(write(tmp_path / "p.json", **{"selector": {"kind": "none"}, **change}))
+    for part in parts:
+        assert part in message
+
+
+def test_a_policy_brings_its_drafters_along(tmp_path):
+    own = {"mine": SuffixSpec(scopes=("group",)), "head": LearnedSpec(method="eagle3", model="checkpoints/head")}
+    policy = Policy(selector=FixedSpec(strategy=Strategy.chain("mine", 4)), drafters=own)
+    policy.write(tmp_path / "policy.json")
+    assert load_policy(tmp_path / "policy.json").drafters == own
+
+
+def test_goodput_takes_its_costs_by_name_or_written_out(tmp_path):
+    terms = LinearCosts(
+        base_s=4e-3, per_request_s=0, per_token_s=1e-4, per_context_s=0, sd_base_s=0, sd_idle_s=0, draft_level_s=0,
+        draft_level_per_request_s=0,
+    )  # fmt: skip
+    for costs in ("h100-qwen2.5-7b", terms.model_dump(mode="json")):
+        Policy(selector=GoodputSpec(strategies=(D8, D2), costs=costs)).write(tmp_path / "policy.json")
+        assert load_policy(tmp_path / "policy.json").strategies == (NO_SPECULATION, D8, D2)
+
+
+def test_a_file_must_say_what_it_is(tmp_path):
+    (tmp_path / "p.json").write_text('{"selector": {"kind": "none"}}')
+    message = error_of(tmp_path / "p.json")
+    assert "format: " in message
+    assert "version: " in message
+
+
+def test_what_is_no_policy_file_at_all_is_refused(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "text.json").write_text("hello")
+    assert "holds one JSON object, got list" in error_of(tmp_path / "list.json")
+    assert "not JSON" in error_of(tmp_path / "text.json")
+    assert "cannot read" in error_of(tmp_path / "missing.json")
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    message = error_of("beg-map")
+    for name in ("none", "fixed", "table", "epsilon-greedy", "ucb1", "beg-mab", "explore"):
+        assert name in message
+
+
+def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fixed").mkdir()
+    assert load_policy("fixed") == SHIPPED["fixed"]
+
+
+def test_settings_are_checked_in_python_too():
+    with pytest.raises(ValidationError, match="ascend strictly"):
+        TableSpec(rows=(TableRow(min_batch=4, strategy=D4), TableRow(min_batch=4, strategy=D2)))
+    with pytest.raises(ValidationError, match="given twice"):
+        ExploreSpec(strategies=(D4, D4))
+
+
+def test_a_policy_is_frozen_and_takes_no_unknown_fields():
+    with pytest.raises(ValidationError):
+        SHIPPED["fixed"].version = 2
+    with pytest.raises(ValidationError):
+        Policy(selector=FixedSpec(strategy=D4), colour="red")
+
+
+# A user's own class
+
+OWN = """
+from tltlab.policies.selector import Selector
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+class Halving(Selector):
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
+
+    def __init__(self, border=8):
+        self.border = border
+
+    def choose(self, state):
+        return self.strategies[state.batch <= self.border]
+
+class Coin(Selector):
+    strategies = Halving.strategies
+    propensity_ = 0.5
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def choose(self, state):
+        return self.strategies[int(self.rng.integers(2))]
+
+class Liar(Halving):
+    strategies = (NO_SPECULATION,)
+
+    def choose(self, state):
+        return Halving.strategies[1]
+
+class NotOne:
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A module with a user's selectors in the current folder; its name."""
+    name = f"own_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    (tmp_path / f"broken_{name}.py").write_text("class Oops(:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*__import__("sys").path])
+    return name
+
+
+def test_a_users_own_class_is_found_in_the_current_folder(own):
+    policy = load_policy(f"{own}:Halving")
+    assert policy.strategies == (NO_SPECULATION, D4)
+    assert policy.build(rng()).choose(StepState(rl_step=0, batch=8)) == D4
+
+
+def test_a_users_own_class_takes_its_arguments_from_the_file(own, tmp_path):
+    policy = Policy(selector=CustomSpec(path=f"{own}:Halving", args={"border": 2}), activation=Activation())
+    policy.write(tmp_path / "p.json")
+    loaded = load_policy(tmp_path / "p.json")
+    assert loaded == policy
+    assert loaded.build(rng()).choose(StepState(rl_step=0, batch=8)) == NO_SPECULATION
+
+
+def test_arguments_that_do_not_fit_are_refused(own, tmp_path):
+    selector = {"kind": "custom", "path": f"{own}:Halving", "args": {"edge": 2}}
+    assert "edge" in error_of(write(tmp_path / "p.json", selector=selector))
+
+
+def test_a_users_own_class_must_keep_the_contract(own):
+    message = error_of(f"{own}:Liar")
+    assert f"{own}:Liar breaks the contract" in message
+    assert "not in strategies" in message
+
+
+def test_a_generator_handed_over_must_be_part_of_the_state(own):
+    assert "restored selector goes on differently" in error_of(f"{own}:Coin")
+
+
+def test_what_is_not_there_or_no_selector_is_refused(own):
+    assert "has no Missing" in error_of(f"{own}:Missing")
+    assert "not a subclass" in error_of(f"{own}:NotOne")
+    assert "cannot import" in error_of("no.such.module:Class")
+    assert "cannot import" in error_of(f"broken_{own}:Oops")
+
+
+def test_a_policy_file_may_name_the_papers_grouping(tmp_path: Path) -> None:
+    trees = [
+        {"drafter": "learned", "draft_depth": depth, "top_k": 4, "tokens_to_verify": verify}
+        for depth, verify in ((8, 48), (6, 48), (4, 16))
+    ]
+    selector = {"kind": "beg-mab", "strategies": trees, "thresholds": [1, 8]}
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, "selector": selector}))
+    assert len(load_policy(path).strategies) == 3
+    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, "selector": selector | {"thresholds": [1]}}))
+    with pytest.raises(ConfigError, match=r"got 2 of the former \(48, 16\) and 1 of the latter \(1\)"):
+        load_policy(path)
+    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, "selector": {"kind": "beg-mab"}}))
+    with pytest.raises(ConfigError, match="either buckets, or strategies and thresholds"):
+        load_policy(path)

@@ -1,0 +1,381 @@
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError
+from tltlab.policies.bandits import EpsilonGreedy, Ucb1
+from tltlab.policies.policy import SHIPPED
+from tltlab.policies.reward import Reward, Window
+from tltlab.policies.selector import Selector, rng_state, set_rng_state
+from tltlab.policies.simple import BatchTable, Explore, Fixed, NoSpeculation, bucket_of, checked_thresholds
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.testing import check_selector
+
+DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)
+
+
+def at(batch: int, **fields: object) -> StepState:
+    return StepState(rl_step=0, batch=batch, **fields)
+
+
+def ran(strategy: Strategy, batch: int, elapsed_s: float, accepted: float = 0.0, **fields: object) -> StepOutcome:
+    num = batch if strategy.speculates else 0
+    drafted, taken = (strategy.draft_depth,) * num, (accepted,) * num
+    return StepOutcome(elapsed_s=elapsed_s, batch=batch, drafted=drafted, accepted=taken, **fields)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_policy_keeps_the_contract(name):
+    check_selector(SHIPPED[name].build)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_selector_keeps_the_contract_without_its_activation(name):
+    check_selector(SHIPPED[name].selector.build)
+
+
+def test_no_speculation_and_fixed_say_the_same_always():
+    assert NoSpeculation().choose(at(512)) == NO_SPECULATION
+    assert Fixed(DEEP).choose(at(512)) == DEEP
+    assert Fixed(DEEP).strategies == (DEEP,)
+
+
+def test_a_table_looks_up_the_batch_and_reports_the_bucket():
+    table = BatchTable([(2, DEEP), (5, SHALLOW), (33, NO_SPECULATION)])
+    found = {}
+    for batch in (1, 2, 4, 5, 32, 33, 4096):
+        found[batch] = (table.choose(at(batch)), table.bucket_)
+    assert found == {
+        1: (DEEP, 0),
+        2: (DEEP, 0),
+        4: (DEEP, 0),
+        5: (SHALLOW, 1),
+        32: (SHALLOW, 1),
+        33: (NO_SPECULATION, 2),
+        4096: (NO_SPECULATION, 2),
+    }
+
+
+def test_a_table_lists_a_strategy_once_though_rows_repeat_it():
+    assert BatchTable([(1, DEEP), (4, SHALLOW), (8, DEEP)]).strategies == (DEEP, SHALLOW)
+
+
+THRESHOLDS = st.lists(st.integers(1, 600), min_size=1, max_size=6, unique=True).map(sorted)
+
+
+@given(THRESHOLDS, st.integers(0, 5000))
+def test_bucket_lookup_is_total_and_agrees_with_the_definition(thresholds, batch):
+    bucket = bucket_of(checked_thresholds(thresholds), batch)
+    assert 0 <= bucket < len(thresholds)
+    assert batch >= thresholds[bucket] or bucket == 0
+    assert bucket == len(thresholds) - 1 or batch < thresholds[bucket + 1]
+
+
+@given(THRESHOLDS, st.integers(0, 5000), st.integers(0, 100))
+def test_a_larger_batch_never_falls_in_an_earlier_bucket(thresholds, batch, more):
+    assert bucket_of(thresholds, batch) <= bucket_of(thresholds, batch + more)
+
+
+@pytest.mark.parametrize("thresholds", [[], [0], [-1, 4], [1, 8, 8], [8, 1]])
+def test_thresholds_must_be_positive_and_ascend(thresholds):
+    with pytest.raises(ConfigError, match="min_batch"):
+        BatchTable([(t, DEEP) for t in thresholds])
+
+
+def test_exploration_holds_a_pick_for_a_block_and_reports_its_chance():
+    explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=5, rng=np.random.default_rng(0))
+    picks = [explore.choose(at(8)) for _ in range(300)]
+    blocks = [picks[i : i + 5] for i in range(0, 300, 5)]
+    assert all(len(set(block)) == 1 for block in blocks)
+    assert {block[0] for block in blocks} == {NO_SPECULATION, SHALLOW, DEEP}
+    assert explore.propensity_ == 1 / 3
+
+
+def test_exploration_is_uniform():
+    explore = Explore([NO_SPECULATION, SHALLOW, DEEP], hold_iterations=1, rng=np.random.default_rng(0))
+    picks = [explore.choose(at(8)) for _ in range(6000)]
+    for strategy in explore.strategies:
+        assert picks.count(strategy) == pytest.approx(2000, abs=150)
+
+
+def test_a_strategy_given_twice_or_none_at_all_is_refused():
+    with pytest.raises(ConfigError, match="ngram:8 is given twice"):
+        Explore([DEEP, SHALLOW, DEEP], rng=np.random.default_rng(0))
+    with pytest.raises(ConfigError, match="no strategies given"):
+        Ucb1([])
+
+
+# The window and the reward
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), st.integers(1, 12), st.sampled_from(["median", "mean"]))
+def test_a_window_summarises_exactly_the_last_values(values, size, statistic):
+    window = Window(size, statistic)
+    for i, value in enumerate(values, 1):
+        window.push(value)
+        last = values[max(0, i - size) : i]
+        expected = np.median(last) if statistic == "median" else np.mean(last)
+        assert window.value == pytest.approx(expected, rel=1e-9, abs=1e-6)
+        assert window.spread == max(last) - min(last)
+
+
+def test_an_empty_window_looks_best():
+    assert Window(3).value == float("inf")
+
+
+def test_the_papers_reward_is_tokens_per_second():
+    # Algorithm 1: a = 6 accepted / 2 requests + 1 bonus = 4; r = 4 * 2 / 0.1 s.
+    outcome = StepOutcome(elapsed_s=0.1, batch=2, drafted=(4, 4), accepted=(4, 2))
+    assert Reward("paper")(Strategy.chain("ngram", 4), outcome) == 80.0
+
+
+def test_the_relative_reward_is_the_speed_up_over_plain_decoding():
+    reward = Reward("relative", plain_rate={1: 100.0, 4: 200.0})
+    assert reward(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.02)) == pytest.approx(1.0)
+    assert reward(SHALLOW, ran(SHALLOW, 4, 0.02, accepted=1.0)) == pytest.approx(2.0)
+    assert reward(SHALLOW, ran(SHALLOW, 1, 0.02, accepted=1.0)) == pytest.approx(1.0)
+
+
+def test_plain_time_is_interpolated_between_batches_and_held_beyond():
+    reward = Reward("relative", plain_rate={2: 200.0, 4: 200.0})  # 10 ms at 2, 20 ms at 4
+    assert [reward.plain_s(batch) for batch in (1, 2, 3, 4, 64)] == pytest.approx([0.01, 0.01, 0.015, 0.02, 0.02])
+
+
+def test_plain_time_is_learned_from_plain_iterations_as_a_median():
+    reward = Reward("relative")
+    for elapsed_s in (0.010, 0.012, 0.500):
+        reward.learn(NO_SPECULATION, ran(NO_SPECULATION, 4, elapsed_s))
+    assert reward.plain_s(4) == 0.012
+    assert reward(SHALLOW, ran(SHALLOW, 4, 0.012, accepted=1.5)) == pytest.approx(2.5)
+
+
+def test_before_any_plain_iteration_speculation_has_no_relative_reward():
+    reward = Reward("relative")
+    assert reward(SHALLOW, ran(SHALLOW, 4, 0.01)) is None
+    assert reward(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.01)) == 1.0
+
+
+def test_an_iteration_with_prefill_or_without_a_time_has_no_reward():
+    assert Reward("paper")(SHALLOW, ran(SHALLOW, 4, 0.01, had_prefill=True)) is None
+    assert Reward("paper")(SHALLOW, ran(SHALLOW, 4, 0.0)) is None
+    reward = Reward("relative")
+    reward.learn(NO_SPECULATION, ran(NO_SPECULATION, 4, 0.01, had_prefill=True))
+    assert reward(SHALLOW, ran(SHALLOW, 4, 0.01)) is None
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("speed",), "'paper' or 'relative', got 'speed'"),
+        (("paper", {1: 100.0}), "only with reward 'relative'"),
+        (("relative", {}), "above 0"),
+        (("relative", {1: 0.0}), "above 0"),
+    ],
+)
+def test_reward_settings_that_make_no_sense_are_refused(args, message):
+    with pytest.raises(ConfigError, match=message):
+        Reward(*args)
+
+
+# Bandits without buckets
+
+
+def play(selector: Selector, speed: dict[Strategy, float], num: int, batch: int = 8) -> list[Strategy]:
+    """Ask and tell for `num` iterations; an iteration under s takes 1 / speed[s] seconds and yields batch tokens."""
+    picks = []
+    for _ in range(num):
+        strategy = selector.choose(at(batch))
+        picks.append(strategy)
+        selector.observe(strategy, ran(strategy, batch, 1.0 / speed[strategy]))
+    return picks
+
+
+def test_ucb1_tries_every_arm_then_prefers_the_best():
+    ucb = Ucb1([NO_SPECULATION, SHALLOW, DEEP], exploration=0.3)
+    picks = play(ucb, {NO_SPECULATION: 100.0, SHALLOW: 150.0, DEEP: 120.0}, 400)
+    assert picks[:3] == [NO_SPECULATION, SHALLOW, DEEP]
+    assert picks.count(SHALLOW) > 300
+
+
+def test_the_bonus_of_ucb1_matters_at_any_scale_of_the_reward():
+    """The released TLT code adds a bonus of about 1 to thousands of tokens per second and so never comes back."""
+
+    def tries_of_the_worse(scale):
+        picks = play(Ucb1([NO_SPECULATION, SHALLOW]), {NO_SPECULATION: 1.0 * scale, SHALLOW: 1.1 * scale}, 300)
+        return picks.count(NO_SPECULATION)
+
+    assert 5 <= tries_of_the_worse(1.0) <= 50
+    assert tries_of_the_worse(4096.0) == tries_of_the_worse(1.0)
+
+
+def test_ucb1_follows_an_arm_that_becomes_the_better_one():
+    ucb = Ucb1([SHALLOW, DEEP], exploration=0.3, window=100)
+    play(ucb, {SHALLOW: 100.0, DEEP: 150.0}, 300)
+    picks = play(ucb, {SHALLOW: 150.0, DEEP: 100.0}, 300)
+    assert picks[200:].count(SHALLOW) > 80
+
+
+def test_epsilon_greedy_prefers_the_best_arm_and_explores_now_and_then():
+    bandit = EpsilonGreedy([NO_SPECULATION, SHALLOW, DEEP], epsilon=0.3, rng=np.random.default_rng(0))
+    picks = play(bandit, {NO_SPECULATION: 100.0, SHALLOW: 150.0, DEEP: 120.0}, 3000)
+    # The best arm: 0.7 + 0.3 / 3; the others 0.1 each.
+    assert picks.count(SHALLOW) / 3000 == pytest.approx(0.8, abs=0.03)
+    assert picks.count(DEEP) / 3000 == pytest.approx(0.1, abs=0.02)
+
+
+def test_mean_and_median_differ_on_an_outlier():
+    def favourite(statistic):
+        bandit = EpsilonGreedy([SHALLOW, DEEP], epsilon=0.0, statistic=statistic, rng=np.random.default_rng(0))
+        for elapsed_s in (0.1, 0.1, 0.001):
+            bandit.observe(DEEP, ran(DEEP, 1, elapsed_s))
+            bandit.observe(SHALLOW, ran(SHALLOW, 1, 0.05))
+        return bandit.choose(at(1))
+
+    assert (favourite("mean"), favourite("median")) == (DEEP, SHALLOW)
+
+
+def test_ucb1_refuses_the_state_of_other_arms():
+    with pytest.raises(ConfigError, match="ngram:8"):
+        Ucb1([SHALLOW]).load_state_dict(Ucb1([DEEP]).state_dict())
+
+
+# The state of a generator
+
+
+@pytest.mark.parametrize("kind", [np.random.PCG64, np.random.MT19937, np.random.Philox, np.random.SFC64])
+def test_a_generators_position_survives_json(kind):
+    rng, other = np.random.Generator(kind(1)), np.random.Generator(kind(2))
+    rng.random(7)
+    set_rng_state(other, json.loads(json.dumps(rng_state(rng))))
+    assert other.random(5).tolist() == rng.random(5).tolist()
+
+
+# The contract suite finds what it should find
+
+
+class Good(Selector):
+    strategies = (NO_SPECULATION, DEEP)
+
+    def choose(self, state: StepState) -> Strategy:
+        return self.strategies[state.batch <= 8]
+
+
+class ChoosesUnlisted(Good):
+    def choose(self, state):
+        return SHALLOW
+
+
+class NeedsRequests(Good):
+    def choose(self, state):
+        return self.strategies[state.requests[0].generated_tokens > 100]
+
+
+class ZeroPropensity(Good):
+    propensity_ = 0.0
+
+
+class GlobalRandomness(Good):
+    def choose(self, state):
+        return self.strategies[int(np.random.random() < 0.5)]
+
+
+class ForgetsItsState(Good):
+    def __init__(self):
+        self.calls_ = 0
+
+    def choose(self, state):
+        self.calls_ += 1
+        return self.strategies[self.calls_ > 100]
+
+
+class NotJson(Good):
+    def state_dict(self):
+        return {"best": np.int64(3)}
+
+
+class InfiniteState(Good):
+    def state_dict(self):
+        return {"best": float("inf")}
+
+
+class FalselyMemoryless(Good):
+    memoryless = True
+
+    def __init__(self):
+        self.seen_ = 0
+
+    def choose(self, state):
+        return self.strategies[self.seen_ > 0]
+
+    def observe(self, strategy, outcome):
+        self.seen_ += 1
+
+    def state_dict(self):
+        return {"seen": self.seen_}
+
+    def load_state_dict(self, state):
+        self.seen_ = state["seen"]
+
+
+class ImpureReward(FalselyMemoryless):
+    memoryless = False
+
+    def choose(self, state):
+        return self.strategies[self.seen_ > 200]
+
+    def reward(self, strategy, outcome):
+        self.seen_ += 1
+        return 0.0
+
+
+class NoStrategies(Good):
+    strategies = ()
+
+
+def test_the_contract_suite_passes_a_good_selector():
+    check_selector(lambda rng: Good())
+
+
+@pytest.mark.parametrize(
+    ("broken", "sentence"),
+    [
+        (ChoosesUnlisted, "not in strategies"),
+        (NeedsRequests, "ask len"),
+        (ZeroPropensity, "propensity_ must be in"),
+        (GlobalRandomness, "same seed"),
+        (ForgetsItsState, "restored selector goes on differently"),
+        (NotJson, "JSON types only"),
+        (InfiniteState, "JSON types only"),
+        (FalselyMemoryless, "memoryless is set"),
+        (ImpureReward, r"reward\(\) changed"),
+        (NoStrategies, "it is empty"),
+    ],
+)
+def test_the_contract_suite_names_the_broken_promise(broken, sentence):
+    with pytest.raises(AssertionError, match=sentence):
+        check_selector(lambda rng: broken())
+
+
+def test_the_contract_suite_refuses_what_is_no_selector():
+    with pytest.raises(AssertionError, match="not a Selector"):
+        check_selector(lambda rng: object())
+
+
+def test_a_selector_may_read_requests_when_they_are_there():
+    class Reads(Good):
+        def choose(self, state):
+            requests: Sequence = state.requests
+            return self.strategies[bool(requests) and requests[0].generated_tokens > 100]
+
+    check_selector(lambda rng: Reads())
+
+
+def test_a_tree_has_no_more_tokens_to_verify_than_nodes():
+    assert Strategy("learned", 2, 4, 21).tokens_to_verify == 21
+    with pytest.raises(ConfigError, match="21 nodes at most"):
+        Strategy("learned", 2, 4, 22)

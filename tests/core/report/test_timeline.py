@@ -1,0 +1,300 @@
+"""The timeline: which lanes and segments are drawn, and that pictures and Perfetto files come out."""
+
+import json
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+from tltlab.errors import ConfigError, TraceError
+from tltlab.lengths.generate import log_normal
+from tltlab.report.perfetto import to_perfetto, write_perfetto
+from tltlab.report.timeline import timeline
+from tltlab.sim import simulate
+from tltlab.traces import metrics
+from tltlab.traces.lanes import aligned_offsets, lanes, median_step
+from tltlab.traces.schema import SPAN_KINDS, Manifest
+from tltlab.traces.trace import Trace, read
+
+
+def recorded(num_workers=2, spans=None, iterations=None, steps=None, name="small", num_steps=1):
+    """One response per worker and RL step; worker w finishes at w + 1 s plus the RL step's number."""
+    step, worker = (axis.ravel() for axis in np.indices((num_steps, num_workers)))
+    key = pd.DataFrame({"rl_step": step, "prompt_id": [f"p{w}" for w in worker], "sample": 0})
+    workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=99, policy_version=0)
+    outcomes = key.assign(
+        response_tokens=9, finish_reason="stop", worker=worker, t_submit=0.0, t_finish=worker + 1.0 + step
+    )
+    tables = {"workload": workload, "outcomes": outcomes, "iterations": iterations, "steps": steps}
+    if spans is not None:
+        tables["spans"] = pd.DataFrame(spans, columns=["lane", "kind", "t_start", "duration"]).assign(rl_step=0)
+    return Trace.from_tables(Manifest(kind="recorded", name=name, num_workers=num_workers), tables)
+
+
+def rows(trace, rl_step=0):
+    return [tuple(row) for row in lanes(trace, rl_step).itertuples(index=False)]
+
+
+def test_without_spans_a_worker_is_busy_until_its_last_response():
+    assert rows(recorded()) == [
+        ("worker 0", "decode", 0.0, 1.0),
+        ("worker 0", "idle", 1.0, 2.0),
+        ("worker 1", "decode", 0.0, 2.0),
+    ]
+
+
+def test_iterations_become_merged_segments_of_what_they_did():
+    table = pd.DataFrame(
+        {"rl_step": 0, "worker": [0, 0, 0, 1], "iteration": [0, 1, 2, 0], "t_start": [0.0, 0.5, 1.0, 0.0],
+         "duration": [0.5, 0.5, 0.5, 2.0], "batch": 1, "context_tokens": 1, "prefill_tokens": [7, 0, 0, 0],
+         "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": [0, 0, 0, 4], "num_accepted": 0,
+         "num_generated": [0, 1, 1, 1]}
+    )  # fmt: skip
+    assert rows(recorded(iterations=table)) == [
+        ("worker 0", "prefill", 0.0, 0.5),
+        ("worker 0", "decode", 0.5, 1.5),
+        ("worker 0", "idle", 1.5, 2.0),
+        ("worker 1", "speculative_decode", 0.0, 2.0),
+    ]
+
+
+def test_spans_are_merged_and_gaps_are_idle():
+    spans = [
+        ("worker 0", "decode", 0.0, 0.4),
+        ("worker 0", "decode", 0.4, 0.6),
+        ("worker 0", "spot_train", 1.5, 0.5),
+        ("worker 10", "decode", 0.0, 2.0),
+        ("worker 1", "decode", 0.0, 2.0),
+        ("trainer", "train", 2.0, 1.0),
+    ]
+    assert rows(recorded(spans=spans)) == [
+        ("worker 0", "decode", 0.0, 1.0),
+        ("worker 0", "idle", 1.0, 1.5),
+        ("worker 0", "spot_train", 1.5, 2.0),
+        ("worker 1", "decode", 0.0, 2.0),
+        ("worker 10", "decode", 0.0, 2.0),
+        ("trainer", "train", 2.0, 3.0),
+    ]
+
+
+def test_the_trainers_lane_comes_from_steps_behind_the_rollout():
+    steps = pd.DataFrame(
+        {"rl_step": [0], "t_start": 0.0, "policy_version": 0, "reward_s": 0.25, "train_s": 1.0, "sync_s": 0.5}
+    )
+    assert [row for row in rows(recorded(steps=steps)) if row[0] == "trainer"] == [
+        ("trainer", "reward", 2.0, 2.25),
+        ("trainer", "train", 2.25, 3.25),
+        ("trainer", "weight_sync", 3.25, 3.75),
+    ]
+
+
+def test_all_rl_steps_lie_one_after_the_other():
+    starts = {row[2] for row in rows(recorded(1, num_steps=3), "all")}
+    assert starts == {0.0, 1.0, 3.0}
+    steps = pd.DataFrame({"rl_step": [0, 1, 2], "t_start": [0.0, 10.0, 20.0], "policy_version": 0})
+    assert {row[2] for row in rows(recorded(1, num_steps=3, steps=steps), "all")} == {0.0, 10.0, 20.0}
+
+
+def test_the_default_is_the_rl_step_of_median_rollout_time():
+    assert median_step(recorded(num_steps=3)) == 1
+    assert "RL step 1" in timeline(recorded(num_steps=3)).axes[0].get_title(loc="left")
+
+
+def test_a_trace_without_times_cannot_be_drawn():
+    with pytest.raises(TraceError, match="simulate it first"):
+        timeline(log_normal(prompts=2, rl_steps=1))
+    with pytest.raises(TraceError, match="simulate the trace first"):
+        timeline(log_normal(prompts=2, rl_steps=1), rl_step=0)
+
+
+def test_the_picture_has_a_lane_per_worker_and_says_how_much_is_bubble():
+    figure = timeline(recorded(4))
+    above, below = figure.axes
+    assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(4)]
+    assert "bubble 38 %" in above.get_title(loc="left")
+    assert "running" in below.get_ylabel()
+    assert above.get_xlim() == below.get_xlim() == (0.0, 4.0)
+
+
+def test_two_traces_share_the_time_axis():
+    figure = timeline(recorded(2), compare=SimpleNamespace(trace=recorded(4, name="other")), title="mine")
+    assert len(figure.axes) == 4
+    assert {axes.get_xlim() for axes in figure.axes} == {(0.0, 4.0)}
+    assert figure.axes[0].get_title(loc="left").startswith("mine")
+    assert figure.axes[2].get_title(loc="left").startswith("other (recorded)")
+
+
+@pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
+def test_the_picture_is_written_and_the_same_each_time(tmp_path, suffix, magic):
+    spans = [("worker 0", kind, i * 0.1, 0.1) for i, kind in enumerate((*SPAN_KINDS, "unheard_of"))]
+    files = [tmp_path / name / f"picture{suffix}" for name in "ab"]
+    for file in files:
+        timeline(recorded(2, spans=spans), out=file)
+    data = [file.read_bytes() for file in files]
+    assert data[0].startswith(magic)
+    assert data[0] == data[1]
+
+
+def test_rl_steps_of_two_traces_start_at_the_same_place():
+    late = pd.DataFrame({"rl_step": [0, 1, 2], "t_start": [0.5, 10.0, 20.0], "policy_version": 0})
+    first, second = recorded(1, num_steps=3), recorded(2, num_steps=3, steps=late, name="other")
+    assert aligned_offsets(first, second) == {0: 0.0, 1: 2.0, 2: 5.0}
+    figure = timeline(first, compare=second, rl_step="all")
+    starts = [[text.get_position()[0] for text in axes.texts] for axes in (figure.axes[1], figure.axes[3])]
+    assert starts == [[0.0, 2.0, 5.0]] * 2
+    assert "same place in both" in figure.axes[-1].get_xlabel()
+
+
+def test_an_rl_step_that_only_one_trace_has_is_not_taken_by_default():
+    longer, shorter = recorded(num_steps=3), recorded(num_steps=1)
+    assert median_step(longer, shorter) == 0
+    with pytest.raises(TraceError, match=r"no RL step 2: it has 0\.\.0"):
+        timeline(longer, compare=shorter, rl_step=2)
+    with pytest.raises(TraceError, match="no RL step in common"):
+        timeline(longer.select([1]), compare=shorter)
+
+
+def test_each_worker_has_its_bubble_share_and_their_mean_is_the_traces():
+    trace = recorded(4)
+    shares = metrics.worker_bubbles(trace)
+    assert shares == {"worker 0": 0.75, "worker 1": 0.5, "worker 2": 0.25, "worker 3": 0.0}
+    assert np.mean(list(shares.values())) == pytest.approx(metrics.bubble_fraction(trace))
+    (strip,) = timeline(trace).axes[0].child_axes
+    assert [text.get_text() for text in strip.texts] == ["75 %", "50 %", "25 %", "0 %"]
+
+
+def test_the_title_names_the_policy_where_there_is_one():
+    steps = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.0, 2.0], "policy_version": 0, "policy": ["none", "tuned"]})
+    trace = recorded(num_steps=2, steps=steps)
+    titles = [timeline(trace, rl_step=which).axes[0].get_title(loc="left") for which in (1, "all")]
+    assert [title.split(":")[0] for title in titles] == ["small (recorded, tuned)", "small (recorded)"]
+
+
+def test_a_trace_without_a_name_is_called_what_it_is():
+    trace = recorded()
+    trace = trace.replace(manifest=trace.manifest.model_copy(update={"name": None}))
+    assert timeline(trace).axes[0].get_title(loc="left").startswith("recorded: RL step")
+
+
+def test_sixty_four_workers_keep_their_lanes_and_some_names():
+    figure = timeline(recorded(64))
+    above = figure.axes[0]
+    assert [label.get_text() for label in above.get_yticklabels()] == [f"worker {i}" for i in range(0, 64, 4)]
+    assert sum(len(collection.get_paths()) for collection in above.collections) == 64 + 63
+    assert figure.get_size_inches()[1] < 9
+
+
+def test_rollouts_alone_have_no_trainer_and_follow_each_other():
+    steps = pd.DataFrame(
+        {"rl_step": [0, 1], "t_start": [0.0, 9.0], "policy_version": 0, "rollout_s": [1.0, 2.0], "train_s": 5.0}
+    )
+    trace = recorded(1, num_steps=2, steps=steps)
+    assert set(lanes(trace, "all")["lane"]) == {"worker 0", "trainer"}
+    figure = timeline(trace, rl_step="all", rollout_only=True)
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["worker 0"]
+    assert figure.axes[0].get_xlim() == (0.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "meet",
+    [
+        ("prefill", "decode", "speculative_decode", "switch", "idle", "spot_train", "weight_sync"),
+        ("inference", "reward", "train", "weight_sync", "checkpoint", "idle"),
+    ],
+)
+def test_kinds_that_meet_on_a_lane_keep_apart_in_grey(meet):
+    figure = timeline(recorded(1, spans=[("worker 0", kind, i * 1.0, 1.0) for i, kind in enumerate(meet)]))
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    grey = np.asarray(canvas.buffer_rgba())[::-1, :, :3] @ [0.299, 0.587, 0.114] / 255
+    drawn = []
+    for i in range(len(meet)):
+        (x0, x1), (y1, y0) = figure.axes[0].transData.transform([(i + 0.2, -0.35), (i + 0.8, 0.35)]).astype(int).T
+        drawn.append(grey[y0:y1, x0:x1].mean())  # with its hatch, as an eye sees it from afar
+    apart = np.abs(np.subtract.outer(drawn, drawn))[~np.eye(len(meet), dtype=bool)]
+    assert apart.min() > 0.06
+
+
+def test_another_format_is_refused():
+    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+        timeline(recorded(), out="picture.gif")
+
+
+def test_perfetto_has_named_tracks_slices_in_microseconds_and_a_counter():
+    events = to_perfetto(SimpleNamespace(trace=recorded()))["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert set(names.values()) == {"RL steps", "worker 0", "worker 1"}
+    slices = [(names[e["tid"]], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"]
+    assert slices == [
+        ("RL steps", "rollout 0", 0.0, 2e6),
+        ("worker 0", "decode", 0.0, 1e6),
+        ("worker 0", "idle", 1e6, 1e6),
+        ("worker 1", "decode", 0.0, 2e6),
+    ]
+    counter = [(e["ts"], e["args"]["running"]) for e in events if e["ph"] == "C"]
+    assert counter == [(0.0, 2), (1e6, 1), (2e6, 0)]
+
+
+def test_two_traces_in_a_perfetto_file_are_two_processes(tmp_path):
+    path = write_perfetto(tmp_path / "new" / "t.json", recorded(), recorded(name="other"))
+    events = json.loads(path.read_text())["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+        "small (recorded)",
+        "other (recorded)",
+    ]
+    assert {e["pid"] for e in events} == {1, 2}
+
+
+def test_rl_steps_of_two_traces_start_together_in_perfetto(tmp_path):
+    late = pd.DataFrame({"rl_step": [0, 1], "t_start": [0.5, 10.0], "policy_version": 0})
+    path = write_perfetto(tmp_path / "t.json", recorded(num_steps=2), recorded(3, num_steps=2, steps=late))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["name"].startswith("rollout ")]
+    assert [(e["pid"], e["ts"]) for e in events] == [(1, 0.0), (1, 3e6), (2, 0.0), (2, 3e6)]
+
+
+@pytest.mark.parametrize("kind", ["recorded", "simulated"])
+def test_perfetto_files_keep_to_the_trace_event_format(tmp_path, kind):
+    trace = read("traces/tiny")
+    trace = trace if kind == "recorded" else simulate(trace, "fixed", workers=3, spot="tlt")
+    whole = json.loads(write_perfetto(tmp_path / "t.json", trace).read_text())
+    assert set(whole) == {"displayTimeUnit", "traceEvents"}
+    needed = {"M": {"args"}, "X": {"ts", "dur", "cat"}, "C": {"ts", "args"}, "s": {"ts", "id", "cat"}}
+    needed["f"] = needed["s"] | {"bp"}
+    named = {(e["pid"], e["tid"]) for e in whole["traceEvents"] if e["name"] == "thread_name"}
+    slices: dict[int, list[tuple[float, float]]] = {}
+    for event in whole["traceEvents"]:
+        assert {"ph", "pid", "name", *needed[event["ph"]]} <= set(event)
+        assert event.get("ts", 0.0) >= 0
+        if event["ph"] == "M":
+            assert event["name"] in {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            assert (event["pid"], event["tid"]) in named
+            slices.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
+    for of_track in slices.values():  # Perfetto drops slices that overlap without one holding the other
+        ordered = sorted(of_track)
+        assert all(b[0] >= a[1] - 1.0 or b[1] <= a[1] + 1.0 for a, b in pairwise(ordered))
+    assert {"strategy", "batch"} <= set().union(*(e.get("args", {}) for e in whole["traceEvents"]))
+
+
+def test_an_arrow_leads_from_new_weights_to_their_first_rollout():
+    steps = pd.DataFrame(
+        {"rl_step": [0, 1], "t_start": [0.0, 9.0], "policy_version": [0, 1], "rollout_s": [1.0, 2.0], "sync_s": 0.5}
+    )
+    events = to_perfetto(recorded(1, num_steps=2, steps=steps))["traceEvents"]
+    arrows = [(e["ph"], e["ts"], e["id"]) for e in events if e["ph"] in "sf"]
+    assert arrows == [("s", 1e6, "1.0"), ("f", 9e6, "1.0")]
+
+
+def test_iterations_are_slices_with_arguments():
+    table = pd.DataFrame(
+        {"rl_step": 0, "worker": [0], "iteration": 0, "t_start": 0.5, "duration": 0.25, "batch": 3, "context_tokens": 1,
+         "prefill_tokens": 0, "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5, "num_drafted": 12,
+         "num_accepted": 6, "num_generated": 9}
+    )  # fmt: skip
+    found = [e for e in to_perfetto(recorded(iterations=table))["traceEvents"] if e["name"] == "iteration"]
+    assert [(e["ts"], e["dur"], e["args"]["batch"], e["args"]["num_accepted"]) for e in found] == [(5e5, 2.5e5, 3, 6)]
+    json.dumps(found)

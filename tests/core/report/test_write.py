@@ -1,0 +1,364 @@
+"""`tltlab report`: what stands on the page, that it needs nothing outside itself, and how a browser shows it."""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.charts import bars, data_uri, lines, save_figure, scatter_identity, shares
+from tltlab.cli.app import main
+from tltlab.errors import ConfigError, InputError
+from tltlab.files import write_json
+from tltlab.report.drafter import drafter_part
+from tltlab.report.origin import command_line
+from tltlab.report.page import Absent, Section, Table, render
+from tltlab.report.speculation import acceptance_part, strategy_names
+from tltlab.report.write import report
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace, read
+
+TINY = Path(__file__).parents[3] / "traces" / "tiny"
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium here (apt install chromium)")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A RUN with all that a run writes beside its trace, names in it as hostile as can be."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    trace = read(TINY)
+    hostile = "<script src='http://evil.example/x.js'></script><img src=http://evil.example/y.png>"
+    trace.replace(manifest=trace.manifest.model_copy(update={"name": "tiny & <b>bold</b>", "notes": hostile})).write(
+        run / "trace"
+    )
+    steps = [{"rl_step": s, "policy": "explore", "measured_s": 1.0 + s, "predicted_s": 1.1 + s, "error": 0.1 / (1 + s)}
+             for s in trace.rl_steps]  # fmt: skip
+    write_json(run / "summary.json", {"verify": {"steps": steps, "median_error": 0.05, "worst_error": 0.1}})
+    write_json(run / "run.json", {"argv": ["/opt/x/bin/tltlab", "train", "my recipe.toml"],
+                                  "versions": {"vllm": "0.32.0"}, "recipe": {"seed": 3}})  # fmt: skip
+    (run / "events.jsonl").write_text(json.dumps({"rl_step": 1, "event": f"worker 0 {hostile}"}) + '\n{"half')
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(run):
+    return report(run, out=run.parent / "page.html")
+
+
+@pytest.fixture(scope="module")
+def page(run, made):
+    return run.parent / "page.html"
+
+
+class _Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.found, self.tags, self.images, self.headings = [], set(), [], []
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.tags.add(tag)
+        self.found += [attrs[k] for k in ("src", "href", "srcset", "action", "data", "poster") if k in attrs]
+        if tag == "img":
+            self.images.append(attrs)
+        if re.fullmatch("h[1-6]", tag):
+            self.headings.append(int(tag[1]))
+
+
+def parsed(text):
+    links = _Links()
+    links.feed(text)
+    return links
+
+
+def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
+    titles = [section.title for section in made.sections]
+    assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
+                      "Predicted against measured", "Findings", "Events", "Where it comes from"]  # fmt: skip
+    assert [part.title for part in made.absent] == ["The trained drafter"]
+    text = page.read_text()
+    assert "tltlab train &#39;my recipe.toml&#39;" in text
+    assert "0.32.0" in text
+    assert "no drafter was trained in this run" in text
+
+
+def test_the_page_asks_for_nothing_outside_itself_and_escapes_what_the_run_says(page):
+    text = page.read_text()
+    links = parsed(text)
+    assert all(link.startswith(("data:image/", "#")) for link in links.found)
+    assert not links.tags & {"script", "link", "iframe", "object", "embed", "base", "form"}
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "default-src 'none'" in text
+    assert "<b>bold</b>" not in text
+    assert "&lt;script src=" in text
+    assert page.stat().st_size < 1.5e6
+
+
+def test_pictures_have_words_and_headings_go_in_order(page):
+    links = parsed(page.read_text())
+    assert links.headings[0] == 1
+    assert set(links.headings[1:]) == {2}
+    assert len(links.images) >= 6
+    assert all(len(image["alt"]) > 20 for image in links.images)
+
+
+def test_same_run_same_bytes(page, run, tmp_path):
+    report(run, out=tmp_path / "again.html")
+    assert (tmp_path / "again.html").read_bytes() == page.read_bytes()
+
+
+def test_lengths_alone_make_a_page(tmp_path):
+    keys = {"rl_step": 0, "prompt_id": ["a", "a", "b"], "sample": [0, 1, 0]}
+    workload = pd.DataFrame({**keys, "epoch": 0, "prompt_tokens": 5, "max_response_tokens": 100, "policy_version": 0})
+    outcomes = pd.DataFrame({**keys, "response_tokens": [3, 40, 100], "finish_reason": ["stop", "stop", "length"]})
+    Trace.from_tables(Manifest(kind="imported"), {"workload": workload, "outcomes": outcomes}).write(tmp_path / "bare")
+    made = report(tmp_path / "bare")
+    assert "Response lengths" in [section.title for section in made.sections]
+    reasons = {part.title: part.reason for part in made.absent}
+    assert "no iterations.parquet" in reasons["Accept length by batch"]
+    assert "no decisions.parquet" in reasons["What the policy chose"]
+    assert "has no times" in reasons["RL steps"]
+
+
+def test_accept_length_by_strategy_is_one_plus_accepted_over_drafts():
+    trace = read(TINY)
+    part = acceptance_part(trace)
+    assert isinstance(part, Section)
+    table = next(block for block in part.blocks if isinstance(block, Table))
+    rows = trace.iterations[trace.iterations["num_drafted"] > 0]
+    for name, depth in (("ngram:1", 1), ("ngram:4", 4)):
+        own = rows[rows["draft_depth"] == depth]
+        drafts = sum(len(kept) for kept in own["accepted_per_request"])
+        told = next(row for row in table.rows if row[0] == name)
+        assert told[2] == f"{drafts:,}"
+        assert told[3] == f"{1 + own['num_accepted'].sum() / drafts:.2f}"
+
+
+def test_strategies_are_named_shortly():
+    table = pd.DataFrame({"drafter": ["none", "ngram", "learned"], "draft_depth": [0, 4, 8], "top_k": [0, 1, 4],
+                          "tokens_to_verify": [1, 5, 32]})  # fmt: skip
+    assert strategy_names(table).tolist() == ["none", "ngram:4", "learned (8, 4, 32)"]
+
+
+def test_a_trained_drafter_is_held_against_the_first_one_on_the_same_responses():
+    trace = read(TINY)
+    keys = trace.workload[["rl_step", "prompt_id", "sample", "turn"]]
+    length = trace.outcomes["response_tokens"].to_numpy()
+    first = keys.assign(drafter="learned", drafter_age=keys["rl_step"], drafter_updates=0, max_depth=2,
+                        accept_if_drafted=[np.zeros(n, np.uint8) for n in length])  # fmt: skip
+    served = first.assign(drafter_age=0, drafter_updates=10 * keys["rl_step"],
+                          accept_if_drafted=[np.ones(n, np.uint8) for n in length])  # fmt: skip
+    both = pd.concat([first[first["rl_step"] > 0], served], ignore_index=True)
+    part = drafter_part(trace.replace(acceptance=both))
+    assert isinstance(part, Section)
+    alts = " ".join(block.alt for block in part.blocks)
+    # Each draft of the one in service keeps a token, none of the first one's does.
+    assert "in service: 2.00 at first, 2.00 at last" in alts
+    assert "1.00 at last" in alts
+    assert "50 % at age 3" in alts
+
+
+def test_a_comparison_is_recognised_by_its_keys(tmp_path):
+    row = {"makespan_s": 2.0, "ratio": 0.8, "ratio_low": 0.7, "ratio_high": 0.9, "regret": None}
+    base = {"makespan_s": 2.5, "ratio": 1.0, "ratio_low": None, "ratio_high": None, "regret": 0.2}
+    told = {
+        "Policies compared": {"policies": [row | {"policy": "table"}, base | {"policy": "none"}], "baseline": "none"},
+        "Systems compared": {"systems": [row | {"system": "tlt", "lossless": True, "assumptions": ["b"], "source": "x"},
+                                         base | {"system": "verl", "lossless": True}], "baseline": "verl",
+                             "left_out": {"das": "why not"}},
+        "A tuned policy": {"candidates": [row | {"name": "tuned"}, base | {"name": "fixed"}], "verdict": "worth it",
+                           "provenance": {"command": "tltlab tune t"}},
+        "Does the simulator's winner win on the machine?": {
+            "policies": [{"policy": "a", "measured_s": 1.0, "low": 0.9, "high": 1.1, "predicted_s": 1.2, "error": 0.2}],
+            "kendall_tau": None, "num_pairs": 0, "median_error": 0.2, "worst_error": 0.2, "met": False},
+        "Experiment: baseline": {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "v",
+                                 "prediction": True, "settings": {}, "notes": []},
+    }  # fmt: skip
+    for title, value in told.items():
+        write_json(tmp_path / "result.json", value)
+        made = report(tmp_path / "result.json", out=tmp_path / "page.html")
+        assert made.title == title
+        assert all(link.startswith(("data:", "#")) for link in parsed((tmp_path / "page.html").read_text()).found)
+    write_json(tmp_path / "result.json", told["Policies compared"])
+    text = render(report(tmp_path / "result.json"))
+    assert "table is fastest: 0.800 times the rollout time of none, 95 % interval 0.700 to 0.900." in text
+    assert "a prediction, not a measurement" in text
+
+
+def test_whole_rl_steps_decide_which_system_is_fastest_where_they_are_known(tmp_path):
+    base = {"makespan_s": 2.0, "ratio": 1.0, "ratio_low": 1.0, "ratio_high": 1.0, "regret": 0.2, "lossless": True}
+    step = {"step_s": 3.0, "step_ratio": 1.0, "step_ratio_low": 1.0, "step_ratio_high": 1.0}
+    rollouts_only = base | {"makespan_s": 1.0, "ratio": 0.5} | step | {"step_s": 4.0, "step_ratio": 4 / 3}
+    better = base | step | {"step_s": 2.7, "step_ratio": 0.9, "step_ratio_low": 0.8, "step_ratio_high": 0.95}
+    rows = [base | step | {"system": "verl"}, rollouts_only | {"system": "split"}, better | {"system": "tlt"}]
+    write_json(tmp_path / "c.json", {"systems": rows, "baseline": "verl"})
+    text = render(report(tmp_path / "c.json"))
+    assert "tlt is fastest: 0.900 times the RL step time of verl, 95 % interval 0.800 to 0.950." in text
+
+
+def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tmp_path):
+    told = {"name": "baseline", "question": "q", "rows": [{"mode": "off"}], "verdict": "off it is", "prediction": False,
+            "settings": {"rounds": 3}, "notes": [], "command": "tltlab experiment baseline rounds=3",
+            "versions": {"vllm": "0.32.0"}}  # fmt: skip
+    folder = tmp_path / "experiments" / "baseline"
+    write_json(folder / "result.json", told)
+    assert parsed(render(report(folder))).images == []
+    (folder / "picture.png").write_text("no picture")
+    assert parsed(render(report(folder))).images == []
+    save_figure(bars(["off"], [1.0], xlabel="s", title="t"), folder / "picture.png")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(folder)])
+    assert ended.value.code == 0
+    text = (folder / "report.html").read_text()
+    (image,) = parsed(text).images
+    assert base64.b64decode(image["src"].partition(",")[2]) == (folder / "picture.png").read_bytes()
+    assert image["alt"] == "off it is"
+    assert "tltlab experiment baseline rounds=3" in text
+    assert "0.32.0" in text
+
+
+def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
+    trace = read(TINY).select([0])
+    trace.write(tmp_path / "trace")
+    for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
+        write_json(tmp_path / "summary.json", {"verify": {"steps": steps, "median_error": 0.1}})
+        reasons = {part.title: part.reason for part in report(tmp_path).absent}
+        assert "summary.json" in reasons["Predicted against measured"]
+
+
+def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    write_json(tmp_path / "other.json", {"makespan_s": 1.0})
+    write_json(tmp_path / "broken.json", {"policies": [{"policy": "a"}]})
+    (tmp_path / "list.json").write_text("[]")
+    for key in ("systems", "policies", "candidates"):
+        write_json(tmp_path / f"no-{key}.json", {key: []})
+    write_json(tmp_path / "no-rows.json", {"rows": [], "verdict": "v"})
+    for args in (["empty", "--out", "x.html"], ["empty"], ["nowhere"], ["other.json"], ["broken.json"], ["list.json"],
+                 ["no-systems.json"], ["no-policies.json"], ["no-candidates.json"], ["no-rows.json"]):  # fmt: skip
+        with pytest.raises(SystemExit) as ended:
+            main(["report", str(tmp_path / args[0]), *(str(tmp_path / a) if a == "x.html" else a for a in args[1:])])
+        assert ended.value.code == 2
+        assert str(tmp_path / args[0]) in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_a_trace_outside_a_run_wants_a_place_for_its_page(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(TINY)])
+    assert ended.value.code == 2
+    assert "--out tiny.html" in capsys.readouterr().err
+
+
+def test_the_command_says_what_it_wrote(run, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(run), "--no-verify", "--json"])
+    assert ended.value.code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert Path(told["out"]) == run / "report.html"
+    assert told["bytes"] == (run / "report.html").stat().st_size
+    assert "The trained drafter" in told["left_out"]
+
+
+def test_without_a_summary_predictions_are_computed_or_left_out(tmp_path):
+    made = report(TINY, verify=False)
+    assert Absent(title="Predicted against measured", reason="left out by --no-verify") in made.absent
+    made = report(TINY)
+    assert "Predicted against measured" in [section.title for section in made.sections]
+
+
+def test_commands_are_told_as_a_shell_takes_them():
+    assert command_line(["/venv/lib/tltlab/__main__.py", "demo"]) == "python -m tltlab demo"
+    assert command_line(["bench me.py", "--fast"]) == "python 'bench me.py' --fast"
+
+
+def test_charts_take_unknown_values_and_save_the_same_bytes(tmp_path):
+    figures = [
+        lambda: bars(["a", "b"], [1.0, None], [0.5, None], [1.5, None], xlabel="s", title="t", reference=1.0),
+        lambda: lines({"a": ([1, 2, 4], [1.0, None, 2.0])}, xlabel="x", ylabel="y", title="t", doubling=True,
+                      bands={"a": ([0, None, 1], [2, None, 3])}),
+        lambda: shares([0, 1], {"a": [0.5, 1.0], "b": [0.5, 0.0], "c": [0.0, 0.0]}, xlabel="x", title="t"),
+        lambda: scatter_identity([1.0, None], [1.1, 2.0], xlabel="m", ylabel="p", title="t", labels=["a", "b"]),
+    ]  # fmt: skip
+    for make in figures:
+        for kind in ("svg", "png"):
+            save_figure(make(), tmp_path / f"one.{kind}")
+            save_figure(make(), tmp_path / f"two.{kind}")
+            assert (tmp_path / f"one.{kind}").read_bytes() == (tmp_path / f"two.{kind}").read_bytes()
+        assert data_uri(make(), most_svg_bytes=0).startswith("data:image/png;base64,")
+    with pytest.raises(ConfigError, match=r"\.png or \.svg"):
+        save_figure(figures[0](), tmp_path / "one.pdf")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"):
+        save_figure(figures[0](), tmp_path / "file" / "one.png")
+
+
+def test_the_eleventh_group_of_points_does_not_look_like_the_first():
+    names = [f"policy {i}" for i in range(12)]
+    figure = scatter_identity(range(12), range(12), xlabel="m", ylabel="p", title="t", labels=names)
+    looks = {(line.get_color(), line.get_marker()) for line in figure.axes[0].lines if line.get_marker() != "None"}
+    assert len(looks) == 12
+
+
+def browse(folder, *args):
+    found = subprocess.run(
+        [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+         "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}", *args],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-2000:]
+    return found.stdout
+
+
+def seen_at(page, width, folder):
+    """What a browser makes of a page in a window of that width: its width, its pictures, what it asked for."""
+    (folder / "frame.html").write_text(
+        f"""<!doctype html><body><iframe src="{page.as_uri()}" style="width:{width}px;height:800px;border:0"></iframe>
+        <pre></pre><script>document.querySelector('iframe').onload = event => {{
+        const page = event.target.contentDocument, names = event.target.contentWindow.performance
+            .getEntriesByType('resource').map(entry => entry.name);
+        document.querySelector('pre').textContent = JSON.stringify({{
+            wide: Math.max(...[...page.querySelectorAll('html, .scroll table')].map(part => part.scrollWidth)),
+            page: page.documentElement.scrollWidth,
+            sizes: [...page.images].map(image => image.naturalWidth),
+            asked: names.filter(name => !name.startsWith('data:'))}})}}</script>"""
+    )
+    dom = browse(
+        folder, "--allow-file-access-from-files", "--virtual-time-budget=3000", "--dump-dom",
+        (folder / "frame.html").as_uri(),
+    )  # fmt: skip
+    return json.loads(re.search(r"<pre>(\{.*?\})</pre>", dom).group(1))
+
+
+@needs_browser
+def test_a_browser_shows_every_picture_and_a_phone_need_not_scroll_sideways(page, tmp_path):
+    seen = seen_at(page, 390, tmp_path)
+    assert seen["page"] <= 390
+    assert len(seen["sizes"]) >= 6
+    assert min(seen["sizes"]) > 100
+    assert seen["asked"] == []
+
+
+@needs_browser
+def test_nothing_is_cut_in_print(page, tmp_path):
+    browse(tmp_path, f"--print-to-pdf={tmp_path / 'page.pdf'}", "--no-pdf-header-footer", page.as_uri())
+    pdf = (tmp_path / "page.pdf").read_bytes()
+    assert pdf.startswith(b"%PDF")
+    assert 3 <= len(re.findall(rb"/Type /Page\b", pdf)) <= 20
+    # The print style on a screen as wide as A4 between its margins: what is wider there would be cut on paper.
+    (tmp_path / "print.html").write_text(page.read_text().replace("@media print", "@media all"))
+    assert seen_at(tmp_path / "print.html", 687, tmp_path)["wide"] <= 687

@@ -1,0 +1,85 @@
+"""What people read where a file holds what it should not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tltlab.acceptance.load import load_acceptance
+from tltlab.config import shown
+from tltlab.costs.load import load_costs
+from tltlab.costs.stage_files import load_stages
+from tltlab.errors import ConfigError, TraceError
+from tltlab.hardware import model, per_gpu_heads
+from tltlab.lengths.model import LengthModel
+from tltlab.policies.policy import load_policy
+from tltlab.traces.schema import Manifest
+
+LONG = "x" * 10_000
+ROOFLINE = load_costs("h100-qwen2.5-7b").model_dump(mode="json")
+TABLE = load_costs("h100-qwen2.5-32b-tp4-table").model_dump(mode="json")
+STAGES = {"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}
+POLICY = {"format": "tltlab-policy", "version": 1, "selector": {"kind": "none"}}
+
+
+def file(folder: Path, value: object) -> Path:
+    path = folder / "mine.json"
+    path.write_text(json.dumps(value))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("load", "value", "says"),
+    [
+        (load_costs, {"kind": "linear", "base_s": LONG}, "base_s: "),
+        (load_costs, {"kind": LONG}, "kind is 'xxx"),
+        (load_costs, {"kind": "cubic"}, "kind is 'cubic', there are 'linear', 'roofline', 'table'"),
+        (load_costs, ROOFLINE | {"gpu": "H900"}, "unknown GPU 'H900'"),
+        (load_costs, ROOFLINE | {"tp": 3}, "tp 3 does not divide the 28 heads of Qwen2.5-7B"),
+        (load_costs, ROOFLINE | {"calibrated": {"batch": [64, 1]}}, "calibrated.batch: a range is (least, most)"),
+        (load_costs, TABLE | {"roofline": {"gpu": "H900", "model": "Qwen2.5-7B"}}, "unknown GPU 'H900'"),
+        (load_costs, TABLE | {"roofline": TABLE["roofline"] | {"tp": 3}}, "tp 3 does not divide the 40 heads"),
+        (load_acceptance, {"kind": "geometric", "alpha": 2}, "alpha: "),
+        (load_acceptance, {"alpha": 0.5}, "it does not say its 'kind'"),
+        (load_acceptance, {"kind": LONG}, "kind is 'xxx"),
+        (load_stages, STAGES | {"gpu": "H900"}, "unknown GPU 'H900'"),
+        (load_stages, STAGES | {"num_gpus": LONG}, "num_gpus: "),
+        (load_stages, STAGES | {"kind": "cubic"}, "kind is 'cubic'"),
+        (load_policy, POLICY | {"version": LONG}, "version: "),
+        (load_policy, POLICY | {"selector": {"kind": LONG}}, "selector: kind is 'xxx"),
+        (LengthModel.load, {"format": "tltlab-lengths", "quantiles": LONG}, "quantiles: "),
+    ],
+)
+def test_a_bad_file_is_named_first_and_what_it_holds_is_cut(tmp_path: Path, load, value: object, says: str):
+    path = file(tmp_path, value)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert says in message
+    assert ": :" not in message
+    assert len(message) < len(str(path)) + 600
+    assert "Value error" not in message
+
+
+def test_a_bad_manifest_too(tmp_path: Path):
+    path = file(tmp_path, {"format": "tltlab-trace", "version": 1, "kind": LONG})
+    with pytest.raises(TraceError, match=r"mine\.json: .*kind: ") as caught:
+        Manifest.read(path)
+    assert len(str(caught.value)) < len(str(path)) + 600
+
+
+def test_what_was_got_is_shown_up_to_60_characters():
+    assert shown("short") == "'short'"
+    assert len(shown(LONG)) == 60
+
+
+@pytest.mark.parametrize("tp", [3, 7, 0])
+def test_heads_that_cannot_be_shared_out_are_refused(tp: int):
+    with pytest.raises(ConfigError, match=f"tp {tp}"):
+        per_gpu_heads(model("Qwen2.5-7B"), tp)
+
+
+def test_with_more_gpus_than_kv_heads_several_hold_the_same():
+    assert per_gpu_heads(model("Qwen2.5-7B"), 28) == (1, 1)
+    assert per_gpu_heads(model("Qwen2.5-7B"), 4) == (7, 1)

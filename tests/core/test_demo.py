@@ -1,0 +1,103 @@
+"""The whole loop, as `make demo` runs it, in its short form."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+import tltlab
+from tltlab.cli.demo import make_room
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import load_policy
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(800)]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("demo") / "out"
+    command = [sys.executable, "-m", "tltlab", "demo", "--fast", "--out", str(out), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr[-3000:]
+    shown = json.loads(done.stdout)
+    assert shown == json.loads((out / "summary.json").read_text())
+    return out, shown
+
+
+def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
+    out, summary = demo
+    assert summary["grpo_steps"] == len(summary["steps"]) >= 4
+    assert 0 <= summary["reward_first"] <= 1
+    assert 0 <= summary["reward_last"] <= 1
+    assert summary["heldout_prompts"] >= 256
+    assert summary["mean_accept_length"] > 1
+    assert {step["policy"] for step in summary["steps"]} == {"none", "explore", "tuned"}
+    for step in summary["steps"]:
+        assert step["rollout_s"] > 0
+        assert step["predicted_rollout_s"] > 0
+        assert step["recorder_s"] > 0
+    # A busy machine may stop a process in the middle of anything: the typical step counts.
+    assert median(step["recorder_s"] / step["rollout_s"] for step in summary["steps"]) < 0.05
+    assert summary["verify"]["num_steps"] == summary["grpo_steps"]
+    assert summary["verify"]["repeat_spread"] > 0
+    assert summary["versions"]["vllm"].startswith("0.32")
+    for name in ("trace", "policy", "costs", "timeline"):
+        assert (out / summary[name]).exists(), name
+
+
+def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
+    out, summary = demo
+    policy = load_policy(out / summary["policy"])
+    assert policy.provenance["candidates"] > 10
+    trace = tltlab.read(out)
+    tuned = [step["rl_step"] for step in summary["steps"] if step["policy"] == "tuned"]
+    chosen = trace.decisions[trace.decisions["rl_step"].isin(tuned)]
+    asked = {(s.drafter, s.draft_depth) for s in policy.strategies}
+    assert set(zip(chosen["drafter"], chosen["draft_depth"], strict=True)) <= asked
+
+
+def test_the_run_folder_can_be_simulated_as_it_is(demo: tuple[Path, dict[str, Any]]):
+    trace = tltlab.read(demo[0])
+    result = tltlab.sim.simulate(trace, demo[0] / "policy.json", placement="recorded")
+    assert result.summary["num_responses"] == len(trace.outcomes)
+    assert result.summary["regret"] >= 0
+
+
+def test_what_was_made_is_a_picture_and_a_perfetto_file(demo: tuple[Path, dict[str, Any]]):
+    assert (demo[0] / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((demo[0] / "timeline.json").read_text())["traceEvents"]
+    assert {"M", "X"} <= {event["ph"] for event in events}
+
+
+def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path, dict[str, Any]]):
+    out, summary = demo
+    drafter = summary["drafter"]
+    assert drafter["frozen_accept_length"] > 1.5
+    assert drafter["adaptive_accept_length"] > drafter["frozen_accept_length"] - 0.3
+    assert drafter["updates"] > 0
+    trace = tltlab.read(out / drafter["run"])
+    assert trace.manifest.num_workers == 4
+    assert trace.spot_training["updates"].sum() >= drafter["updates"]
+    assert {"spot_train", "idle"} <= set(trace.spans["kind"])
+    assert trace.acceptance["drafter_age"].max() > 0
+    assert (out / drafter["timeline"]).read_bytes().startswith(b"\x89PNG")
+    assert drafter["verify"]["num_steps"] == len(trace.rl_steps)
+
+
+def test_an_earlier_demo_is_moved_aside_and_anything_else_is_refused(tmp_path: Path):
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    (tmp_path / "demo" / "model" / "report.json").touch()
+    make_room(tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
+    assert (tmp_path / "demo.1" / "model" / "report.json").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="no earlier demo"):
+        make_room(tmp_path / "mine")

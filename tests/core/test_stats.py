@@ -1,0 +1,130 @@
+"""Paired bootstrap intervals: their coverage, what they do not depend on, and their defined edges."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError
+from tltlab.stats import Interval, paired_interval
+
+TIMES = st.lists(st.floats(0.5, 100), min_size=2, max_size=12)
+
+
+def interval(a: object, b: object, seed: int = 0, **options: object) -> Interval:
+    return paired_interval(a, b, rng=np.random.default_rng(seed), **options)  # type: ignore[arg-type]
+
+
+def covered(statistic: str, truth: float, num_pairs: int, trials: int = 200) -> float:
+    """Share of intervals that hold the truth, on pairs of lognormal step times with a common part."""
+    rng = np.random.default_rng(1)
+    hits = 0
+    for trial in range(trials):
+        common = rng.lognormal(0, 0.6, num_pairs)
+        a = common * rng.lognormal(-0.02, 0.2, num_pairs) * 1.5
+        b = common * rng.lognormal(-0.02, 0.2, num_pairs)
+        found = interval(a, b, seed=trial, statistic=statistic, level=0.9, num_resamples=300)
+        hits += found.low <= truth <= found.high
+    return hits / trials
+
+
+def test_a_ratio_is_covered_about_as_often_as_promised():
+    assert 0.80 <= covered("ratio_of_sums", 1.5, 40) <= 0.96
+
+
+def test_a_difference_is_covered_about_as_often_as_promised():
+    assert 0.80 <= covered("mean_difference", 0.5 * math.exp(0.6**2 / 2), 40) <= 0.96
+
+
+def test_pairs_make_it_narrower_than_their_shuffle():
+    rng = np.random.default_rng(0)
+    common = rng.lognormal(0, 1, 60)
+    a, b = common * 1.2, common * rng.normal(1, 0.02, 60)
+    paired, shuffled = interval(a, b), interval(a, rng.permutation(b))
+    assert paired.high - paired.low < 0.1 * (shuffled.high - shuffled.low)
+
+
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=12), st.integers(-1000, 1000))
+def test_a_shift_of_both_leaves_the_difference(a: list[int], shift: int):
+    # Whole numbers, so that no rounding moves a resample across the estimate.
+    b = [x // 2 + i % 3 for i, x in enumerate(a)]
+    plain = interval(a, b, statistic="mean_difference", num_resamples=200)
+    moved = interval([x + shift for x in a], [x + shift for x in b], statistic="mean_difference", num_resamples=200)
+    for name in ("estimate", "low", "high"):
+        assert getattr(moved, name) == pytest.approx(getattr(plain, name), abs=1e-8)
+
+
+@given(TIMES, st.sampled_from([0.25, 2.0, 1024.0]))
+def test_a_change_of_unit_leaves_the_ratio(a: list[float], unit: float):
+    b = [1 + x * 0.9 + i % 3 for i, x in enumerate(a)]
+    plain = interval(a, b, num_resamples=200)
+    scaled = interval([x * unit for x in a], [x * unit for x in b], num_resamples=200)
+    assert scaled == plain
+
+
+@given(TIMES)
+def test_the_interval_holds_between_the_extreme_pairs(a: list[float]):
+    b = [1 + x * 0.9 + i % 3 for i, x in enumerate(a)]
+    ratios = np.array(a) / np.array(b)
+    found = interval(a, b, num_resamples=200)
+    assert ratios.min() - 1e-9 <= found.low <= found.high <= ratios.max() + 1e-9
+
+
+@pytest.mark.parametrize(("statistic", "value"), [("ratio_of_sums", 1.0), ("mean_difference", 0.0)])
+def test_a_tie_has_no_width(statistic: str, value: float):
+    found = interval([3.0, 1.0, 8.5], [3.0, 1.0, 8.5], statistic=statistic)
+    assert (found.estimate, found.low, found.high, found.method) == (value, value, value, "percentile")
+
+
+def test_a_constant_ratio_has_no_width():
+    found = interval([0.3, 0.9, 2.1], [0.1, 0.3, 0.7])
+    assert found.low == found.high == found.estimate == pytest.approx(3)
+
+
+def test_resamples_on_one_side_fall_back_to_percentiles():
+    found = interval([1.0, 1.0], [1.0, 2.0], num_resamples=1)
+    assert found.method == "percentile"
+    assert math.isfinite(found.low)
+    assert math.isfinite(found.high)
+
+
+def test_a_single_pair_has_an_estimate_and_no_interval():
+    found = interval([3.0], [2.0])
+    assert (found.estimate, found.method) == (1.5, "none")
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+
+
+def test_a_higher_level_is_wider():
+    rng = np.random.default_rng(0)
+    a, b = rng.lognormal(0, 1, 30), rng.lognormal(0, 1, 30)
+    widths = [(i := interval(a, b, level=level)).high - i.low for level in (0.5, 0.9, 0.99)]
+    assert widths == sorted(widths)
+
+
+def test_the_same_seed_gives_the_same_interval():
+    rng = np.random.default_rng(0)
+    a, b = rng.lognormal(0, 1, 30), rng.lognormal(0, 1, 30)
+    assert interval(a, b, seed=7) == interval(a, b, seed=7)
+    assert interval(a, b, seed=7) != interval(a, b, seed=8)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "options", "message"),
+    [
+        ([], [], {}, "no pair"),
+        ([1.0], [1.0, 2.0], {}, "one length"),
+        ([[1.0]], [[1.0]], {}, "flat"),
+        ([1.0, math.nan], [1.0, 2.0], {}, "not finite"),
+        ([1.0, 2.0], [1.0, 0.0], {}, "ratio of sums needs"),
+        ([-1.0, 2.0], [1.0, 2.0], {}, "ratio of sums needs"),
+        ([1.0, 2.0], [1.0, 2.0], {"level": 1.0}, "level"),
+        ([1.0, 2.0], [1.0, 2.0], {"num_resamples": 0}, "num_resamples"),
+        ([1.0, 2.0], [1.0, 2.0], {"statistic": "median"}, "ratio_of_sums"),
+    ],
+)
+def test_bad_input_is_a_sentence(a: object, b: object, options: dict[str, object], message: str):
+    with pytest.raises(ConfigError, match=message):
+        interval(a, b, **options)

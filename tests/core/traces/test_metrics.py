@@ -1,0 +1,182 @@
+"""The metrics on traces small enough to check by hand, and against slow definitions on random ones."""
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.errors import TraceError
+from tltlab.lengths.generate import log_normal
+from tltlab.traces import metrics
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+
+def rollout(finish, *, workers=None, tokens=None, submit=0.0, prompts=None, rl_step=0, num_workers=None, **tables):
+    """A trace of one response per entry of `finish`."""
+    num = len(finish)
+    key = pd.DataFrame({"rl_step": rl_step, "prompt_id": prompts or [f"p{i}" for i in range(num)], "turn": 0})
+    key["sample"] = range(num)
+    workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=10**6, policy_version=0)
+    outcomes = key.assign(
+        response_tokens=tokens or 1, finish_reason="stop", worker=workers, t_submit=submit, t_finish=finish
+    )
+    manifest = Manifest(kind="recorded", num_workers=num_workers)
+    return Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes, **tables})
+
+
+def iterations(**columns):
+    fixed = {"rl_step": 0, "worker": 0, "t_start": 0.0, "duration": 0.1, "context_tokens": 1, "prefill_tokens": 0,
+             "draft_depth": 3, "top_k": 1, "tokens_to_verify": 4, "num_generated": 1}  # fmt: skip
+    frame = pd.DataFrame(columns)
+    return frame.assign(iteration=range(len(frame)), **fixed)
+
+
+def test_the_rollout_lasts_from_the_first_submit_to_the_last_finish():
+    assert metrics.rollout_s(rollout([2.0, 5.0], submit=[0.5, 1.0])) == {0: 4.5}
+
+
+def test_a_measured_rollout_time_counts_before_the_responses():
+    steps = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
+    assert metrics.rollout_s(rollout([2.0, 5.0], steps=steps)) == {0: 6.0}
+
+
+def test_makespan_is_the_mean_over_rl_steps():
+    assert metrics.makespan_s(rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1])) == 5.0
+
+
+def test_tokens_per_second():
+    assert metrics.tokens_per_s(rollout([4.0, 8.0], tokens=[100, 300])) == 50.0
+
+
+def test_bubble_is_the_idle_share_of_worker_seconds():
+    assert metrics.bubble_fraction(rollout([5.0, 10.0], workers=[0, 1], num_workers=2)) == 0.25
+    assert metrics.bubble_fraction(rollout([5.0, 10.0], workers=[0, 1], num_workers=4)) == 0.625
+    assert metrics.bubble_fraction(rollout([5.0, 10.0], workers=[0, 1])) == 0.25
+    assert metrics.bubble_fraction(rollout([5.0, 10.0])) is None
+
+
+def test_spans_say_when_a_worker_was_busy_and_spot_training_is_still_bubble():
+    spans = pd.DataFrame(
+        [
+            ("worker 0", "decode", 0.0, 2.0),
+            ("worker 0", "speculative_decode", 1.0, 3.0),
+            ("worker 0", "spot_train", 4.0, 6.0),
+            ("worker 1", "decode", 2.0, 8.0),
+            ("trainer", "train", 0.0, 20.0),
+        ],
+        columns=["lane", "kind", "t_start", "duration"],
+    ).assign(rl_step=0)
+    trace = rollout([4.0, 10.0], workers=[0, 1], num_workers=2, spans=spans)
+    assert metrics.bubble_fraction(trace) == pytest.approx((6 + 2) / 20)
+
+
+def test_the_tail_begins_when_fewer_than_an_eighth_are_running():
+    assert metrics.tail_fraction(rollout([float(min(k, 4)) for k in range(15)] + [10.0])) == 0.6
+    assert metrics.tail_window(rollout([4.0] * 15 + [10.0]), 0) == (4.0, 10.0)
+    # Of 8, one running is not fewer than an eighth.
+    assert metrics.tail_fraction(rollout([1.0] * 7 + [10.0])) == 0.0
+
+
+def test_accept_length_counts_the_bonus_token_and_only_drafted_iterations():
+    table = iterations(
+        batch=[2, 8, 4], num_drafted=[6, 0, 6], num_accepted=[4, 0, 2], accepted_per_request=[[3, 1], None, [2, 0]]
+    )
+    assert metrics.mean_accept_length(rollout([1.0], iterations=table)) == 1 + 6 / 4
+    unknown = table.assign(accepted_per_request=None)
+    assert metrics.mean_accept_length(rollout([1.0], iterations=unknown)) == 1 + 6 / 6
+
+
+def test_accept_length_is_unknown_without_speculation():
+    table = iterations(batch=[2], num_drafted=[0], num_accepted=[0])
+    assert metrics.mean_accept_length(rollout([1.0], iterations=table)) is None
+    assert metrics.mean_accept_length(rollout([1.0])) is None
+
+
+def test_running_requests_is_a_step_curve():
+    times, counts = metrics.running_requests(rollout([2.0, 5.0, 5.0], submit=[0.0, 0.0, 1.0]), 0)
+    assert times.tolist() == [0, 1, 2, 5]
+    assert counts.tolist() == [2, 3, 2, 0]
+    with pytest.raises(TraceError, match="simulate"):
+        metrics.running_requests(rollout([np.nan, np.nan]), 0)
+
+
+def test_percentiles():
+    assert metrics.length_percentiles(rollout([1.0] * 3, tokens=[1, 2, 3])) == pytest.approx([2.0, 2.9, 3.0])
+
+
+def test_prompt_share_of_perfectly_and_not_explained_lengths():
+    groups = ["a", "a", "b", "b"]
+    assert metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 2, 8, 8], prompts=groups)) == pytest.approx(1.0)
+    assert metrics.within_group_share(rollout([1.0] * 4, tokens=[2, 8, 2, 8], prompts=groups)) == 1.0
+    assert metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 8, 2, 8])) is None
+
+
+def test_prompt_share_by_hand():
+    """Logs (base 2) {1, 3} and {2, 6}: MSB = 4, MSW = (2 + 8) / 2 = 5, below 0; {1, 2} and {5, 6}: 16, 0.5."""
+    groups = ["a", "a", "b", "b"]
+    assert metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 8, 4, 64], prompts=groups)) == 0.0
+    share = metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 4, 32, 64], prompts=groups))
+    assert share == pytest.approx((16 - 0.5) / (16 + 0.5))
+
+
+def test_drift_over_rl_steps_does_not_count_as_prompt_share():
+    tokens = [2, 8, 2, 8, 2000, 8000, 2000, 8000]
+    steps, groups = [0] * 4 + [1] * 4, ["a", "a", "b", "b"] * 2
+    assert metrics.prompt_share(rollout([1.0] * 8, tokens=tokens, prompts=groups, rl_step=steps)) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+def test_generated_traces_have_the_prompt_share_and_lengths_asked_for(share):
+    trace = log_normal(prompts=400, group_size=8, rl_steps=2, median=500, sigma=0.8, prompt_share=share, cap=10**6)
+    assert metrics.prompt_share(trace) == pytest.approx(share, abs=0.04)
+    logs = np.log(trace.outcomes["response_tokens"])
+    assert np.exp(logs.median()) == pytest.approx(500, rel=0.1)
+    assert logs.std() == pytest.approx(0.8, rel=0.1)
+
+
+def test_summary_has_the_keys_of_the_command_line_and_null_for_unknown():
+    known = metrics.summary(rollout([5.0, 10.0], workers=[0, 1], tokens=[30, 70]))
+    assert known == {
+        "makespan_s": 10.0, "makespan_s_per_step": [10.0], "tokens_per_s": 10.0, "num_responses": 2, "num_tokens": 100,
+        "bubble_fraction": 0.25, "tail_fraction": 0.0, "mean_accept_length": None, "lower_bound_s": None,
+        "regret": None, "wall_s": None,
+    }  # fmt: skip
+    unknown = metrics.summary(log_normal(prompts=2, rl_steps=1))
+    assert {key for key, value in unknown.items() if value is not None} == {
+        "num_responses", "num_tokens", "makespan_s_per_step"
+    }  # fmt: skip
+    assert unknown["makespan_s_per_step"] == [None]
+
+
+def test_per_step_rows_agree_with_the_metrics_of_one_step():
+    trace = rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1], workers=[0, 1, 0, 1])
+    rows = metrics.per_step(trace)
+    assert [row["rollout_s"] for row in rows] == [4.0, 6.0]
+    assert rows[1]["bubble_fraction"] == metrics.bubble_fraction(trace.select([1]))
+
+
+responses = st.lists(
+    st.tuples(st.integers(0, 2), st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=24
+)  # worker, submit, duration in quarters of a second
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=responses)
+def test_bubble_tail_and_running_agree_with_slow_definitions(rows):
+    """An oracle that looks at every quarter second."""
+    submit = [s / 4 for _, s, _ in rows]
+    finish = [(s + d) / 4 for _, s, d in rows]
+    trace = rollout(finish, submit=submit, workers=[row[0] for row in rows], num_workers=3)
+    ticks = [t / 4 for t in range(int(4 * min(submit)), int(4 * max(finish)))]
+    idle = sum(
+        1 for t in ticks for w in range(3) if not any(rows[i][0] == w and finish[i] > t for i in range(len(rows)))
+    )
+    assert metrics.bubble_fraction(trace) == pytest.approx(idle / (3 * len(ticks)))
+    tail = sum(1 for t in ticks if sum(f > t for f in finish) < len(rows) / 8)
+    assert metrics.tail_fraction(trace) == pytest.approx(tail / len(ticks))
+    times, counts = metrics.running_requests(trace, 0)
+    for t in ticks:
+        at = np.searchsorted(times, t, side="right") - 1
+        assert counts[at] == sum(s <= t < f for s, f in zip(submit, finish, strict=True))

@@ -1,0 +1,351 @@
+"""The recorder: a kill at any moment loses only what was not flushed, and repair makes a valid trace of the rest."""
+
+import contextlib
+import errno
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+from types import MappingProxyType
+
+import pytest
+
+from tltlab.errors import ConfigError, RunError, TraceError
+from tltlab.traces import recorder as recorder_module
+from tltlab.traces.recorder import Recorder, repair
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import read
+
+MANIFEST = Manifest(kind="recorded", name="live", num_workers=2)
+
+
+def workload(step, num=4):
+    return [
+        {"rl_step": step, "prompt_id": f"p{i}", "sample": 0, "epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9,
+         "policy_version": step}
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def outcomes(step, num=4):
+    return [
+        {"rl_step": step, "prompt_id": f"p{i}", "sample": 0, "response_tokens": i + 1, "finish_reason": "stop",
+         "worker": i % 2, "t_submit": 0.0, "t_finish": 1.0 + i}
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def interrupted(path, *appends):
+    """A recording whose process is gone: each append is flushed."""
+    recorder = Recorder(path, MANIFEST)
+    for table, rows in appends:
+        recorder.append(table, rows)
+        recorder.flush()
+    recorder._lock.close()
+
+
+def test_a_closed_recording_is_a_valid_trace(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        for step in range(3):
+            recorder.append("workload", workload(step))
+            recorder.append("outcomes", outcomes(step)[:2])
+            recorder.append("outcomes", outcomes(step)[2:])
+            recorder.flush()
+    trace = read(tmp_path / "t")
+    assert trace.rl_steps == [0, 1, 2]
+    assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 3
+    assert trace.manifest == MANIFEST.model_copy(update={"num_rl_steps": 3})
+    assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+def test_unknown_values_may_be_left_out_and_turn_is_zero(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    trace = read(tmp_path / "t")
+    assert trace.outcomes["reward"].isna().all()
+    assert (trace.outcomes["turn"] == 0).all()
+
+
+def test_rows_may_be_any_mappings(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", [MappingProxyType(row) for row in workload(0)])
+        recorder.append("outcomes", outcomes(0))
+    assert read(tmp_path / "t").workload["prompt_id"].tolist() == ["p0", "p1", "p2", "p3"]
+
+
+def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
+    for num in (2, 4):
+        recorder = Recorder(tmp_path / "t", MANIFEST)
+        recorder.append("workload", workload(0, num))
+        recorder.append("outcomes", outcomes(0, num))
+        recorder.flush()
+        if num == 4:
+            assert len(read(tmp_path / "t").outcomes) == 2
+        recorder.close()
+    assert len(read(tmp_path / "t").outcomes) == 4
+
+
+def test_a_recording_that_is_there_is_not_overwritten(tmp_path):
+    interrupted(tmp_path / "t")
+    with pytest.raises(ConfigError, match="tltlab trace repair"):
+        Recorder(tmp_path / "t", MANIFEST)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("x")
+    with pytest.raises(ConfigError, match="another place"):
+        Recorder(tmp_path / "notes", MANIFEST)
+
+
+@pytest.mark.parametrize(
+    ("table", "row", "says"),
+    [
+        ("outcome", {}, "no table named 'outcome'"),
+        ("outcomes", {"tokens": 3}, "outcomes: no column named 'tokens'"),
+        ("outcomes", {**outcomes(0)[0], "response_tokens": "3"}, "column response_tokens"),
+        ("outcomes", {**outcomes(0)[0], "response_tokens": None}, "column response_tokens, row 0"),
+        ("outcomes", {**outcomes(0)[0], "t_finish": float("nan")}, "column t_finish, row 0"),
+        ("outcomes", {**outcomes(0)[0], "finish_reason": "eos"}, "column finish_reason, row 0"),
+    ],
+)
+def test_a_wrong_row_is_refused_when_it_is_recorded(tmp_path, table, row, says):
+    with pytest.raises(TraceError, match=says):
+        interrupted(tmp_path / "t", (table, [row]))
+
+
+def test_an_exception_in_the_run_leaves_a_recording_to_repair(tmp_path):
+    def run():
+        with Recorder(tmp_path / "t", MANIFEST) as recorder:
+            recorder.append("workload", workload(0))
+            recorder.append("outcomes", outcomes(0, 3))
+            raise RuntimeError("engine died")
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        run()
+    with pytest.raises(TraceError, match="tltlab trace repair"):
+        read(tmp_path / "t")
+    assert len(repair(tmp_path / "t").outcomes) == 3
+
+
+def test_a_fault_between_tables_keeps_the_recording(tmp_path):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    recorder.append("outcomes", outcomes(0))
+    with pytest.raises(TraceError, match="no row in workload"):
+        recorder.close()
+    assert repair(tmp_path / "t").rl_steps == []
+
+
+def test_repair_says_what_was_lost(tmp_path):
+    interrupted(
+        tmp_path / "t",
+        ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(0)[:1]),
+        ("workload", workload(1, 3)), ("outcomes", outcomes(1, 2)), ("outcomes", outcomes(2, 1)),
+    )  # fmt: skip
+    trace = repair(tmp_path / "t")
+    assert trace.outcomes["rl_step"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert trace.manifest.num_rl_steps == 2
+    assert trace.manifest.notes == (
+        "repaired: the recording was interrupted; 1 rows of outcomes recorded twice were dropped; "
+        "1 rows of outcomes without their workload were dropped; 1 requests (rl_step 1) have no outcome"
+    )
+    assert not (tmp_path / "t.recording").exists()
+
+
+@pytest.mark.parametrize(
+    "damaged", [lambda data: data[:50], lambda data: data.replace(b"stop", b"st\xffp")], ids=["cut off", "changed"]
+)
+def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path, damaged):
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)), ("outcomes", outcomes(1)))
+    chunk = tmp_path / "t.recording" / "000002.arrow"
+    chunk.write_bytes(damaged(chunk.read_bytes()))
+    trace = repair(tmp_path / "t")
+    assert len(trace.outcomes) == 4
+    assert "chunk 000002 could not be read" in trace.manifest.notes
+
+
+def test_repair_leaves_a_valid_trace_as_it_is(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
+    assert repair(tmp_path / "t").manifest.notes is None
+    assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
+
+
+def test_repair_refuses_a_damaged_trace(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    path = tmp_path / "t" / "outcomes.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(TraceError, match=r"outcomes.parquet"):
+        repair(tmp_path / "t")
+
+
+def test_repair_does_not_replace_a_finished_trace(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0, 1)))
+    with pytest.raises(ConfigError, match="--out"):
+        repair(tmp_path / "t")
+    assert len(repair(tmp_path / "t", tmp_path / "other").outcomes) == 1
+    assert len(read(tmp_path / "t").outcomes) == 4
+    assert (tmp_path / "t.recording").exists()
+
+
+@pytest.mark.parametrize("name", ["run", "run/trace", "run/trace.recording"])
+def test_repair_takes_the_run_the_trace_or_the_recording(tmp_path, name):
+    (tmp_path / "run").mkdir()
+    interrupted(tmp_path / "run" / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    assert repair(tmp_path / name).path == tmp_path / "run" / "trace"
+
+
+def test_repair_takes_the_folder_it_is_called_in(tmp_path, monkeypatch):
+    interrupted(tmp_path / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    monkeypatch.chdir(tmp_path)
+    assert repair(".").rl_steps == [0]
+
+
+def test_a_snapshot_is_the_trace_so_far(tmp_path):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    for step in range(2):
+        recorder.append("workload", workload(step))
+        recorder.append("outcomes", outcomes(step))
+        recorder.flush()
+        assert recorder.snapshot().rl_steps == list(range(step + 1))
+    recorder.close()
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
+    written, disk = threading.Event(), threading.Event()
+    write_chunk = recorder_module.write_chunk
+
+    def slow(*args):
+        disk.wait(10)
+        write_chunk(*args)
+        written.set()
+
+    monkeypatch.setattr(recorder_module, "write_chunk", slow)
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+        recorder.flush(wait=False)
+        recorder.append("workload", workload(1))
+        recorder.append("outcomes", outcomes(1))
+        assert not written.is_set()
+        disk.set()
+        assert recorder.snapshot().rl_steps == [0]
+        recorder.rewind(1)
+        assert recorder.snapshot().rl_steps == [0]
+        recorder.append("workload", workload(1))
+        recorder.append("outcomes", outcomes(1))
+        recorder.flush(wait=False)
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+def test_what_a_flush_could_not_write_is_said_next_and_written_once_the_disk_takes_it(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        recorder.append("workload", workload(0))
+        recorder.append("outcomes", outcomes(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(recorder_module, "write_chunk", full)
+            recorder.flush(wait=False)
+            recorder.append("workload", workload(1))
+            recorder.append("outcomes", outcomes(1))
+            with pytest.raises(RunError, match="No space left"):
+                recorder.flush(wait=False)
+        recorder.flush()
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+
+
+def test_the_time_spent_recording_is_measured(tmp_path):
+    ticks = itertools.count()
+    recorder = Recorder(tmp_path / "t", MANIFEST, clock=lambda: float(next(ticks)))
+    recorder.append("workload", workload(0))
+    recorder.append("outcomes", outcomes(0))
+    recorder.flush()
+    assert recorder.seconds == 3.0
+
+
+FORKING = multiprocessing.get_context("fork")
+
+
+def record(path, steps, told):
+    """Record and close; `told` hears that the recording is there (-1), and of each RL step that is flushed."""
+    recorder = Recorder(path, MANIFEST)
+    told.send(-1)
+    for step in range(steps):
+        recorder.append("workload", workload(step))
+        recorder.append("outcomes", outcomes(step))
+        recorder.flush()
+        told.send(step)
+    recorder.close()
+
+
+def begun(path, steps):
+    """Another process that records, and what it tells from the first RL step on."""
+    ours, theirs = FORKING.Pipe(duplex=False)
+    child = FORKING.Process(target=record, args=(path, steps, theirs))
+    child.start()
+    theirs.close()
+    assert ours.recv() == -1
+    return child, ours
+
+
+def killed_at(path, delay_s, steps):
+    """Record in another process, SIGKILL it `delay_s` after it began; returns the last RL step it said was flushed."""
+    child, told = begun(path, steps)
+    time.sleep(delay_s)
+    child.kill()
+    child.join()
+    last = -1
+    with contextlib.suppress(EOFError):
+        while True:
+            last = told.recv()
+    return last
+
+
+def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
+    moments = random.Random(0)
+    for number in range(6):
+        path = tmp_path / f"t{number}"
+        # Few RL steps in every other round, so that some kills hit the closing.
+        last = killed_at(path, moments.uniform(0.0, 0.12), steps=5 if number % 2 else 10_000)
+        trace = repair(path)
+        expected = [(step, f"p{i}", i + 1) for step in range(last + 1) for i in range(4)]
+        columns = (trace.outcomes[name] for name in ("rl_step", "prompt_id", "response_tokens"))
+        got = list(zip(*columns, strict=True))
+        assert got[: len(expected)] == expected
+        assert len(got) in (len(expected), len(expected) + 4)  # a flush may be done and not yet be told
+        assert read(path).rl_steps == trace.rl_steps
+        assert not (tmp_path / f"t{number}.recording").exists()
+
+
+def test_repair_waits_for_no_one_while_the_recording_is_in_progress(tmp_path):
+    child, told = begun(tmp_path / "t", 10_000)
+    assert told.recv() == 0
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match="in progress"):
+        repair(tmp_path / "t")
+    child.kill()
+    child.join()
+    assert repair(tmp_path / "t").rl_steps[0] == 0
+
+
+def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path / "t", MANIFEST)
+    recorder.append("workload", workload(0))
+    recorder.append("outcomes", outcomes(0))
+    with monkeypatch.context() as patched:
+        patched.setattr("tltlab.traces.repair._remove", lambda folder: None)
+        recorder.close()
+    assert (tmp_path / "t.recording").exists()
+    assert repair(tmp_path / "t").manifest.notes is None
+    assert not (tmp_path / "t.recording").exists()

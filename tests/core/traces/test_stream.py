@@ -1,0 +1,374 @@
+"""Traces larger than memory: written and read RL step by RL step, in memory that does not grow with their length."""
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import tracemalloc
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.bench.streams import bench_stream, write
+from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.traces import metrics, storage, stream
+from tltlab.traces import trace as trace_module
+from tltlab.traces.describe import describe, describe_stream, validate_stream
+from tltlab.traces.schema import Manifest
+from tltlab.traces.stream import StreamWriter, iter_rl_steps
+from tltlab.traces.trace import Trace, read
+
+MANIFEST = Manifest(kind="synthetic", num_workers=2)
+
+
+def rl_step(number, responses=4, *, seed=0):
+    """Workload and outcomes of one RL step in groups of two, with times."""
+    rng = np.random.default_rng([seed, number])
+    i = np.arange(responses)
+    key = pd.DataFrame({"rl_step": number, "prompt_id": [f"step{number}-p{k}" for k in i // 2], "sample": i % 2})
+    tokens = rng.integers(1, 100, responses)
+    workload = key.assign(turn=0, epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=number)
+    outcomes = key.assign(turn=0, response_tokens=tokens, finish_reason="stop", reward=rng.random(responses))
+    outcomes = outcomes.assign(worker=i % 2, t_submit=0.0, t_first_token=0.1, t_finish=tokens * 0.5)
+    return workload, outcomes
+
+
+def written(path, num_rl_steps, responses=4):
+    with StreamWriter(path, MANIFEST) as writer:
+        for number in range(num_rl_steps):
+            writer.append(*rl_step(number, responses))
+    return path
+
+
+def whole(num_rl_steps, responses=4):
+    """The same trace, made in memory in one piece."""
+    steps = [rl_step(number, responses) for number in range(num_rl_steps)]
+    workload, outcomes = (pd.concat(frames, ignore_index=True) for frames in zip(*steps, strict=True))
+    return Trace.from_tables(MANIFEST, {"workload": workload, "outcomes": outcomes})
+
+
+@pytest.fixture
+def tiny_chunks(monkeypatch):
+    """Reads everything in several parts."""
+    monkeypatch.setattr(trace_module, "CHUNK_BYTES", 700)
+
+
+def test_a_streamed_trace_is_the_trace_written_in_one_piece(tmp_path):
+    trace, other = read(written(tmp_path / "t", 5)), whole(5)
+    assert trace.manifest == other.manifest
+    for name in ("workload", "outcomes"):
+        pd.testing.assert_frame_equal(trace.table(name), other.table(name))
+
+
+def test_rl_steps_come_back_one_by_one(tmp_path, tiny_chunks):
+    found = list(iter_rl_steps(written(tmp_path / "t", 5)))
+    assert [number for number, _, _ in found] == [0, 1, 2, 3, 4]
+    for number, workload, outcomes in found:
+        expected = whole(5)
+        pd.testing.assert_frame_equal(workload, expected.table("workload", rl_step=number))
+        pd.testing.assert_frame_equal(outcomes, expected.table("outcomes", rl_step=number))
+
+
+def test_small_rl_steps_share_a_row_group_and_none_is_cut(tmp_path, monkeypatch):
+    def groups(path):
+        file = pq.ParquetFile(path / "outcomes.parquet")
+        return [
+            sorted(set(file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist())) for i in range(file.num_row_groups)
+        ]
+
+    assert groups(written(tmp_path / "a", 5)) == [[0, 1, 2, 3, 4]]
+    monkeypatch.setattr(stream, "GROUP_BYTES", 500)
+    assert groups(written(tmp_path / "b", 5)) == [[0, 1], [2, 3], [4]]
+    monkeypatch.setattr(stream, "GROUP_BYTES", 1)
+    assert groups(written(tmp_path / "c", 3)) == [[0], [1], [2]]
+
+
+def test_what_repeats_is_stored_once(tmp_path):
+    name = "a prompt id of sixty-four characters, which every sample repeats"
+    i = np.arange(10_000)
+    key = pd.DataFrame({"rl_step": 0, "prompt_id": name, "sample": i})
+    workload = key.assign(epoch=0, prompt_tokens=5, max_response_tokens=100, policy_version=0)
+    outcomes = key.assign(response_tokens=1, finish_reason="stop")
+    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(workload, outcomes)
+    column = pq.ParquetFile(tmp_path / "t" / "outcomes.parquet").metadata.row_group(0).column(1)
+    assert column.path_in_schema == "prompt_id"
+    assert column.total_uncompressed_size < 1000
+
+
+def test_dictionary_arrays_are_texts(tmp_path):
+    workload, outcomes = (pa.Table.from_pandas(frame, preserve_index=False) for frame in rl_step(0))
+    at = outcomes.column_names.index("prompt_id")
+    encoded = outcomes.set_column(at, "prompt_id", outcomes["prompt_id"].dictionary_encode())
+    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(workload, encoded)
+    assert read(tmp_path / "t").outcomes["prompt_id"].tolist() == rl_step(0)[1]["prompt_id"].tolist()
+
+
+def test_optional_tables_may_come_with_some_rl_steps(tmp_path):
+    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(*rl_step(0))
+        steps = pd.DataFrame({"rl_step": [1], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
+        writer.append(*rl_step(1), steps=steps)
+    assert read(tmp_path / "t").steps["rl_step"].tolist() == [1]
+
+
+def test_a_trace_without_rl_steps_is_one(tmp_path):
+    with StreamWriter(tmp_path / "t", MANIFEST):
+        pass
+    trace = read(tmp_path / "t")
+    assert (trace.rl_steps, trace.manifest.num_rl_steps) == ([], 0)
+    assert list(iter_rl_steps(tmp_path / "t")) == []
+    assert validate_stream(tmp_path / "t")["num_tokens"] == 0
+
+
+def test_several_rl_steps_at_once(tmp_path):
+    trace = whole(3)
+    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(trace.workload, trace.outcomes)
+        writer.append(*rl_step(7))
+    assert read(tmp_path / "t").rl_steps == [0, 1, 2, 7]
+
+
+def write_steps(path, *steps):
+    with StreamWriter(path, MANIFEST) as writer:
+        for step in steps:
+            writer.append(*step)
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_rl_steps_must_be_whole_and_ascending(tmp_path, number):
+    with pytest.raises(TraceError, match=rf"rl_step {number} came after rl_step 3"):
+        write_steps(tmp_path / "t", rl_step(3), rl_step(number))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_each_append_is_checked_and_a_fault_names_its_row_in_the_file(tmp_path):
+    workload, outcomes = rl_step(1)
+    outcomes.loc[2, "response_tokens"] = 101
+    message = r"outcomes: column response_tokens, row 6 \(rl_step 1, .*got 101, its max_response_tokens is 100"
+    with pytest.raises(TraceError, match=message):
+        write_steps(tmp_path / "t", rl_step(0), (workload, outcomes))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_append_leaves_the_writer_usable(tmp_path):
+    with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+        writer.append(*rl_step(0))
+        workload, outcomes = rl_step(1)
+        with pytest.raises(TraceError, match="there twice"):
+            writer.append(workload, pd.concat([outcomes, outcomes]))
+        writer.append(workload, outcomes)
+    pd.testing.assert_frame_equal(read(tmp_path / "t").outcomes, whole(2).outcomes)
+
+
+def test_a_block_that_raises_leaves_the_old_trace(tmp_path):
+    written(tmp_path / "t", 2)
+
+    def fail():
+        with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+            writer.append(*rl_step(5))
+            raise FileNotFoundError("something of the caller's")
+
+    with pytest.raises(FileNotFoundError, match="the caller's"):
+        fail()
+    assert read(tmp_path / "t").rl_steps == [0, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["t"]
+
+
+def test_a_full_disk_leaves_no_trace_even_when_the_caller_goes_on(tmp_path, monkeypatch):
+    def full_disk(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def fail():
+        with StreamWriter(tmp_path / "t", MANIFEST) as writer:
+            monkeypatch.setattr(pq.ParquetWriter, "write_table", full_disk)
+            monkeypatch.setattr(stream, "GROUP_BYTES", 1)
+            with pytest.raises(InputError, match="cannot write the trace"):
+                writer.append(*rl_step(0))
+            monkeypatch.undo()
+
+    with pytest.raises(InputError, match="No space left on device"):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_writer_leaves_no_trace(tmp_path):
+    program = textwrap.dedent(
+        """
+        import os, signal, sys
+        import pandas as pd
+        from tltlab.traces.schema import Manifest
+        from tltlab.traces.stream import StreamWriter
+        key = pd.DataFrame({"rl_step": [0], "prompt_id": ["p"], "sample": [0]})
+        workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=2, policy_version=0)
+        with StreamWriter(sys.argv[1], Manifest(kind="synthetic")) as writer:
+            writer.append(workload, key.assign(response_tokens=1, finish_reason="stop"))
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", program, tmp_path / "t"], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "t").exists()
+
+
+def test_what_is_no_trace_is_not_replaced(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="another place"):
+        write_steps(tmp_path / "notes")
+    assert os.listdir(tmp_path / "notes") == ["thesis.tex"]
+
+
+rows = st.lists(
+    st.tuples(st.integers(0, 4), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64)),
+    min_size=1,
+    max_size=40,
+    unique_by=lambda row: row[:3],
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=rows, group_rows=st.integers(1, 50), chunk_bytes=st.sampled_from([1, 300, 1 << 20]))
+def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_bytes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trace")
+    key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
+    outcomes = key.assign(response_tokens=[row[3] for row in rows], finish_reason="stop")
+    workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=64, policy_version=0).iloc[::-1]
+    workload.to_parquet(folder / "workload.parquet", row_group_size=group_rows, index=False)
+    outcomes.to_parquet(folder / "outcomes.parquet", row_group_size=max(1, group_rows // 2), index=False)
+    (folder / "manifest.json").write_text(json.dumps({"format": "tltlab-trace", "version": 1, "kind": "imported"}))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trace_module, "CHUNK_BYTES", chunk_bytes)
+        found = {number: (asked, made) for number, asked, made in iter_rl_steps(folder)}
+        counts = validate_stream(folder)
+    assert list(found) == sorted(set(key["rl_step"]))
+    for number, expected in outcomes.groupby("rl_step"):
+        asked, made = found[number]
+        assert made["response_tokens"].tolist() == expected["response_tokens"].tolist()
+        assert made["prompt_id"].tolist() == expected["prompt_id"].tolist()
+        assert asked["sample"].tolist() == expected["sample"].tolist()[::-1]
+    assert counts["num_responses"] == len(rows)
+    assert counts["num_tokens"] == outcomes["response_tokens"].sum()
+
+
+def test_neighbouring_rl_steps_are_read_together_and_only_the_tables_in_use(tmp_path, monkeypatch):
+    path = written(tmp_path / "t", 6)
+    monkeypatch.setattr(trace_module, "CHUNK_BYTES", 1500)
+    trace = read(path)
+    assert [part.rl_steps for part in trace.parts()] == [[0, 1], [2, 3, 4], [5]]
+    reads = []
+    original = storage.FileTable.part
+    monkeypatch.setattr(storage.FileTable, "part", lambda s, steps: reads.append(s.name) or original(s, steps))
+    assert sum(len(one.outcomes) for one in trace.iter_rl_steps()) == 24
+    assert reads == ["outcomes"] * 3
+
+
+def test_an_rl_step_of_a_stream_is_a_trace(tmp_path, tiny_chunks):
+    one = list(read(written(tmp_path / "t", 3)).iter_rl_steps())[1]
+    assert (one.rl_steps, one.manifest.num_rl_steps, one.num_rows("outcomes")) == ([1], 1, 4)
+    assert one.select([1]).outcomes.equals(one.outcomes)
+    assert one.table("outcomes", rl_step=0).empty
+    assert read(one.write(tmp_path / "one")).outcomes.equals(one.outcomes)
+
+
+def test_numbers_of_a_trace_do_not_depend_on_how_it_is_read(tmp_path, tiny_chunks):
+    streamed, memory = read(written(tmp_path / "t", 7)), whole(7)
+    assert len(list(streamed.parts())) > 3
+    assert len(list(memory.parts())) == 1
+    described, expected = describe(streamed), describe(memory)
+    assert described.pop("prompt_share") == pytest.approx(expected.pop("prompt_share"), rel=1e-12)
+    assert described == expected
+    assert metrics.summary(streamed) == metrics.summary(memory)
+    assert metrics.length_percentiles(streamed) == metrics.length_percentiles(memory)
+    assert metrics.num_workers(streamed) == 2
+
+
+def test_rows_of_other_tables_outside_the_rl_steps_count_once(tmp_path, monkeypatch):
+    constant = {"worker": 0, "iteration": 0, "t_start": 0.0, "duration": 0.1, "context_tokens": 1, "prefill_tokens": 0}
+    strategy = {"draft_depth": 3, "top_k": 1, "tokens_to_verify": 4, "num_drafted": 3, "num_generated": 4}
+    iterations = pd.DataFrame({"rl_step": [0, 1, 9], "batch": [1, 2, 4], "num_accepted": 3, **constant, **strategy})
+    trace = whole(2).replace(iterations=iterations)
+    expected = metrics.mean_accept_length(trace)
+    assert expected == 1 + 9 / 7
+    path = trace.write(tmp_path / "t")
+    monkeypatch.setattr(trace_module, "CHUNK_BYTES", 1)
+    assert metrics.mean_accept_length(read(path)) == expected
+
+
+def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
+    path = written(tmp_path / "t", 6)
+    table = pq.read_table(path / "outcomes.parquet").to_pandas()
+    table.loc[23, ["prompt_id", "sample"]] = table.loc[22, ["prompt_id", "sample"]]
+    table.to_parquet(path / "outcomes.parquet", index=False)
+    for check in (validate_stream, describe_stream, lambda path: next(iter_rl_steps(path))):
+        with pytest.raises(TraceError, match=r"outcomes.parquet: .*row 23.*there twice"):
+            check(path)
+
+
+def peak_bytes(work):
+    """Most memory in use at once: Python's and numpy's at any time, Arrow's whenever rows are checked or handed out."""
+    arrow, before = [0], pa.total_allocated_bytes()
+    plain = trace_module.check
+
+    def check(parts):
+        arrow.append(pa.total_allocated_bytes() - before)
+        plain(parts)
+
+    gc.collect()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(trace_module, "check", check)
+        tracemalloc.start()
+        for _ in work():
+            arrow.append(pa.total_allocated_bytes() - before)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peak + max(arrow)
+
+
+@pytest.mark.parametrize("way", ["write", "iterate", "validate", "describe", "load"])
+def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch, way):
+    """60 RL steps of a quarter of a chunk each; to load the trace takes more, so the test would see that."""
+    chunk = 1 << 20
+    monkeypatch.setattr(trace_module, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(stream, "GROUP_BYTES", chunk // 2)
+    path = tmp_path / "t"
+    if way != "write":
+        write(path, 60, 2048, 8, 0)
+
+    def work():
+        if way == "write":
+            yield write(path, 60, 2048, 8, 0)
+        elif way == "iterate":
+            yield from iter_rl_steps(path)
+        elif way == "load":
+            yield (trace := read(path)).outcomes, trace.workload
+        else:
+            yield validate_stream(path) if way == "validate" else describe_stream(path)
+
+    peak = peak_bytes(work)
+    assert peak > 8 * chunk if way == "load" else peak < 4 * chunk
+
+
+def test_the_benchmark_measures_every_phase(tmp_path):
+    result = bench_stream(1000, step_responses=256, phases=("iterate",), folder=tmp_path)
+    assert (result["num_responses"], result["num_rl_steps"]) == (1024, 4)
+    assert list(result["phases"]) == ["write", "iterate"]
+    for phase in result["phases"].values():
+        assert phase["rows_per_s"] == 1024 / phase["wall_s"]
+        assert 2**26 < phase["peak_rss_bytes"] < 2**31
+    assert result["trace_bytes"] > 1000
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wrong_size_of_the_benchmark_is_refused():
+    with pytest.raises(ConfigError, match="num_responses is 0"):
+        bench_stream(0)

@@ -1,0 +1,543 @@
+"""A trace: what is accepted, what is refused and how it says so, and that writing is safe and deterministic."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError, TraceError
+from tltlab.traces import storage
+from tltlab.traces import trace as trace_module
+from tltlab.traces.schema import KEY, TABLES, Manifest
+from tltlab.traces.trace import Trace, read
+
+
+def full_tables() -> dict[str, pd.DataFrame]:
+    """Every table of the format: 2 RL steps x 2 prompts x 2 samples, response i has i + 1 tokens."""
+    i = np.arange(8)
+    key = {"rl_step": i // 4, "prompt_id": [f"p{k}" for k in i // 2], "sample": i % 2, "turn": 0}
+    lists = [list(range(k + 1)) for k in i]
+    iteration = {"rl_step": [0, 0, 1], "worker": [0, 1, 0], "iteration": [0, 0, 0]}
+    strategy = {"drafter": "ngram", "draft_depth": 3, "top_k": 1, "tokens_to_verify": 4}
+    return {
+        "workload": pd.DataFrame(
+            {**key, "epoch": 0, "prompt_tokens": 5, "max_response_tokens": 16, "policy_version": 0}
+        ),
+        "outcomes": pd.DataFrame(
+            {**key, "response_tokens": i + 1, "finish_reason": "stop", "reward": i / 7, "worker": i % 2,
+             "t_submit": 0.0, "t_first_token": 0.5, "t_finish": 1.0 + i, "tool_s": np.nan}
+        ),
+        "tokens": pd.DataFrame(
+            {**key, "prompt_token_ids": [[1, 2, 3, 4, 5]] * 8, "token_ids": lists,
+             "logprobs": [[-0.5] * len(x) for x in lists], "token_versions": [[0] * len(x) for x in lists]}
+        ),
+        "iterations": pd.DataFrame(
+            {**iteration, "t_start": 0.0, "duration": 0.1, "draft_duration": 0.01, "batch": 2, "num_waiting": 0,
+             "context_tokens": 10, "kv_tokens": 12, "prefill_tokens": 0, **strategy, "num_drafted": 6,
+             "num_accepted": 4, "num_generated": 6, "accepted_per_request": [[3, 1]] * 3, "next_draft_depth": 3}
+        ),
+        "decisions": pd.DataFrame({**iteration, "bucket": 0, **strategy, "propensity": 0.5, "reward": 40.0}),
+        "acceptance": pd.DataFrame(
+            {**key, "drafter": "ngram", "drafter_age": 0, "drafter_updates": 1, "max_depth": 8,
+             "accept_if_drafted": [[min(8, k) for k in x] for x in lists]}
+        ),
+        "steps": pd.DataFrame(
+            {"rl_step": [0, 1], "t_start": [0.0, 10.0], "rollout_s": [4.0, 8.0], "inference_s": 0.1, "reward_s": 0.1,
+             "train_s": 1.0, "sync_s": 0.1, "policy": "none", "policy_version": [0, 1], "drafter_version": 0,
+             "drafter_age": [0, 1], "drafter_updates": 12, "reward_mean": 0.5, "drift_kl": [0.01, -0.001]}
+        ),
+        "spans": pd.DataFrame(
+            {"rl_step": [0, 1], "lane": "worker 0", "kind": "decode", "t_start": 0.0, "duration": 1.0, "batch": 2,
+             "detail": None}
+        ),
+        "spot_training": pd.DataFrame(
+            {"rl_step": [0, 0, 1], "worker": [0, 1, 1], "term": [7, 7, 8], "t_start": 1.0, "duration": 3.0,
+             "members": 2,
+             "setup_s": 0.5, "train_s": 2.0, "wait_s": 0.0, "blocked_s": 0.1, "yield_s": [0.1, np.nan, np.nan],
+             "updates": 20, "tokens": 4000, "sequences": 16, "checkpoints": 1,
+             "ended": ["stopped", "killed", "failed"], "loss": [1.5, np.nan, np.nan],
+             "accept": [[0.75, 0.5], [], None], "detail": [None, None, "the loss is NaN"]}
+        ),
+    }  # fmt: skip
+
+
+MANIFEST = Manifest(kind="recorded", name="small", num_workers=2, created="2026-01-02T03:04:05+00:00")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    return Trace.from_tables(MANIFEST, full_tables()).write(tmp_path_factory.mktemp("written") / "t")
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A trace on disk, this test's own."""
+    return Path(shutil.copytree(written, tmp_path / "t"))
+
+
+def rewrite(folder, name, change):
+    """Change a table's file as an outside writer would."""
+    path = folder / f"{name}.parquet"
+    table = change(pq.read_table(path))
+    pq.write_table(
+        pa.Table.from_pandas(table, preserve_index=False) if isinstance(table, pd.DataFrame) else table, path
+    )
+
+
+def set_cell(column, row, value, dtype=None):
+    def change(table):
+        values = table[column].to_pylist()
+        values[row] = value
+        at = table.column_names.index(column)
+        return table.set_column(at, column, pa.array(values, dtype or table.schema.field(column).type))
+
+    return change
+
+
+def test_every_table_comes_back_as_it_was_written(folder):
+    trace = read(folder)
+    assert trace.names == tuple(TABLES)
+    assert trace.rl_steps == [0, 1]
+    assert trace.manifest == MANIFEST.model_copy(update={"num_rl_steps": 2})
+    for name, given_table in full_tables().items():
+        back = trace.table(name)
+        assert list(back.columns) == TABLES[name].names
+        for column in given_table.columns:
+            got, want = [
+                pd.Series([tuple(v) if isinstance(v, list | np.ndarray) else v for v in x], dtype=object)
+                for x in (back[column], given_table[column])
+            ]
+            missing = want.isna()
+            assert (got.isna() == missing).all()
+            if pd.api.types.is_float_dtype(given_table[column]):
+                np.testing.assert_allclose(got[~missing].astype(float), want[~missing].astype(float), rtol=1e-6)
+            else:
+                assert (got[~missing] == want[~missing]).all(), column
+
+
+def test_a_trace_of_required_tables_only(tmp_path):
+    tables = {name: full_tables()[name] for name in ("workload", "outcomes")}
+    trace = read(Trace.from_tables(MANIFEST, tables).write(tmp_path / "t"))
+    assert trace.acceptance is None
+    assert trace.spans is None
+    assert len(trace.outcomes) == 8
+
+
+def test_unknown_is_null_and_nullable_columns_may_be_missing():
+    tables = full_tables()
+    outcomes = tables["outcomes"][[*KEY, "response_tokens", "finish_reason"]]
+    trace = Trace.from_tables(MANIFEST, {"workload": tables["workload"], "outcomes": outcomes})
+    assert trace.outcomes["reward"].isna().all()
+    assert list(trace.outcomes.columns) == TABLES["outcomes"].names
+
+
+def test_a_missing_turn_is_zero(folder):
+    for name in ("workload", "outcomes", "tokens", "acceptance"):
+        rewrite(folder, name, lambda t: t.drop_columns("turn"))
+    assert (read(folder).outcomes["turn"] == 0).all()
+
+
+def test_pandas_alone_can_write_a_trace(tmp_path):
+    """What an outsider does: int64, float64, no row groups, extra columns and files, few manifest fields."""
+    folder = tmp_path / "t"
+    folder.mkdir()
+    (folder / "manifest.json").write_text(
+        json.dumps({"format": "tltlab-trace", "version": 1, "kind": "imported", "x": 1})
+    )
+    (folder / "README.txt").write_text("hello")
+    tables = full_tables()
+    tables["workload"].assign(color="red").to_parquet(folder / "workload.parquet")
+    tables["outcomes"].to_parquet(folder / "outcomes.parquet")
+    tables["acceptance"].to_parquet(folder / "acceptance.parquet")
+    trace = read(folder)
+    assert trace.outcomes["response_tokens"].dtype == np.int32
+    assert trace.acceptance["accept_if_drafted"][7].tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert "color" not in trace.workload
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "cast"),
+    [
+        ("outcomes", "response_tokens", pa.uint64()),
+        ("outcomes", "response_tokens", pa.float64()),
+        ("outcomes", "t_finish", pa.float32()),
+        ("outcomes", "t_finish", pa.int64()),
+        ("outcomes", "reward", pa.float64()),
+        ("outcomes", "finish_reason", pa.dictionary(pa.int8(), pa.string())),
+        ("workload", "prompt_id", pa.large_string()),
+        ("workload", "rl_step", pa.dictionary(pa.int8(), pa.int64())),
+        ("acceptance", "accept_if_drafted", pa.large_list(pa.int64())),
+        ("tokens", "token_ids", pa.large_list(pa.int64())),
+        ("tokens", "prompt_token_ids", pa.list_(pa.int64(), 5)),
+        ("tokens", "logprobs", pa.list_(pa.float64())),
+        ("outcomes", "tool_s", pa.null()),
+    ],
+)
+def test_types_that_cast_without_loss_are_accepted(folder, name, column, cast):
+    want = read(folder).table(name)[column]
+
+    def change(table):
+        values = table[column]
+        if pa.types.is_dictionary(cast):
+            values = values.cast(cast.value_type).dictionary_encode()
+        else:
+            values = pa.nulls(len(values)) if pa.types.is_null(cast) else values.cast(cast)
+        return table.set_column(table.column_names.index(column), column, values)
+
+    rewrite(folder, name, change)
+    got = read(folder).table(name)[column]
+    assert got.map(str).tolist() == want.map(str).tolist()
+
+
+FAULTS = [
+    ("outcomes", "response_tokens", 3, -4, None, "must be at least 0"),
+    ("outcomes", "response_tokens", 3, 0, None, "must be at least 1"),
+    ("outcomes", "response_tokens", 3, 17, None, "max_response_tokens is 16"),
+    ("outcomes", "response_tokens", 3, 2**40, pa.int64(), "no int32"),
+    ("outcomes", "response_tokens", 3, 1.5, pa.float64(), "no int32"),
+    ("outcomes", "response_tokens", 3, None, None, "null"),
+    ("outcomes", "finish_reason", 3, "eos", None, "stop, length, abort"),
+    ("outcomes", "prompt_id", 3, "p9", None, "no row in workload.parquet"),
+    ("outcomes", "sample", 3, 0, None, "there twice"),
+    ("outcomes", "t_finish", 3, float("nan"), None, "finite"),
+    ("outcomes", "t_finish", 3, float("inf"), None, "finite"),
+    ("outcomes", "t_submit", 3, -0.5, None, "negative"),
+    ("outcomes", "reward", 3, float("nan"), None, "finite"),
+    ("outcomes", "worker", 3, -1, None, "at least 0"),
+    ("outcomes", "worker", 3, float("nan"), pa.float64(), "no int32"),
+    ("workload", "prompt_tokens", 3, -1, None, "at least 0"),
+    ("workload", "max_response_tokens", 3, 0, None, "at least 1"),
+    ("workload", "rl_step", 3, -1, None, "rl_step"),
+    ("workload", "rl_step", 3, None, None, "null"),
+    ("tokens", "token_ids", 3, [1, 2], None, "response_tokens is 4"),
+    ("tokens", "logprobs", 3, [-0.1] * 5, None, "response_tokens is 4"),
+    ("tokens", "logprobs", 3, [-0.1, -0.2, float("nan"), -0.1], None, "finite"),
+    ("tokens", "token_versions", 3, [0], None, "response_tokens is 4"),
+    ("tokens", "token_ids", 3, [1, 2, None, 4], None, "null in a list"),
+    ("acceptance", "accept_if_drafted", 3, [0, 1, 2], None, "response_tokens is 4"),
+    ("acceptance", "accept_if_drafted", 3, [0, 9, 0, 0], None, "max_depth 8"),
+    ("acceptance", "accept_if_drafted", 3, [0, -1, 0, 0], pa.list_(pa.int64()), "no list"),
+    ("acceptance", "sample", 3, 7, None, "no row in outcomes.parquet"),
+    ("iterations", "tokens_to_verify", 1, 0, None, "at least 1"),
+    ("iterations", "duration", 1, -1.0, None, "negative"),
+    ("iterations", "worker", 1, 0, None, "there twice"),
+    ("decisions", "propensity", 1, 0.0, None, "probability"),
+    ("decisions", "propensity", 1, 1.5, None, "probability"),
+    ("steps", "t_start", 1, float("nan"), None, "finite"),
+    ("steps", "rl_step", 1, 0, None, "there twice"),
+    ("spans", "duration", 1, float("nan"), None, "finite"),
+    ("steps", "drift_kl", 1, float("inf"), None, "finite"),
+    ("steps", "drafter_updates", 1, -1, None, "at least 0"),
+    ("spot_training", "worker", 1, 0, None, "there twice"),
+    ("spot_training", "members", 1, 0, None, "at least 1"),
+    ("spot_training", "train_s", 1, -0.5, None, "negative"),
+    ("spot_training", "loss", 0, float("nan"), None, "finite"),
+    ("spot_training", "ended", 1, "tired", None, "stopped, killed, failed, declined"),
+    ("spot_training", "accept", 0, [0.5, 1.5], None, "probability"),
+    ("spot_training", "accept", 0, [0.5, float("nan")], None, "finite"),
+]
+
+
+@pytest.mark.parametrize(("name", "column", "row", "value", "dtype", "says"), FAULTS)
+def test_a_fault_names_the_file_the_column_and_the_first_row(folder, name, column, row, value, dtype, says):
+    rewrite(folder, name, set_cell(column, row, value, dtype))
+    with pytest.raises(TraceError) as caught:
+        read(folder)
+    message = str(caught.value)
+    assert f"{name}.parquet" in message
+    assert column in message or "there twice" in message
+    assert re.search(rf"row {row}\b", message)
+    assert says in message
+    assert "\n" not in message
+
+
+def test_a_response_that_finished_before_it_was_submitted(folder):
+    rewrite(folder, "outcomes", set_cell("t_submit", 2, 99.0))
+    with pytest.raises(TraceError, match=r"outcomes.parquet: column t_finish, row 2 .*before its t_submit 99.0"):
+        read(folder)
+
+
+def test_a_trace_from_before_spot_training_was_recorded_is_read(folder):
+    (folder / "spot_training.parquet").unlink()
+    rewrite(folder, "steps", lambda t: t.drop_columns(["drafter_age", "drafter_updates", "drift_kl"]))
+    trace = read(folder)
+    assert trace.spot_training is None
+    assert trace.steps["drafter_updates"].isna().all()
+
+
+def test_an_aborted_response_may_have_no_token(folder):
+    for name in ("tokens", "acceptance"):
+        (folder / f"{name}.parquet").unlink()
+    rewrite(folder, "outcomes", set_cell("response_tokens", 0, 0))
+    rewrite(folder, "outcomes", set_cell("finish_reason", 0, "abort"))
+    assert read(folder).outcomes["response_tokens"][0] == 0
+
+
+@pytest.mark.parametrize(("name", "column"), [(n, f.name) for n in TABLES for f in TABLES[n] if not f.nullable])
+def test_a_missing_column_is_named(folder, name, column):
+    if column == "turn":
+        return
+    rewrite(folder, name, lambda t: t.drop_columns(column))
+    with pytest.raises(TraceError, match=rf"{name}.parquet: column {column} is missing"):
+        read(folder)
+
+
+@pytest.mark.parametrize(("name", "column"), [(n, f.name) for n in TABLES for f in TABLES[n]])
+def test_a_column_of_the_wrong_type_is_named(folder, name, column):
+    wrong = [True] * len(pq.read_table(folder / f"{name}.parquet"))
+    rewrite(folder, name, lambda t: t.set_column(t.column_names.index(column), column, pa.array(wrong)))
+    with pytest.raises(TraceError, match=rf"{name}.parquet: column {column} has type bool"):
+        read(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1, -9])
+def test_a_cut_off_file_is_named(folder, keep):
+    path = folder / "outcomes.parquet"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(TraceError, match=r"outcomes.parquet"):
+        read(folder)
+
+
+def test_text_that_is_not_utf_8_is_a_fault(folder):
+    def change(table):
+        values = [b"p\xff" if i == 3 else v.encode() for i, v in enumerate(table["prompt_id"].to_pylist())]
+        broken = pa.Array.from_buffers(pa.string(), len(values), pa.array(values, pa.binary()).buffers())
+        return table.set_column(table.column_names.index("prompt_id"), "prompt_id", broken)
+
+    rewrite(folder, "workload", change)
+    with pytest.raises(TraceError, match=r"workload.parquet: column prompt_id, row 3: the text is not UTF-8"):
+        read(folder)
+
+
+def test_a_damaged_page_is_found_by_its_checksum(folder):
+    path = folder / "tokens.parquet"
+    data = bytearray(path.read_bytes())
+    data[60] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=r"tokens.parquet"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON object"),
+        ('{"format": "other", "version": 1}', "format is 'other'"),
+        ('{"format": "tltlab-trace", "version": 2}', "version is 2"),
+        ('{"format": "tltlab-trace", "version": true}', "version is True"),
+        ('{"format": "tltlab-trace", "version": 1}', "kind"),
+        ('{"format": "tltlab-trace", "version": 1, "kind": "dreamt"}', "kind"),
+        ('{"format": "tltlab-trace", "version": 1, "kind": "recorded", "num_workers": 0}', "num_workers"),
+        ('{"format": "tltlab-trace", "version": 1, "kind": "recorded", "created": "yesterday"}', "created"),
+    ],
+)
+def test_a_wrong_manifest_says_what_is_wrong(folder, text, says):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(TraceError, match=rf"manifest.json: .*{says}"):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ["workload.parquet", "outcomes.parquet", "manifest.json"])
+def test_a_missing_file_is_named(folder, name):
+    (folder / name).unlink()
+    with pytest.raises(TraceError, match=name):
+        read(folder)
+
+
+def test_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(TraceError, match="no such folder"):
+        read(tmp_path / "nothing")
+
+
+def test_a_run_folder_means_its_trace(folder, tmp_path):
+    (tmp_path / "run").mkdir()
+    os.rename(folder, tmp_path / "run" / "trace")
+    assert read(tmp_path / "run").path == tmp_path / "run" / "trace"
+
+
+def test_tables_in_memory_are_checked_too():
+    tables = full_tables()
+    tables["outcomes"].loc[5, "response_tokens"] = -1
+    with pytest.raises(TraceError, match=r"outcomes: column response_tokens, row 5 \(rl_step 1, prompt_id 'p2'"):
+        Trace.from_tables(MANIFEST, tables)
+    with pytest.raises(TraceError, match="no table named 'outcome'"):
+        Trace.from_tables(MANIFEST, {"outcome": tables["outcomes"]})
+    with pytest.raises(TraceError, match="workload is missing"):
+        Trace.from_tables(MANIFEST, {"outcomes": tables["outcomes"]})
+    mixed = tables["workload"].assign(prompt_tokens=[1, "x", 2, 3, 4, 5, 6, 7])
+    with pytest.raises(TraceError, match="workload: column prompt_tokens"):
+        Trace.from_tables(MANIFEST, {**tables, "workload": mixed})
+
+
+def test_one_rl_step_is_read_alone(folder):
+    trace = read(folder)
+    assert trace.table("outcomes", rl_step=1)["prompt_id"].tolist() == ["p2", "p2", "p3", "p3"]
+    assert trace.table("steps", rl_step=1)["rollout_s"].tolist() == [8.0]
+
+
+@pytest.mark.parametrize("from_disk", [True, False])
+def test_select_keeps_some_rl_steps_of_every_table(folder, from_disk):
+    trace = read(folder) if from_disk else Trace.from_tables(MANIFEST, full_tables())
+    part = trace.select([1])
+    assert part.rl_steps == [1]
+    assert part.manifest.num_rl_steps == 1
+    for name in TABLES:
+        assert set(part.table(name)["rl_step"]) == {1}
+        assert len(part.table(name)) + len(trace.select([0]).table(name)) == len(trace.table(name))
+    assert part.table("outcomes", rl_step=0).empty
+    with pytest.raises(TraceError, match="no rl_step 7; there are: 0, 1"):
+        trace.select([7])
+
+
+def test_a_written_selection_is_a_trace(folder, tmp_path):
+    assert read(read(folder).select([1]).write(tmp_path / "one")).rl_steps == [1]
+
+
+def test_writers_cut_row_groups_at_rl_steps(folder):
+    for name in TABLES:
+        file = pq.ParquetFile(folder / f"{name}.parquet")
+        steps = [set(file.read_row_group(i, ["rl_step"])["rl_step"].to_pylist()) for i in range(file.num_row_groups)]
+        assert steps == [{0}, {1}]
+
+
+def test_only_the_row_groups_of_an_rl_step_are_read(folder, monkeypatch):
+    trace = read(folder)
+    seen = []
+    original = storage.FileTable._read
+    monkeypatch.setattr(storage.FileTable, "_read", lambda s, c, groups: seen.append(groups) or original(s, c, groups))
+    trace.table("tokens", rl_step=1)
+    assert seen == [[1]]
+
+
+def test_checking_streams_rl_step_by_rl_step_and_finds_the_same_row(folder, monkeypatch):
+    monkeypatch.setattr(trace_module, "CHUNK_BYTES", 1)
+    assert len(read(folder).outcomes) == 8
+    rewrite(folder, "outcomes", set_cell("response_tokens", 6, 17))
+    with pytest.raises(TraceError, match="row 6"):
+        read(folder)
+
+
+def test_rows_in_any_order_of_rl_steps_are_accepted(folder):
+    rewrite(folder, "outcomes", lambda t: t.take([7, 0, 6, 1, 5, 2, 4, 3]))
+    trace = read(folder)
+    assert trace.outcomes["rl_step"].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4, 8, 7, 6, 5]
+
+
+def test_changing_a_returned_frame_does_not_change_the_trace():
+    trace = Trace.from_tables(MANIFEST, full_tables())
+    frame = trace.outcomes
+    frame["new"] = 1
+    frame.loc[0, "response_tokens"] = 99
+    assert "new" not in trace.outcomes
+    assert trace.outcomes["response_tokens"][0] == 1
+
+
+def test_same_tables_give_the_same_bytes(folder, tmp_path):
+    again = read(folder).write(tmp_path / "again")
+    for path in folder.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+
+
+def test_replace_adds_and_removes_tables():
+    trace = Trace.from_tables(MANIFEST, full_tables())
+    assert "acceptance" not in trace.replace(acceptance=None).names
+    with pytest.raises(TraceError, match="accept_if_drafted"):
+        trace.replace(acceptance=trace.acceptance.assign(max_depth=1))
+
+
+def test_a_trace_is_replaced_and_foreign_files_in_it_stay(folder):
+    (folder / "LICENSE").write_text("CC0")
+    tables = {name: full_tables()[name] for name in ("workload", "outcomes")}
+    Trace.from_tables(MANIFEST, tables).write(folder)
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "LICENSE",
+        "manifest.json",
+        "outcomes.parquet",
+        "workload.parquet",
+    ]
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_what_is_not_a_trace_is_not_replaced(tmp_path):
+    trace = Trace.from_tables(MANIFEST, full_tables())
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    for name in ("notes", "file"):
+        with pytest.raises(ConfigError, match="another place"):
+            trace.write(tmp_path / name)
+    assert (tmp_path / "notes" / "thesis.tex").read_text() == "years of work"
+    (tmp_path / "empty").mkdir()
+    assert read(trace.write(tmp_path / "empty")).rl_steps == [0, 1]
+
+
+def test_a_writer_that_fails_leaves_the_old_trace(folder, monkeypatch):
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace_module, "write_parquet", full_disk)
+    with pytest.raises(Exception, match="No space left"):
+        Trace.from_tables(MANIFEST, full_tables()).write(folder)
+    assert len(read(folder).outcomes) == 8
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_killed_writer_leaves_the_old_trace_or_none(folder, tmp_path):
+    program = textwrap.dedent(
+        """
+        import os, signal, sys
+        from tltlab.traces import trace
+        old, new = sys.argv[1:]
+        def write_parquet(path, name, table, plain=trace.write_parquet):
+            plain(path, name, table)
+            if name == "outcomes":
+                os.kill(os.getpid(), signal.SIGKILL)
+        trace.write_parquet = write_parquet
+        trace.read(old).write(new)
+        """
+    )
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for target in (folder, tmp_path / "new"):
+        done = subprocess.run([sys.executable, "-c", program, folder, target], check=False)
+        assert done.returncode == -signal.SIGKILL
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert not (tmp_path / "new").exists()
+
+
+lengths = st.lists(
+    st.tuples(st.integers(0, 3), st.sampled_from(["a", "b", "é"]), st.integers(0, 3), st.integers(1, 64)),
+    max_size=30,
+    unique_by=lambda row: row[:3],
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=lengths)
+def test_any_set_of_responses_survives_the_round_trip(rows, tmp_path_factory):
+    key = pd.DataFrame([row[:3] for row in rows], columns=["rl_step", "prompt_id", "sample"])
+    workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=64, policy_version=0)
+    outcomes = key.assign(response_tokens=[row[3] for row in rows], finish_reason="stop")
+    accept = [np.zeros(row[3], np.uint8) for row in rows]
+    acceptance = key.assign(drafter="d", drafter_age=0, max_depth=1, accept_if_drafted=accept)
+    tables = {"workload": workload, "outcomes": outcomes, "acceptance": acceptance}
+    trace = Trace.from_tables(Manifest(kind="synthetic"), tables)
+    back = read(trace.write(tmp_path_factory.mktemp("trace") / "t"))
+    assert back.rl_steps == sorted({row[0] for row in rows})
+    got = sorted(zip(*(back.outcomes[c] for c in ("rl_step", "prompt_id", "sample", "response_tokens")), strict=True))
+    assert got == sorted(rows)
+    assert [len(x) for x in back.acceptance["accept_if_drafted"]] == back.outcomes["response_tokens"].tolist()

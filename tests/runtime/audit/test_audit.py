@@ -1,0 +1,200 @@
+"""The audit of losslessness: its statistics on made-up samples, its exact distributions, and real engines."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.audit.cases import COMPOSITIONS, DEPTHS, DRAFTERS, FILTERS, TEMPERATURES, cases, covering
+from tltlab.runtime.audit.exact import ExactModel, Sampling, probabilities
+from tltlab.runtime.audit.models import EOS, TinyModels, make_tiny_models
+from tltlab.runtime.audit.statistics import Check, cells_check, pooled, ranks_check, together
+from tltlab.runtime.cli.audit import audit, vllm_settings
+
+PROMPT = (0, 1, 2, 3, 1, 0)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return make_tiny_models(tmp_path_factory.mktemp("audit"))
+
+
+@pytest.fixture(scope="session")
+def exact(models: TinyModels) -> ExactModel:
+    return ExactModel(models.target)
+
+
+def draw(joint: dict[tuple[int, ...], float], num: int, rng: np.random.Generator) -> Counter[tuple[int, ...]]:
+    counts = rng.multinomial(num, list(joint.values()))
+    return Counter({cell: int(n) for cell, n in zip(joint, counts, strict=True) if n})
+
+
+def test_samples_of_the_distribution_itself_fail_as_often_as_is_said(exact: ExactModel):
+    joint = exact.joint(PROMPT, Sampling(temperature=1.0), 4)
+    rng = np.random.default_rng(0)
+    p_values = np.array([cells_check(draw(joint, 2048, rng), joint).p_value for _ in range(4000)])
+    for level in (0.5, 0.1, 0.01):
+        assert np.mean(p_values < level) == pytest.approx(level, abs=4 * np.sqrt(level / 4000))
+
+
+def test_a_shift_of_five_percent_is_caught_and_the_stated_power_holds(exact: ExactModel):
+    joint = exact.joint(PROMPT, Sampling(temperature=0.9), 3)
+    rng = np.random.default_rng(1)
+    half = set(list(joint)[::2])
+    mass = sum(joint[cell] for cell in half)
+    check = cells_check(draw(joint, 8192, rng), joint)
+    assert check.detectable_tv(1e-4) < 0.05
+    # The hardest kind: the same factor for every cell of one half, another for the other half.
+    tv = check.detectable_tv(1e-4)
+    shifted = {c: p * (1 + tv / mass if c in half else 1 - tv / (1 - mass)) for c, p in joint.items()}
+    caught = [cells_check(draw(shifted, 8192, rng), joint).p_value < 1e-4 for _ in range(400)]
+    assert np.mean(caught) > 0.87
+
+
+def test_what_cannot_happen_fails_whatever_the_rest():
+    assert cells_check({(0,): 500, (1,): 500, (2,): 1}, {(0,): 0.5, (1,): 0.5}).p_value == 0.0
+    impossible = ranks_check(np.array([0, 1]), np.array([[0.5, 0.5], [1.0, 0.0]]), np.array([0, 0]))
+    assert impossible.p_value == 0.0
+
+
+def test_rare_cells_are_pooled_until_they_expect_five():
+    assert pooled(np.array([50.0, 3.0, 2.0, 1.0])).tolist() == [1, 0, 0, 0]
+    assert pooled(np.array([50.0, 30.0, 1.0])).tolist() == [1, 0, 0]
+    assert pooled(np.array([50.0, 30.0])).tolist() == [1, 0]
+    assert pooled(np.array([1.0, 1.0])).tolist() == [0, 0]
+    # Three samples are too few to tell anything by; that is no failure.
+    few = cells_check({(0,): 1, (1,): 2}, {(0,): 0.3, (1,): 0.7})
+    assert (few.dof, few.p_value, few.detectable_tv(1e-3)) == (0, 1.0, 1.0)
+
+
+def test_independent_checks_add_up():
+    both = together([Check(statistic=3.0, dof=2, num_samples=10), Check(statistic=4.0, dof=5, num_samples=20)])
+    assert both == Check(statistic=7.0, dof=7, num_samples=30)
+
+
+def token_ranks(rng: np.random.Generator, temperature: float) -> Check:
+    """Ranks of 20,000 tokens sampled at `temperature` from random distributions, checked as if it were 1."""
+    logits = -np.sort(-rng.normal(size=(20_000, 5)), axis=1)
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    tempered = np.exp(logits / temperature)
+    cumulative = np.cumsum(tempered, axis=1) / tempered.sum(1, keepdims=True)
+    ranks = np.minimum((rng.random((20_000, 1)) > cumulative).sum(1), 4)
+    return ranks_check(ranks, p, np.arange(20_000) % 10)
+
+
+def test_ranks_fail_as_often_as_is_said_and_show_a_temperature_off_by_a_fifth():
+    rng = np.random.default_rng(2)
+    p_values = np.array([token_ranks(rng, 1.0).p_value for _ in range(300)])
+    assert np.mean(p_values < 0.1) == pytest.approx(0.1, abs=4 * np.sqrt(0.1 / 300))
+    assert all(token_ranks(rng, 1.2).p_value < 1e-5 for _ in range(5))
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.6), Sampling(temperature=1.3, top_p=0.9, top_k=3)])
+def test_the_exact_joint_is_what_sampling_token_by_token_gives(exact: ExactModel, sampling: Sampling):
+    joint = exact.joint(PROMPT, sampling, 3)
+    assert sum(joint.values()) == pytest.approx(1.0)
+    assert all(len(cell) == 3 or cell[-1] == EOS for cell in joint)
+    drawn = Counter(map(tuple, exact.sample(PROMPT, sampling, 4096, 3, np.random.default_rng(3))))
+    assert cells_check(drawn, joint).p_value > 1e-3
+
+
+def test_the_exact_joint_is_the_product_of_a_generic_models_conditionals(exact: ExactModel):
+    joint = exact.joint(PROMPT, Sampling(temperature=0.7), 2)
+    with torch.no_grad():
+        first, second = (
+            torch.softmax(exact.model(torch.tensor([ids])).logits[0, -1].double() / 0.7, -1)
+            for ids in (PROMPT, (*PROMPT, 2))
+        )
+    assert joint[2, 3] == pytest.approx(float(first[2] * second[3]), rel=1e-6)
+    assert joint[EOS,] == pytest.approx(float(first[EOS]), rel=1e-6)
+
+
+def test_filters_are_those_of_vllm():
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    logits = torch.randn(200, 5, generator=torch.Generator().manual_seed(0)) * 2
+    for top_p, top_k in FILTERS:
+        ours, sure = probabilities(logits, Sampling(temperature=0.9, top_p=top_p, top_k=top_k))
+        k = torch.full((200,), top_k or 5)
+        theirs = apply_top_k_top_p_pytorch((logits / 0.9).clone(), k, torch.full((200,), top_p)).softmax(-1)
+        assert sure.all()
+        assert ours == pytest.approx(theirs.numpy(), abs=1e-6)
+
+
+def test_a_top_p_cut_that_rounding_could_move_is_not_sure():
+    p = torch.tensor([[0.6, 0.3, 0.1], [0.5, 0.3, 0.2]])
+    _, sure = probabilities(p.log(), Sampling(temperature=1.0, top_p=0.9))
+    assert sure.tolist() == [False, True]
+
+
+def test_tokens_after_a_weight_update_follow_the_new_weights_over_the_old_keys_and_values(models: TinyModels):
+    before, after = ExactModel(models.target), ExactModel(models.updated)
+    response = [1, 3, 0, 2, 2]
+    # An update that changes nothing, and one so early that only the prompt's keys and values are old.
+    same = before.logits_after_update(before, PROMPT, response, 3)
+    assert same.numpy() == pytest.approx(before.logits(PROMPT, [response])[0, 3:].numpy(), abs=1e-5)
+    mixed = after.logits_after_update(before, PROMPT, response, 1)
+    assert np.abs(mixed.numpy() - after.logits(PROMPT, [response])[0, 1:].numpy()).max() > 0.1
+
+
+def test_the_default_cases_bring_every_two_values_together():
+    found = [c for c in cases(list(DRAFTERS), fast=False) if c.composition != "greedy"]
+    for case in found:
+        assert case.depth in DEPTHS
+    assert {(c.drafter, c.composition) for c in found} == {(d, c) for d in DRAFTERS for c in COMPOSITIONS}
+    assert {(c.drafter, c.depth) for c in found} == {(d, k) for d in DRAFTERS for k in DEPTHS}
+    assert {(c.depth, c.sampling.temperature) for c in found} == {(k, t) for k in DEPTHS for t in TEMPERATURES}
+    assert len(found) < 70
+    assert covering(["ab", "xyz"], 1) == [("a", "x"), ("b", "y"), ("a", "z")]
+
+
+@pytest.mark.parametrize("given", ["max_num_seqs", "=3", "speculative_config=ngram"])
+def test_engine_settings_that_are_none_are_refused(given: str):
+    with pytest.raises(ConfigError, match=r"--vllm"):
+        vllm_settings([given])
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., tuple[int, dict]]:
+    import typer
+
+    app = typer.Typer()
+    app.command()(audit)
+
+    def invoke(*args: str) -> tuple[int, dict]:
+        result = CliRunner().invoke(app, [*args, "--json"])
+        return result.exit_code, json.loads(result.stdout)
+
+    return invoke
+
+
+FAST = ("--fast", "--samples", "512", "--drafter", "ngram")
+
+
+@pytest.mark.engine
+def test_the_engine_is_lossless(run: Callable[..., tuple[int, dict]]):
+    code, found = run(*FAST)
+    assert [case["reason"] for case in found["cases"]] == [None] * len(found["cases"])
+    assert (code, found["passed"]) == (0, True)
+    sampled = [case for case in found["cases"] if case["composition"] != "greedy"]
+    assert {case["composition"] for case in sampled} <= set(COMPOSITIONS)
+    for case in sampled:
+        assert case["statistic"] < case["threshold"]
+        assert case["num_accepted"] > 0
+        assert case["logprob_error"] < 5e-5
+        assert 0 < case["detectable_tv"] < 0.5
+
+
+@pytest.mark.engine
+def test_the_stock_cpu_sampler_is_not(run: Callable[..., tuple[int, dict]]):
+    code, found = run(*FAST, "--without-fix")
+    assert (code, found["passed"]) == (1, False)
+    # Greedy verification reads no temperature: it is right even so.
+    assert {case["verdict"] for case in found["cases"] if case["temperature"] > 0} & {"failed"}

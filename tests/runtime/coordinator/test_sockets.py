@@ -1,0 +1,513 @@
+"""The worker coordinator over real sockets: through a bad network, with processes that die, and with keys."""
+
+import contextlib
+import heapq
+import multiprocessing
+import os
+import random
+import signal
+import threading
+import time
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.coordination.agent import Hold, TrainIn
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.messages import Kill, StopTraining, Train, WorkerReport
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.coordinator import thread as coordinator_thread
+from tltlab.runtime.coordinator.client import CoordinatorClient
+from tltlab.runtime.coordinator.keys import ClientKeys, check_endpoint, make_keys
+from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.coordinator.wire import MAX_BYTES, decode_command, decode_report, encode
+
+NUMBERS = st.integers(0, 1 << 53)
+REPORTS = st.builds(
+    WorkerReport, worker=NUMBERS, seq=NUMBERS, rl_step=st.integers(-1, 9), busy=st.booleans(),
+    term=st.none() | NUMBERS, acked=NUMBERS, incarnation=NUMBERS,
+)  # fmt: skip
+TRAINS = st.builds(
+    Train, worker=NUMBERS, seq=NUMBERS, term=NUMBERS, group=NUMBERS, rl_step=NUMBERS, leader=NUMBERS,
+    members=st.lists(NUMBERS, min_size=1, max_size=9).map(tuple), incarnation=NUMBERS,
+)  # fmt: skip
+STOPS = st.builds(StopTraining, worker=NUMBERS, seq=NUMBERS, term=NUMBERS)
+REPORT = WorkerReport(worker=0, seq=1, rl_step=0, busy=True)
+
+
+@given(report=REPORTS, command=TRAINS | STOPS)
+def test_messages_arrive_as_they_were_sent(report, command):
+    assert decode_report(encode(report)) == report
+    assert decode_command(encode(command)) == command
+    assert decode_report(encode(command)) is None
+    assert decode_command(encode(report)) is None
+
+
+@settings(max_examples=300)
+@given(message=REPORTS | TRAINS | STOPS, garbage=st.binary(max_size=40), at=st.integers(0, 200), bit=st.integers(0, 7))
+def test_no_bytes_make_the_decoder_fail(message, garbage, at, bit):
+    decode_report(garbage), decode_command(garbage)
+    data = bytearray(encode(message))
+    data[at % len(data)] ^= 1 << bit
+    decode_report(bytes(data)), decode_command(bytes(data))
+    decode_report(bytes(data[: at % len(data)])), decode_command(bytes(data) + garbage)
+
+
+@pytest.mark.parametrize(
+    "change", [{"version": 2}, {"type": "greeting"}, {"seq": -1}, {"seq": 1 << 60}, {"rl_step": "0"}, {"extra": 1}]
+)
+def test_what_is_not_a_message_of_this_version_is_none(change):
+    fields = msgspec.msgpack.decode(encode(REPORT))
+    assert decode_report(msgspec.msgpack.encode(fields)) == REPORT
+    assert decode_report(msgspec.msgpack.encode(fields | change)) is None
+
+
+def test_a_message_without_a_version_or_beyond_the_size_limit_is_none():
+    fields = msgspec.msgpack.decode(encode(REPORT))
+    del fields["version"]
+    assert decode_report(msgspec.msgpack.encode(fields)) is None
+    members = tuple(range(MAX_BYTES))
+    train = Train(worker=0, seq=1, term=1, group=1, rl_step=0, leader=0, members=members)
+    assert decode_command(encode(train)) is None
+
+
+class Worker:
+    """A client with a trainer that does optimizer steps of `step_s` while it is ordered to."""
+
+    def __init__(self, endpoint, index, step_s=0.01, heartbeat_s=0.1, keys=None):
+        self.client = CoordinatorClient(endpoint, index, keys, heartbeat_s=heartbeat_s)
+        self.index, self.step_s, self.training, self.orders = index, step_s, False, []
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+
+    def _train(self):
+        with contextlib.suppress(RunError):
+            while True:
+                order = self.client.wait_for_order(5.0)
+                if not isinstance(order, TrainIn) or not self.client.trainer(order.term):
+                    continue
+                self.training = True
+                while isinstance(now := self.client.order, TrainIn) and now.term == order.term:
+                    if not self.orders or self.orders[-1] != now:
+                        self.orders.append(now)
+                    time.sleep(self.step_s)
+                self.training = False
+                self.client.trainer(None)
+
+    def close(self):
+        self.client.close()
+        self._thread.join()
+
+
+@pytest.fixture
+def cluster():
+    """Makes a server and its workers; closes them afterwards."""
+    with contextlib.ExitStack() as stack:
+
+        def make(num_workers=4, endpoint=None, through=lambda endpoint: endpoint, on_kill=None, **config):
+            settings = {"yield_timeout_s": 2.0, "resend_s": 0.1} | config
+            server = CoordinatorServer(
+                CoordinatorConfig(**settings), endpoint, num_workers, on_kill or (lambda w: None)
+            )
+            stack.callback(server.close)
+            at = through(server.endpoint)
+            workers = [Worker(at, i) for i in range(num_workers)]
+            for worker in workers:
+                stack.callback(worker.close)
+            return server, workers
+
+        yield make
+
+
+def until(condition, timeout_s=20.0):
+    """Wait until something holds; what it is worth then."""
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+    return found
+
+
+def begin(server, workers, rl_step):
+    server.rollout_started(rl_step)
+    for worker in workers:
+        worker.client.requests(rl_step, True)
+
+
+def train(workers, *indices, rl_step):
+    """These workers run out of requests; returns once they all train."""
+    for i in indices:
+        workers[i].client.requests(rl_step, False)
+    until(lambda: all(workers[i].training for i in indices))
+
+
+class BadNetwork(threading.Thread):
+    """Between workers and server: loses 30 % of all messages, doubles 20 %, and delays each by up to 80 ms."""
+
+    def __init__(self, server, front):
+        super().__init__(daemon=True)
+        self.server, self.front, self.rng = server, front, random.Random(0)
+        self.lost = self.passed = 0
+        self.open, self.ready = True, threading.Event()
+
+    def run(self):
+        context, poller, backs, waiting, number = zmq.Context(), zmq.Poller(), {}, [], 0
+        front = context.socket(zmq.ROUTER)
+        front.bind(self.front)
+        poller.register(front, zmq.POLLIN)
+        self.ready.set()
+        while self.open:
+            ready = dict(poller.poll(2))
+            for socket in ready:
+                if socket is front:
+                    name, data = front.recv_multipart()
+                    if name not in backs:
+                        backs[name] = context.socket(zmq.DEALER)
+                        backs[name].setsockopt(zmq.IDENTITY, name)
+                        backs[name].connect(self.server)
+                        poller.register(backs[name], zmq.POLLIN)
+                    out = (backs[name], [data])
+                else:
+                    name = next(n for n, s in backs.items() if s is socket)
+                    out = (front, [name, socket.recv()])
+                if self.rng.random() < 0.3:
+                    self.lost += 1
+                    continue
+                for _ in range(2 if self.rng.random() < 0.2 else 1):
+                    number += 1
+                    heapq.heappush(waiting, (time.monotonic() + self.rng.uniform(0, 0.08), number, out))
+            while waiting and waiting[0][0] <= time.monotonic():
+                _, _, (socket, frames) = heapq.heappop(waiting)
+                socket.send_multipart(frames)
+                self.passed += 1
+        context.destroy(linger=0)
+
+
+def test_rollouts_go_through_a_network_that_loses_doubles_delays_and_reorders(cluster, tmp_path):
+    networks = []
+
+    def through(endpoint):
+        networks.append(BadNetwork(endpoint, f"ipc://{tmp_path}/front"))
+        networks[0].start()
+        networks[0].ready.wait()
+        return networks[0].front
+
+    server, workers = cluster(through=through)
+    waits = []
+    for rl_step in range(6):
+        begin(server, workers, rl_step)
+        train(workers, 3, 1, rl_step=rl_step)
+        workers[2].client.requests(rl_step, False)
+        workers[0].client.requests(rl_step, False)
+        waits.append(server.rollout_ended(rl_step))
+        assert not any(worker.training for worker in workers), "released while one trains"
+    networks[0].open = False
+    networks[0].join()
+    assert networks[0].lost > 20
+    assert networks[0].passed > networks[0].lost
+    assert max(waits) <= server.config.yield_timeout_s + server.config.resend_s
+    orders = [order for worker in workers for order in worker.orders]
+    assert {order.rl_step for order in orders} == set(range(6))
+    assert len({(order.term, order.leader) for order in orders}) == len({order.term for order in orders})
+    assert len({(order.group, order.members) for order in orders}) == len({order.group for order in orders})
+    for worker in workers:
+        terms = [order.term for order in worker.orders]
+        assert terms == sorted(terms), "an older term was obeyed"
+
+
+def test_a_period_is_logged_with_its_members_from_order_to_free_device(cluster):
+    server, workers = cluster()
+    begin(server, workers, 0)
+    train(workers, 2, rl_step=0)
+    train(workers, 1, rl_step=0)
+    workers[1].client.requests(0, True)
+    until(lambda: not workers[1].training)
+    server.rollout_ended(0)
+    (period,) = server.periods()
+    assert (period.leader, period.rl_step) == (2, 0)
+    assert [member.worker for member in period.members] == [2, 1]
+    leader, joined = period.members
+    assert period.start_s == leader.start_s < joined.start_s < joined.stop_s < joined.free_s < leader.free_s
+    assert leader.stop_s == period.end_s < leader.free_s < leader.stop_s + 1.0
+    rows = [record.row(origin_s=period.start_s) for record in server.log()]
+    assert [row["time_s"] for row in rows] == sorted(row["time_s"] for row in rows)
+    assert [row["worker"] for row in rows if row["message"] == "StopTraining"] == [1, 2]
+
+
+def test_coordination_of_a_rollout_takes_few_messages_and_little_time(cluster):
+    server, workers = cluster()
+    before = server.traffic()
+    for rl_step in range(20):
+        begin(server, workers, rl_step)
+        train(workers, 1, 2, 3, rl_step=rl_step)
+        server.rollout_ended(rl_step)
+    after = server.traffic()
+    messages = after.sent + after.heard - before.sent - before.heard
+    cpu_s = after.cpu_s - before.cpu_s
+    print(f"\n{messages / 20:.1f} messages and {cpu_s / 20 * 1e3:.2f} ms of CPU a rollout of 4 workers")
+    assert messages / 20 < 60
+    assert cpu_s / 20 < 0.05
+
+
+def test_heartbeats_go_on_while_the_main_thread_works(cluster):
+    server, workers = cluster(num_workers=2, gone_after_s=1.2)
+    begin(server, workers, 0)
+    train(workers, 1, rl_step=0)
+    end = time.monotonic() + 2.0
+    while time.monotonic() < end:
+        sum(i * i for i in range(1000))
+    assert workers[1].training
+    assert len(server.periods()) == 1
+    assert not [record for record in server.log() if isinstance(record.message, Kill)]
+
+
+def test_a_device_is_not_given_to_a_trainer_whose_order_has_changed(cluster):
+    server, _ = cluster(num_workers=0)
+    client = CoordinatorClient(server.endpoint, 0)
+    assert not client.trainer(3)
+    assert client.order == Hold()
+    assert client.trainer(None)
+    client.close()
+    with pytest.raises(RunError, match="was closed"):
+        client.requests(0, True)
+
+
+@pytest.mark.parametrize("transport", ["ipc", "tcp"])
+def test_a_server_that_takes_over_stops_everybody_and_goes_on_under_a_higher_term(cluster, tmp_path, transport):
+    killed = []
+    endpoint = f"ipc://{tmp_path}/coordinator" if transport == "ipc" else "tcp://127.0.0.1:*"
+    first, workers = cluster(endpoint=endpoint, on_kill=killed.append)
+    begin(first, workers, 0)
+    train(workers, 1, 2, rl_step=0)
+    first.close()
+    with pytest.raises(RunError, match="was closed"):
+        first.rollout_ended(0)
+    assert workers[1].training, "the trainers do not notice"
+    second = CoordinatorServer(first.config, first.endpoint, 4, killed.append, take_over=True)
+    second.rollout_started(0)
+    until(lambda: second.periods())
+    until(lambda: workers[1].training and workers[2].training)
+    assert second.periods()[0].term > first.periods()[-1].term
+    assert second.rollout_ended(0) <= second.config.yield_timeout_s + second.config.resend_s
+    assert not any(worker.training for worker in workers)
+    assert killed == []
+    second.close()
+
+
+def test_a_server_whose_thread_failed_says_so_at_the_next_call_and_another_one_releases(cluster):
+    def cannot(worker):
+        raise OSError("no such process")
+
+    server, workers = cluster(on_kill=cannot, yield_timeout_s=0.3)
+    begin(server, workers, 0)
+    workers[1].step_s = 1.5
+    train(workers, 1, rl_step=0)
+    with pytest.raises(RunError, match=r"worker coordinator failed.*no such process"):
+        server.rollout_ended(0)
+    with pytest.raises(RunError, match="no such process"):
+        server.rollout_started(1)
+    killed = []
+    config = server.config.model_copy(update={"yield_timeout_s": 5.0})
+    second = CoordinatorServer(config, server.endpoint, 4, killed.append, take_over=True)
+    assert workers[1].training
+    assert second.rollout_ended(0) <= 5.0 + config.resend_s
+    assert not workers[1].training
+    assert killed == []
+    second.close()
+
+
+def trainer(endpoint, index, pipe):
+    client = CoordinatorClient(endpoint, index, heartbeat_s=0.1)
+
+    def engine():
+        while True:
+            rl_step, busy = pipe.recv()
+            client.requests(rl_step, busy)
+
+    threading.Thread(target=engine, daemon=True).start()
+    while True:
+        order = client.wait_for_order(60.0)
+        if isinstance(order, TrainIn) and client.trainer(order.term):
+            pipe.send("trains")
+            while isinstance(client.order, TrainIn) and client.order.term == order.term:
+                time.sleep(0.01)
+            pipe.send("yields")
+            client.trainer(None)
+
+
+class WorkerProcess:
+    """A worker in a process of its own; forked, because four that import everything take as long as all tests here."""
+
+    def __init__(self, endpoint, index):
+        fork = multiprocessing.get_context("fork")
+        self.pipe, end = fork.Pipe()
+        self.process = fork.Process(target=trainer, args=(endpoint, index, end), daemon=True)
+        self.process.start()
+        end.close()
+
+    def says(self):
+        assert self.pipe.poll(20.0), "it says nothing"
+        return self.pipe.recv()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture
+def processes(tmp_path):
+    """A server, four worker processes of which 0, 1 and 2 train in RL step 0, and whom the server had killed."""
+    killed, config = [], CoordinatorConfig(yield_timeout_s=1.5, resend_s=0.5, gone_after_s=20.0)
+
+    def on_kill(worker):
+        killed.append(worker)
+        workers[worker].kill()
+
+    server = CoordinatorServer(config, f"ipc://{tmp_path}/coordinator", 4, on_kill)
+    workers = [WorkerProcess(server.endpoint, i) for i in range(4)]
+    try:
+        server.rollout_started(0)
+        workers[3].pipe.send((0, True))
+        for i in range(3):
+            workers[i].pipe.send((0, False))
+        assert [workers[i].says() for i in range(3)] == ["trains"] * 3
+        yield server, workers, killed
+    finally:
+        server.close()
+        for worker in workers:
+            worker.kill()
+
+
+def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(processes):
+    server, workers, killed = processes
+    (first,) = server.periods()
+    workers[1].kill()
+    server.worker_gone(1)
+    for i in (0, 2):
+        assert [workers[i].says(), workers[i].says()] == ["yields", "trains"]
+    workers[1] = WorkerProcess(server.endpoint, 1)
+    workers[1].pipe.send((0, False))
+    assert workers[1].says() == "trains", "its next process joins"
+    assert server.rollout_ended(0) <= server.config.yield_timeout_s + server.config.resend_s
+    ended, second = server.periods()
+    assert ended.term == first.term < second.term
+    assert ended.end_s is not None
+    assert [member.worker for member in second.members] == [0, 2, 1]
+    assert killed == []
+
+
+def test_a_process_replaced_before_anybody_noticed_does_not_stay_a_member_on_paper(processes):
+    server, workers, _ = processes
+    workers[1].kill()
+    workers[1] = WorkerProcess(server.endpoint, 1)
+    workers[1].pipe.send((0, False))
+    assert workers[1].says() == "trains"
+    assert len(server.periods()) == 2
+
+
+def test_the_rollout_waits_no_longer_than_the_bound_for_a_process_that_hangs(processes):
+    server, workers, killed = processes
+    os.kill(workers[2].process.pid, signal.SIGSTOP)
+    bound_s = server.config.yield_timeout_s
+    waited_s = server.rollout_ended(0)
+    assert bound_s <= waited_s <= bound_s + server.config.resend_s
+    assert killed == [2]
+    server.rollout_started(1)
+    workers[0].pipe.send((1, True))
+    workers[3].pipe.send((1, False))
+    assert workers[3].says() == "trains"
+
+
+def test_bytes_that_are_no_message_are_dropped_and_counted(cluster):
+    server, workers = cluster()
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.connect(server.endpoint)
+    bad = [b"", b"\xff" * 100, b"x" * (MAX_BYTES + 1), encode(REPORT), encode(StopTraining(worker=0, seq=1, term=1))]
+    for data in bad:
+        stranger.send(data)
+    stranger.send_multipart([b"two", b"frames"])
+    until(lambda: server.traffic().dropped == len(bad) + 1)
+    context.destroy(linger=0)
+    begin(server, workers, 0)
+    train(workers, 1, rl_step=0)
+    assert not [r for r in server.log() if r.message == REPORT], "only worker 0 may speak for worker 0"
+
+
+def test_only_workers_with_their_own_key_are_heard():
+    keys, clients = make_keys(3)
+    server = CoordinatorServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 3, lambda worker: None, keys)
+    stranger = make_keys(1)[1][0]
+    wrong = ClientKeys(public=stranger.public, secret=stranger.secret, server=keys.public)
+    links = [
+        CoordinatorClient(server.endpoint, 0, clients[0]),
+        CoordinatorClient(server.endpoint, 1, wrong),
+        CoordinatorClient(server.endpoint, 1),
+        CoordinatorClient(server.endpoint, 2, clients[1]),
+    ]
+    until(lambda: server.traffic().heard and server.traffic().dropped)
+    time.sleep(0.3)
+    heard = {r.message.worker for r in server.log() if isinstance(r.message, WorkerReport)}
+    assert heard == {0}, "no key, an unknown key, and another worker's key are not heard"
+    for link in links:
+        link.close()
+    server.close()
+    assert keys.secret.decode() not in repr(keys)
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "message"),
+    [
+        ("tcp://*:5555", "other machines can reach the coordinator"),
+        ("tcp://10.0.0.1:5555", "other machines can reach the coordinator"),
+        ("tcp://node7:5555", "or CURVE keys"),
+        ("inproc://here", "give ipc://PATH or tcp://HOST:PORT"),
+        ("127.0.0.1:5555", "give ipc://PATH or tcp://HOST:PORT"),
+    ],
+)
+def test_an_address_that_other_machines_can_reach_needs_keys(endpoint, message):
+    with pytest.raises(ConfigError, match=message):
+        CoordinatorServer(CoordinatorConfig(), endpoint, 2, lambda worker: None)
+    with pytest.raises(ConfigError, match=message):
+        CoordinatorClient(endpoint, 0)
+
+
+@pytest.mark.parametrize("endpoint", ["ipc:///tmp/x", "tcp://127.0.0.1:1", "tcp://localhost:1", "tcp://[::1]:1"])
+def test_an_address_on_this_machine_needs_none(endpoint):
+    check_endpoint(endpoint, None)
+
+
+def test_an_address_in_use_and_keys_for_other_workers_are_refused():
+    server = CoordinatorServer(CoordinatorConfig(), "tcp://127.0.0.1:*", 2, lambda worker: None)
+    with pytest.raises(RunError, match=r"cannot listen at tcp://127\.0\.0\.1"):
+        CoordinatorServer(CoordinatorConfig(), server.endpoint, 2, lambda worker: None)
+    server.close()
+    with pytest.raises(ConfigError, match="3 workers' keys for 2 workers"):
+        CoordinatorServer(CoordinatorConfig(), None, 2, lambda worker: None, make_keys(3)[0])
+
+
+def test_a_server_that_hangs_while_it_ends_a_process_is_left_behind(monkeypatch, tmp_path):
+    monkeypatch.setattr(coordinator_thread, "_CLOSE_S", 0.2)
+    goes_on, hangs = threading.Event(), threading.Event()
+
+    def on_kill(worker: int) -> None:
+        hangs.set()
+        goes_on.wait(20)
+
+    config = CoordinatorConfig(yield_timeout_s=0.1)
+    server = CoordinatorServer(config, f"ipc://{tmp_path}/c", 1, on_kill, take_over=True)
+    assert hangs.wait(5)
+    begin = time.perf_counter()
+    server.close()
+    assert time.perf_counter() - begin < 2.0
+    with pytest.raises(RunError, match="was closed"):
+        server.rollout_ended(0)
+    second = CoordinatorServer(config, server.endpoint, 1, lambda worker: None, take_over=True)
+    assert second.rollout_ended(0) < 2.0
+    second.close()
+    goes_on.set()
+    server._thread.join(5)
+    assert not server._thread.is_alive()

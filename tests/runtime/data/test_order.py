@@ -1,0 +1,77 @@
+"""The order in which prompts come: epochs of a seed, batches of them, what is excluded, and going on after a stop."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.data.order import DataOrder, prompt_batch
+
+SIZES = st.integers(1, 12)
+# What one call asks for: how many, and which prompts not.
+TAKES = st.lists(st.tuples(st.integers(0, 14), st.frozensets(st.integers(0, 12), max_size=8)), max_size=20)
+
+
+def test_an_epoch_shows_every_prompt_once_in_an_order_of_the_seed():
+    epoch = [prompt_batch(12, step, 4, seed=5) for step in range(3)]
+    assert sorted(number for batch in epoch for _, number in batch) == list(range(12))
+    assert {e for batch in epoch for e, _ in batch} == {0}
+    assert prompt_batch(12, 3, 4, seed=5)[0][0] == 1
+    assert prompt_batch(12, 1, 4, seed=5) == epoch[1]
+    assert prompt_batch(12, 1, 4, seed=6) != epoch[1]
+
+
+def test_fewer_prompts_than_a_batch_make_a_smaller_batch():
+    assert len(prompt_batch(3, 0, 8, seed=0)) == 3
+    assert len(DataOrder(3, seed=0).take(8)) == 3
+
+
+@given(num_prompts=SIZES, size=SIZES, seed=st.integers(0, 5))
+@settings(max_examples=100, deadline=None)
+def test_batches_of_one_size_are_a_function_of_the_rl_step(num_prompts: int, size: int, seed: int):
+    order = DataOrder(num_prompts, seed)
+    for rl_step in range(8):
+        assert order.take(size) == prompt_batch(num_prompts, rl_step, size, seed)
+
+
+@given(num_prompts=SIZES, takes=TAKES)
+@settings(max_examples=200, deadline=None)
+def test_no_prompt_comes_twice_in_a_batch_or_epoch_nor_while_it_is_excluded(num_prompts: int, takes: list):
+    order = DataOrder(num_prompts, seed=1)
+    seen = set()
+    for size, exclude in takes:
+        batch = order.take(size, exclude)
+        numbers = [number for _, number in batch]
+        assert len(set(numbers)) == len(numbers) == min(size, len(set(range(num_prompts)) - exclude))
+        assert not exclude & set(numbers)
+        assert not seen & set(batch)
+        seen |= set(batch)
+
+
+@given(num_prompts=SIZES, before=TAKES, after=TAKES)
+@settings(max_examples=100, deadline=None)
+def test_an_order_goes_on_from_its_state_as_if_it_had_never_stopped(num_prompts: int, before: list, after: list):
+    unbroken, resumed = DataOrder(num_prompts, seed=2), DataOrder(num_prompts, seed=2)
+    for size, exclude in before:
+        unbroken.take(size, exclude)
+    resumed.load_state_dict(json.loads(json.dumps(unbroken.state_dict())))
+    for size, exclude in after:
+        assert resumed.take(size, exclude) == unbroken.take(size, exclude)
+
+
+def test_an_excluded_prompt_keeps_its_turn_in_the_epoch():
+    order = DataOrder(8, seed=0)
+    first = DataOrder(8, seed=0).take(1)[0][1]
+    held_up = order.take(4, exclude=[first])
+    assert order.take(4)[0] == (0, first)
+    assert (0, first) not in held_up
+
+
+@pytest.mark.parametrize(("num_prompts", "seed", "complaint"), [(9, 0, "num_prompts 8"), (8, 1, "seed 0")])
+def test_an_order_does_not_go_on_over_other_data_or_with_another_seed(num_prompts: int, seed: int, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        DataOrder(num_prompts, seed).load_state_dict(DataOrder(8, seed=0).state_dict())

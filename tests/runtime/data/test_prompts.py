@@ -1,0 +1,246 @@
+"""Where prompts and answers come from, what becomes of chats, and what is said when a file is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.data.prompts import load_prompts, read_prompts
+from tltlab.runtime.recipe.recipe import DataConfig
+
+ROWS = [{"prompt": "a bb", "answer": "1"}, {"prompt": "ccc", "answer": "2"}]
+CHAT = (
+    "{% for m in messages %}{{ m.role }} : {{ m.content }} ; {% endfor %}"
+    "{% if messages[0].role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{% if add_generation_prompt %}assistant :{% endif %}"
+)
+
+
+class Words:
+    """A tokenizer that counts letters."""
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [len(word) for word in text.split()]}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer() -> Any:
+    """A word-level tokenizer with a chat template, made here."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "system", "user", "assistant", ":", ";", "be", "kind", "a", "bb", "hello"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT)
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def loaded(path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **config: Any) -> list:
+    """Prompts of a JSONL file of `rows`."""
+    source = written(path / "data.jsonl", rows)
+    return load_prompts(source, DataConfig(train=source, **config), tokenizer or Words())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "json", "saved", "splits", "folder"])
+def test_prompts_come_from_files_and_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    path = tmp_path / f"data.{kind}"
+    if kind not in ("jsonl", "parquet"):
+        datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    if kind == "jsonl":
+        written(path, ROWS)
+    elif kind == "parquet":
+        pd.DataFrame(ROWS).to_parquet(path)
+    elif kind == "csv":
+        pd.DataFrame(ROWS).to_csv(path, index=False)
+    elif kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "folder":
+        path.mkdir()
+        written(path / "train.jsonl", ROWS)
+    else:
+        saved = datasets.Dataset.from_list(ROWS)
+        (saved if kind == "saved" else datasets.DatasetDict({"train": saved})).save_to_disk(str(path))
+    prompts = load_prompts(str(path), DataConfig(train=str(path)), Words())
+    assert [(p.prompt_id, p.text, p.answer, p.token_ids) for p in prompts] == [
+        ("0", "a bb", "1", [1, 2]),
+        ("1", "ccc", "2", [3]),
+    ]
+
+
+def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "files").mkdir()
+    for split, row in zip(("train", "test"), ROWS, strict=True):
+        written(tmp_path / "files" / f"{split}.jsonl", [row])
+    parts = {split: datasets.Dataset.from_list([row]) for split, row in zip(("train", "test"), ROWS, strict=True)}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    config = DataConfig(train="x")
+    for folder in (str(tmp_path / "files"), str(tmp_path / "saved")):
+        assert [p.answer for p in load_prompts(folder, config, Words())] == ["1"]
+        assert [p.answer for p in load_prompts(folder, config, Words(), split="test")] == ["2"]
+        with pytest.raises(ConfigError, match=r"train.*test"):
+            load_prompts(folder, config, Words(), split="validation")
+
+
+def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="nobody/nothing is not in the cache, and HF_HUB_OFFLINE forbids"):
+        load_prompts("nobody/nothing", DataConfig(train="x", subset="main"), Words())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_a_dotted_column_is_a_field_of_a_struct(tmp_path: Path, kind: str):
+    rows = [{"extra": {"q": {"text": "a bb"}}, "reward_model": {"ground_truth": 7, "style": "rule"}}]
+    path = tmp_path / f"data.{kind}"
+    if kind == "saved":
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(str(path))
+    elif kind == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        written(path, rows)
+    names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
+    (prompt,) = load_prompts(str(path), DataConfig(train="x", **names), Words())
+    assert (prompt.text, prompt.answer) == ("a bb", "7")
+    with pytest.raises(ConfigError, match=r"'reward_model.truth'.*extra.q.text, reward_model.ground_truth"):
+        load_prompts(str(path), DataConfig(train="x", **names | {"answer_column": "reward_model.truth"}), Words())
+
+
+def test_a_column_may_have_a_dot_in_its_name(tmp_path: Path):
+    assert loaded(tmp_path, [{"prompt": "a", "a.b": "1"}], answer_column="a.b")[0].answer == "1"
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("5 + 5\n#### 10", "5 + 5\n#### 10"),
+        (42, "42"),
+        (0.5, "0.5"),
+        (["1", "é"], '["1", "é"]'),
+        ({"n": 1}, '{"n": 1}'),
+    ],
+)
+def test_an_answer_stays_as_it_is_and_becomes_text_where_it_is_none(tmp_path: Path, answer: Any, text: str):
+    assert loaded(tmp_path, [{"prompt": "a", "answer": answer}])[0].answer == text
+
+
+def test_a_chat_template_wraps_a_prompt_and_puts_the_system_before_it(tmp_path: Path, chat_tokenizer: Any):
+    rows = [{"prompt": "a bb", "answer": "1"}]
+    plain, told = (loaded(tmp_path, rows, chat_tokenizer, chat=True, system=system)[0] for system in (None, "be kind"))
+    assert chat_tokenizer.decode(plain.token_ids) == "user : a bb ; assistant :"
+    assert chat_tokenizer.decode(told.token_ids) == "system : be kind ; user : a bb ; assistant :"
+    assert plain.text == told.text == "a bb"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
+def test_a_list_of_messages_is_a_chat_whose_last_question_is_the_text(tmp_path: Path, chat_tokenizer: Any, kind: str):
+    said = [("system", "be kind"), ("user", "hello"), ("assistant", "bb"), ("user", "a")]
+    rows = [{"prompt": [{"role": role, "content": content} for role, content in said], "answer": "1"}]
+    path = tmp_path / f"data.{kind}"
+    if kind == "saved":
+        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(str(path))
+    elif kind == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    else:
+        written(path, rows)
+    (prompt,) = load_prompts(str(path), DataConfig(train="x", chat=True, system="unused"), chat_tokenizer)
+    assert (
+        chat_tokenizer.decode(prompt.token_ids)
+        == "system : be kind ; user : hello ; assistant : bb ; user : a ; assistant :"
+    )
+    assert prompt.text == "a"
+    with pytest.raises(ConfigError, match=r"list of messages: set data\.chat = true"):
+        load_prompts(str(path), DataConfig(train="x"), chat_tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "complaint"),
+    [
+        (["hello"], "message that is not"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message that is not"),
+        ([{"role": "system", "content": "be kind"}], "no message of the user"),
+        ([{"role": "tool", "content": "a"}, {"role": "user", "content": "a"}], "no tools here"),
+        ({"role": "user"}, "has a dict where"),
+    ],
+)
+def test_a_prompt_that_is_no_chat_is_refused(tmp_path: Path, chat_tokenizer: Any, prompt: Any, complaint: str):
+    with pytest.raises(ConfigError, match=f"line 1: .*{complaint}"):
+        loaded(tmp_path, [{"prompt": prompt, "answer": "1"}], chat_tokenizer, chat=True)
+
+
+def test_a_chat_needs_a_template_and_a_system_needs_a_chat(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no chat template: set data\.chat = false"):
+        loaded(tmp_path, ROWS, chat=True)
+    with pytest.raises(ConfigError, match=r"set data\.chat = true"):
+        loaded(tmp_path, ROWS, system="be kind")
+
+
+def test_a_template_that_stumbles_over_a_prompt_is_told_in_one_line(tmp_path: Path, chat_tokenizer: Any):
+    chat_tokenizer.chat_template = "{{ messages[0]['content'] + 1 }}"
+    with pytest.raises(ConfigError, match="the model's chat template refuses the prompt"):
+        loaded(tmp_path, ROWS, chat_tokenizer, chat=True)
+
+
+@pytest.mark.parametrize("column", ["prompt", "prompt_id"])
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
+    row = {"prompt_id": "a", "prompt": "a", "answer": "1"} | {column: "a \ud800"}
+    with pytest.raises(ConfigError, match=f"line 1: column '{column}' has half a surrogate pair"):
+        loaded(tmp_path, [row])
+
+
+def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
+    source = written(tmp_path / "data.jsonl", ROWS)
+    found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
+    assert ([p.prompt_id for p in found.prompts], found.num_dropped) == (["1"], 1)
+    assert read_prompts(source, DataConfig(train="x"), Words()).num_dropped == 0
+    with pytest.raises(ConfigError, match="all 1 prompts have more than 1 tokens, the shortest 2"):
+        loaded(tmp_path, ROWS[:1], max_prompt_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"prompt": "a"}\n', "line 1 has no column 'answer'; it has prompt"),
+        (
+            '{"prompt": "a", "answer": "1"}\n\n{"prompt": "a", "answer": null}\n',
+            "line 3 has nothing in column 'answer'",
+        ),
+        ('{"prompt": "a", "answer": "1"}\n{\n', "line 2 is not JSON"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ("", "no rows"),
+        ('{"prompt": " ", "answer": "1"}\n', "line 1: the prompt .* is empty"),
+        ('{"prompt": 3, "answer": "1"}\n', "has a int where a text"),
+        ('{"prompt": "a", "answer": "1", "prompt_id": "x"}\n' * 2, "'x' is not unique: line 1 and line 2"),
+    ],
+)
+def test_a_broken_data_file_is_refused_with_its_fault(tmp_path: Path, text: str, complaint: str):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        load_prompts(str(path), DataConfig(train="x"), Words())
+
+
+def test_a_file_of_other_bytes_is_refused(tmp_path: Path):
+    for name in ("data.jsonl", "data.parquet"):
+        (tmp_path / name).write_bytes(b"\xff\xfe\x00 no text")
+        with pytest.raises(ConfigError, match=name):
+            load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "none.parquet", "none.csv"])
+def test_a_missing_data_file_is_named(tmp_path: Path, name: str):
+    with pytest.raises(ConfigError, match=name):
+        load_prompts(str(tmp_path / name), DataConfig(train="x"), Words())

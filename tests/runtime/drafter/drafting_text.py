@@ -1,0 +1,54 @@
+"""A made-up target without a model: each token has a likely successor, and the hidden state says which."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig
+
+from tltlab.runtime.drafter.heads.kinds import DrafterHead, new_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
+
+VOCAB, HIDDEN = 24, 32
+
+
+def frozen() -> FrozenTarget:
+    generator = torch.Generator().manual_seed(5)
+    return FrozenTarget(
+        embedding=torch.randn(VOCAB, HIDDEN, generator=generator),
+        lm_head=torch.nn.functional.normalize(torch.randn(VOCAB, HIDDEN, generator=generator), dim=-1),
+    )
+
+
+def sequence(seed: int, rows: int = 24, prompt: int = 4, rl_step: int = 0) -> TrainingSequence:
+    """A text of `rows` + 1 tokens sampled from the target, with its states."""
+    generator = torch.Generator().manual_seed(seed)
+    lm_head = frozen().lm_head
+    tokens, states = [int(torch.randint(VOCAB, (), generator=generator))], []
+    for _ in range(rows):
+        states.append(8.0 * lm_head[(tokens[-1] * 7 + 3) % VOCAB])
+        chances = torch.softmax(lm_head @ states[-1], -1)
+        tokens.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return TrainingSequence(
+        key=(rl_step, f"p{seed}", 0, 0),
+        token_ids=torch.tensor(tokens),
+        hidden=torch.stack(states),
+        prompt_tokens=prompt,
+    )
+
+
+def head(folder: Path, seed: int = 0) -> DrafterHead:
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
+    config.save_pretrained(folder)
+    return new_head(folder, "eagle", seed)

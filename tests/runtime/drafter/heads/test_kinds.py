@@ -1,0 +1,367 @@
+"""Drafter heads: their checkpoints, their start, what they share with a target, and how stock vLLM runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
+from tltlab.runtime.drafter.heads.eagle import is_eagle_head, random_head
+from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head, default_aux_layers
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
+from tltlab.runtime.drafter.loss import DrafterLoss, drafter_loss
+from tltlab.runtime.drafter.offline.annotate import learned_annotator
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.runtime.recipe.drafter import LossConfig
+from tltlab.runtime.trainer.packing import pack
+from tltlab.strategy import Strategy
+from tltlab.traces.token_times import RecordedResponse
+
+from ..small_heads import made_head, made_sequence, made_target
+
+WORDS = 24
+KINDS: dict[str, tuple[Callable[..., Any], Callable[..., Any], int, bool]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM, 2, False),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, 2, True),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, 4, False),
+}
+"""Config, model, layers, and whether embedding and LM head are one."""
+
+
+@pytest.fixture(scope="module")
+def targets(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A random model of each kind, whose attention is weak, so that a small head can learn what it does."""
+    folders = {}
+    for kind, (config, model, layers, tied) in KINDS.items():
+        torch.manual_seed(3)
+        made = model(
+            config(
+                vocab_size=WORDS,
+                hidden_size=64,
+                intermediate_size=128,
+                num_hidden_layers=layers,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                max_position_embeddings=256,
+                tie_word_embeddings=tied,
+                pad_token_id=0,
+                bos_token_id=1,
+                eos_token_id=2,
+                **({} if kind == "qwen2" else {"head_dim": 32}),
+            )
+        )
+        with torch.no_grad():
+            for name, value in made.named_parameters():
+                value.mul_(0.1 if "o_proj" in name else 4.0 if name == "lm_head.weight" else 1.0)
+                if name.endswith(("k_proj.bias", "q_proj.bias")):
+                    value.normal_(0.0, 0.1)
+            if not tied:
+                made.lm_head.weight.mul_(2.0)
+        folders[kind] = tmp_path_factory.mktemp(kind)
+        made.save_pretrained(folders[kind])
+        for file in random_model.glob("tokenizer*"):
+            shutil.copy(file, folders[kind])
+    return folders
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def along(model: Any, head: DrafterHead, token_ids: torch.Tensor, prompt_tokens: int) -> TrainingSequence:
+    hidden, aux = hidden_states_of(model, token_ids[:-1], head.aux_layers)
+    return TrainingSequence(
+        key=(0, "p", 0, 0), token_ids=token_ids, hidden=hidden, aux=aux, prompt_tokens=prompt_tokens
+    )
+
+
+def texts_of(model: Any, count: int, seed: int = 0) -> torch.Tensor:
+    """What the model says at temperature 1 after random prompts of 8 tokens: (count, 72)."""
+    torch.manual_seed(seed)
+    prompts = torch.randint(4, WORDS, (count, 8))
+    said: torch.Tensor = model.generate(prompts, max_length=72, do_sample=True, top_k=0, eos_token_id=None)
+    return said
+
+
+def train(head: DrafterHead, frozen: FrozenTarget, data: list[TrainingSequence], updates: int, **loss: Any) -> None:
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    batch = pack(data)
+    for _ in range(updates):
+        optimizer.zero_grad()
+        drafter_loss(head, frozen, batch, LossConfig(**loss)).loss.backward()
+        torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+
+
+# What a head shares with its target.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embedding_and_lm_head_are_the_targets_own(kind: str, targets: dict[str, Path]):
+    model, frozen = loaded(targets[kind]), FrozenTarget.from_folder(targets[kind])
+    assert torch.equal(frozen.embedding, model.get_input_embeddings().weight)
+    assert torch.equal(frozen.lm_head, model.get_output_embeddings().weight)
+    again = FrozenTarget.from_weights(dict(model.state_dict()), model.config).to("cpu", torch.float64)
+    assert (again.lm_head is again.embedding) == KINDS[kind][3]
+    assert again.lm_head.dtype == torch.float64
+
+
+def test_a_target_in_several_files_is_read_and_one_without_an_lm_head_is_refused(targets, tmp_path):
+    loaded(targets["llama"]).save_pretrained(tmp_path / "parts", max_shard_size="20KB")
+    assert len(list((tmp_path / "parts").glob("*.safetensors"))) > 1
+    parts, whole = FrozenTarget.from_folder(tmp_path / "parts"), FrozenTarget.from_folder(targets["llama"])
+    assert torch.equal(parts.lm_head, whole.lm_head)
+    shutil.copytree(targets["llama"], tmp_path / "less")
+    weights = load_file(tmp_path / "less" / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, tmp_path / "less" / "model.safetensors")
+    with pytest.raises(ConfigError, match="no lm_head"):
+        FrozenTarget.from_folder(tmp_path / "less")
+    with pytest.raises(ConfigError, match="no readable safetensors of a model"):
+        FrozenTarget.from_folder(tmp_path / "none")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_those_that_enter_the_layers_and_the_last_after_the_norm(kind: str, targets: dict[str, Path]):
+    model, tokens = loaded(targets[kind]), torch.arange(4, 20)
+    num_layers = model.config.num_hidden_layers
+    hidden, aux = hidden_states_of(model, tokens, (0, 1, num_layers))
+    with torch.no_grad():
+        expected = model.base_model(tokens[None], output_hidden_states=True)
+        entering = [expected.hidden_states[layer][0] for layer in (0, 1)]
+        assert aux is not None
+        assert torch.allclose(aux[:, :128], torch.cat(entering, -1), atol=1e-6)
+        assert torch.allclose(model.base_model.norm(aux[:, 128:]), hidden, atol=1e-5)
+    assert torch.allclose(hidden, expected.last_hidden_state[0], atol=1e-6)
+    assert hidden_states_of(model, tokens, ())[1] is None
+
+
+@given(st.integers(1, 128))
+def test_the_depths_that_eagle3_reads_are_distinct_and_there(num_layers: int):
+    layers = default_aux_layers(num_layers)
+    assert list(layers) == sorted(set(layers))
+    assert len(layers) == min(3, num_layers + 1)
+    assert 0 <= layers[0] <= layers[-1] <= num_layers
+
+
+# Checkpoints.
+
+
+@pytest.mark.parametrize(("method", "vocabulary"), [("eagle", None), ("eagle3", None), ("eagle3", [1, 5, 6, 12])])
+def test_a_checkpoint_is_the_head(method: str, vocabulary: list[int] | None, tmp_path: Path):
+    head, frozen, batch = made_head(method, vocabulary=vocabulary), made_target(), pack([made_sequence(9)])
+    again = load_head(head.save(tmp_path / "head"))
+    assert is_eagle_head(tmp_path / "head")
+    assert (again.method, again.aux_layers) == (head.method, head.aux_layers)
+    one, other = (drafter_loss(h, frozen, batch, LossConfig(kind="hass")) for h in (head, again))
+    assert torch.equal(one.loss, other.loss)
+    assert one.accept == other.accept
+    if vocabulary is not None:
+        assert again.draft_ids is not None
+        assert again.draft_ids.tolist() == vocabulary
+        assert again.get_buffer("t2d").nonzero()[:, 0].tolist() == vocabulary
+    assert load_head(tmp_path / "head", torch.bfloat16).get_parameter("fc.weight").dtype == torch.bfloat16
+
+
+def test_serving_weights_are_copies_and_hold_nothing_of_the_target():
+    for method in ("eagle", "eagle3"):
+        head = made_head(method)
+        weights = head.serving_weights()
+        assert not [name for name in weights if "embed" in name or "lm_head" in name]
+        with torch.no_grad():
+            head.get_parameter("fc.weight").zero_()
+        assert weights["fc.weight"].any()
+
+
+def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path):
+    made_head("eagle3").save(tmp_path / "head")
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"norm_before_residual": True}, "with norm_before_residual is of another layout"),
+        ({"speculators_model_type": "dflash"}, "of kind 'dflash' is not one we can read"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "lacks what an EAGLE-3 head's must say"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2]}, "fc.weight is missing, unknown or of another shape"),
+        ({"transformer_layer_config": 3}, "no readable config.json"),
+    ]
+    for change, complaint in cases:
+        (tmp_path / "head" / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match=complaint):
+            load_head(tmp_path / "head")
+    with pytest.raises(ConfigError, match="no readable config"):
+        load_head(tmp_path)
+    with pytest.raises(ConfigError, match="an EAGLE head here has one layer"):
+        load_head(targets["llama"])
+    with pytest.raises(ConfigError, match="only an EAGLE-3 head drafts from a part"):
+        new_head(targets["llama"], "eagle", 0, torch.arange(4))
+
+
+# A start from scratch.
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_seed_makes_the_same_new_head_for_any_target(method: Any, kind: str, targets: dict[str, Path]):
+    first, again, other = (new_head(targets[kind], method, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
+
+
+def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights(targets: dict[str, Path]):
+    folder = targets["llama"]
+    model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
+    heads = {name: new_head(folder, "eagle", 0) for name in ("fitted", "new")} | {"random": random_head(folder, 0)}
+    data = [along(model, heads["new"], row, 8) for row in texts_of(model, 24)]
+    held = pack(data[16:])
+    fit_inputs(heads["fitted"], frozen, pack(data[:16]))
+
+    def measured() -> dict[str, DrafterLoss]:
+        with torch.no_grad():
+            return {name: drafter_loss(head, frozen, held, LossConfig()) for name, head in heads.items()}
+
+    before = measured()
+    for head in heads.values():
+        train(head, frozen, data[:16], 15)
+    after = measured()
+    for found in (before, after):
+        assert found["fitted"].loss < after["random"].loss
+        assert found["fitted"].accept[0] > after["random"].accept[0]
+    assert after["fitted"].loss < after["new"].loss
+
+
+def test_an_eagle3_head_starts_with_the_targets_norm_and_its_rows_for_a_part_of_the_vocabulary(targets):
+    drafted = torch.tensor([3, 5, 20])
+    head = new_head(targets["qwen3"], "eagle3", 0, drafted)
+    assert isinstance(head, Eagle3Head)
+    weights = load_file(targets["qwen3"] / "model.safetensors")
+    assert torch.equal(head.norm.weight, weights["model.norm.weight"])
+    assert torch.equal(head.output_weight(made_target()), weights["lm_head.weight"][drafted])
+    before = head.get_parameter("fc.weight").clone()
+    fit_inputs(head, made_target(), pack([made_sequence(4)]))
+    assert torch.equal(head.get_parameter("fc.weight"), before)
+
+
+# In stock vLLM.
+
+
+@contextmanager
+def engine_with(target: Path, method: Any, head: Path, depth: int) -> Iterator[Engine]:
+    args = {"max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20}
+    drafters = {"learned": LearnedSpec(method=method, model=str(head))}
+    engine = Engine(str(target), drafters=drafters, max_draft_depth=depth, vllm_args=args)
+    try:
+        engine.set_policy(Fixed(Strategy.chain("learned", depth)))
+        yield engine
+    finally:
+        engine.close()
+
+
+def accepted(engine: Engine, prompt: list[int]) -> tuple[list[int], list[int]]:
+    """The greedy response to a prompt, and what was accepted of each draft for it."""
+    request = GenerationRequest(key=(0, "p", 0, 0), prompt_token_ids=prompt, max_response_tokens=60, ignore_eos=True)
+    rollout = engine.generate([request], rl_step=0, temperature=0.0)
+    drafted = [row for row in rollout.iterations if row["num_drafted"]]
+    return rollout.responses[0].token_ids, [row["accepted_per_request"][0] for row in drafted]
+
+
+def predicted(kept: list[int]) -> list[int]:
+    """What an engine accepts of each draft: the first follows the first token, each next one the bonus token."""
+    at, found = 1, []
+    while at < len(kept):
+        found.append(kept[at])
+        at += kept[at] + 1
+    return found
+
+
+CASES = [("llama", "eagle3", list(range(4, 22))), ("qwen2", "eagle", None), ("qwen3", "eagle3", None)]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(("kind", "method", "vocabulary"), CASES)
+def test_vllm_accepts_of_a_trained_heads_drafts_what_the_captured_states_foretell(
+    kind: str, method: Any, vocabulary: list[int] | None, targets: dict[str, Path], tmp_path: Path
+):
+    depth, folder = 4, targets[kind]
+    model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
+    head = new_head(folder, method, 0, None if vocabulary is None else torch.tensor(vocabulary))
+    fresh = head.save(tmp_path / "fresh")
+    data = [along(model, head, row, 8) for row in texts_of(model, 16)]
+    fit_inputs(head, frozen, pack(data))
+    train(head, frozen, data, 40, kind="eagle3" if method == "eagle3" else "hass", unroll=2, token_weight=1.0)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(6)]
+    with engine_with(folder, method, fresh, depth) as engine:
+        untrained = [accepted(engine, prompt) for prompt in prompts]
+        engine.update_draft_weights(head.serving_weights().items())
+        trained = [accepted(engine, prompt) for prompt in prompts]
+    assert [response for response, _ in trained] == [response for response, _ in untrained]
+    for drafter, found in ((load_head(fresh), untrained), (head, trained)):
+        for prompt, (response, drafts) in zip(prompts, found, strict=True):
+            sequence = along(model, drafter, torch.tensor(prompt + response), len(prompt))
+            expected = predicted(kept_along(drafter, frozen, sequence, depth).tolist())
+            # The last draft may reach beyond the response's end, where the text does not tell.
+            assert drafts[:-1] == expected[: len(drafts) - 1]
+            assert len(drafts) in (len(expected), len(expected) - 1)
+    before, after = (sum(sum(drafts) for _, drafts in found) for found in (untrained, trained))
+    assert after > before + 20
+    if vocabulary is None:
+        annotator = learned_annotator("learned", str(head.save(tmp_path / "head")), str(folder))
+        recorded = RecordedResponse(
+            key=(0, "p", 0, 0),
+            worker=0,
+            prompt_token_ids=prompts[0],
+            token_ids=trained[0][0],
+            opened_s=0.0,
+            times_s=np.arange(60.0),
+        )
+        (row,) = annotator.annotate([recorded], depth)
+        assert predicted(row.tolist())[: len(trained[0][1]) - 1] == trained[0][1][:-1]
+
+
+# Packing against padding.
+
+
+def test_both_sides_of_the_packing_benchmark_compute_the_same_loss():
+    head, frozen = made_head("eagle", std=0.1), made_target()
+    sequences = [made_sequence(n, seed=n, prompt_tokens=p) for n, p in ((30, 4), (5, 0), (12, 9))]
+    packed = drafter_loss(head, frozen, pack(sequences), LossConfig()).loss
+    assert float(padded_loss(head, frozen, sequences).detach()) == pytest.approx(float(packed.detach()), rel=1e-4)
+
+
+def test_packing_pays_on_lengths_with_a_tail_and_the_benchmark_says_how_much():
+    shape = Shape(hidden_size=32, intermediate_size=64, num_heads=2, vocab_size=64)
+    tail = [20] * 60 + [600] * 4
+    found = bench_packing(tail, shape=shape, batch=8, samples=64, rounds=3, longest=300)
+    assert found["longest_tokens"] == 300
+    assert found["filled"] > 0.3
+    assert found["ratio"]["estimate"] > 1.2
+    assert "samples/s, packed" in text(found)
+    assert bench_packing([50] * 16, shape=shape, rounds=1, samples=8)["filled"] == 0.0
+    with pytest.raises(ConfigError, match="do not fill a batch of 8"):
+        bench_packing([1, 50, 60])

@@ -1,0 +1,331 @@
+"""Learned drafters replayed over recorded text: against a chain drafted token by token, and against vLLM itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate
+from tltlab.calibration.acceptance.annotations import Agreement, AgreementCheck
+from tltlab.cli.annotate import parse_drafter
+from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
+from tltlab.runtime.drafter.heads.eagle import EagleHead, random_head
+from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.strategy import Strategy
+from tltlab.traces.schema import Manifest
+from tltlab.traces.token_times import RecordedResponse
+from tltlab.traces.trace import Trace
+
+WORDS = 24
+
+
+def changed_model(source: Path, folder: Path, change: Callable[[str, Tensor], Tensor]) -> Path:
+    """A copy of a model folder with its weights changed one by one."""
+    for file in source.iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    weights = load_file(source / "model.safetensors")
+    changed = {name: change(name, weight).contiguous() for name, weight in weights.items()}
+    save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def target_folder(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The random model with weak attention, so that a small head can learn what it does."""
+    folder = tmp_path_factory.mktemp("target")
+    return changed_model(random_model, folder, lambda name, weight: weight * (0.1 if "o_proj" in name else 1.0))
+
+
+@pytest.fixture(scope="module")
+def target(target_folder: Path) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def draft_model(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with noise on its weights: it is often right, and often wrong."""
+    generator = torch.Generator().manual_seed(1)
+    return changed_model(
+        target_folder,
+        tmp_path_factory.mktemp("draft-model"),
+        lambda name, weight: weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=generator),
+    )
+
+
+@pytest.fixture(scope="module")
+def eagle_head(target_folder: Path, target: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head trained for a moment on text of the target, so that some of its drafts are kept."""
+    head = random_head(target_folder, seed=7, std=0.1)
+    torch.manual_seed(0)
+    prompts = torch.randint(4, WORDS, (16, 12))
+    text = target.generate(prompts, max_length=90, do_sample=True, eos_token_id=None)
+    with torch.no_grad():
+        hidden = target.base_model(text).last_hidden_state
+        embedded, likeliest = target.get_input_embeddings()(text), target(text).logits.argmax(-1)
+    optimizer = torch.optim.AdamW(head.parameters(), lr=3e-3)
+    for _ in range(100):
+        logits = target.get_output_embeddings()(head(embedded[:, 1:], hidden[:, :-1]))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), likeliest[:, 1:].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return head.save(tmp_path_factory.mktemp("eagle"))
+
+
+def naive(text: list[int], start: int, depth: int, propose: Callable[[list[int], int], list[int]]) -> list[int]:
+    """Tokens kept at each position from `start` on, drafting anew at every one."""
+    kept = []
+    for at in range(start, len(text)):
+        draft, count = propose(text[:at], depth), 0
+        while count < min(len(draft), len(text) - at) and draft[count] == text[at + count]:
+            count += 1
+        kept.append(count)
+    return kept
+
+
+def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
+    def propose(text: list[int], depth: int) -> list[int]:
+        chain = list(text)
+        for _ in range(depth):
+            chain.append(int(model(torch.tensor([chain])).logits[0, -1].argmax()))
+        return chain[len(text) :]
+
+    return propose
+
+
+def eagle_chain(head: EagleHead, target: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
+    """Drafts by running the head over all again for each token, with its own states where the target has none."""
+
+    def propose(text: list[int], depth: int) -> list[int]:
+        states = target.base_model(torch.tensor([text[:-1]])).last_hidden_state
+        chain = list(text)
+        for _ in range(depth):
+            embedded = target.get_input_embeddings()(torch.tensor([chain[1:]]))
+            out = head(embedded, states)
+            chain.append(int(target.get_output_embeddings()(out[:, -1]).argmax()))
+            states = torch.cat([states, out[:, -1:]], 1)
+        return chain[len(text) :]
+
+    return propose
+
+
+def text_of(propose: Callable[[list[int], int], list[int]], num_tokens: int, seed: int) -> list[int]:
+    """Text that a drafter gets right for a while, again and again: 5 random tokens, then chains and odd tokens."""
+    rng = np.random.default_rng(seed)
+    text: list[int] = rng.integers(4, WORDS, 5).tolist()
+    while len(text) < 5 + num_tokens:
+        text += [*propose(text, int(rng.integers(0, 10))), int(rng.integers(4, WORDS))]
+    return text[: 5 + num_tokens]
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_keeps(draft_model, depth: int):
+    model = AutoModelForCausalLM.from_pretrained(draft_model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        text = text_of(greedy_chain(model), 48, seed=depth)
+        expected = naive(text, 5, depth, greedy_chain(model))
+        assert DraftModel(model).kept(torch.tensor(text), 5, depth).tolist() == expected
+    assert min(expected) == 0
+    assert max(expected) == depth
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+@pytest.mark.parametrize("chunk", [7, 256])
+def test_an_eagle_head_keeps_what_its_chain_drafted_at_every_position_keeps(
+    target, eagle_head, depth: int, chunk: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tltlab.runtime.drafter.offline.chains.CHUNK", chunk)
+    head = EagleHead.load(eagle_head)
+    with torch.inference_mode():
+        text = text_of(eagle_chain(head, target), 48, seed=depth)
+        expected = naive(text, 5, depth, eagle_chain(head, target))
+        assert Eagle(head, target).kept(torch.tensor(text), 5, depth).tolist() == expected
+    assert min(expected) == 0
+    assert max(expected) == depth
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_a_shallower_annotation_is_the_deep_one_cut(method: str, request: pytest.FixtureRequest, target_folder, target):
+    folder = request.getfixturevalue("eagle_head" if method == "eagle" else method)
+    annotator = learned_annotator(method, str(folder), str(target_folder))
+    with torch.inference_mode():
+        text = text_of(greedy_chain(target), 60, seed=4)
+    response = RecordedResponse(
+        key=(0, "p", 0, 0),
+        worker=0,
+        prompt_token_ids=text[:5],
+        token_ids=text[5:],
+        opened_s=0.0,
+        times_s=np.arange(60.0),
+    )
+    (deep,), (shallow,) = annotator.annotate([response], 8), annotator.annotate([response], 4)
+    assert shallow.tolist() == np.minimum(deep, 4).tolist()
+    assert (deep <= np.arange(60, 0, -1)).all()
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+@pytest.mark.parametrize("prompt", [[], [5], [5, 6]])
+def test_without_enough_text_before_it_nothing_is_drafted(
+    method: str, prompt: list[int], request: pytest.FixtureRequest, target_folder
+):
+    folder = request.getfixturevalue("eagle_head" if method == "eagle" else method)
+    annotator = learned_annotator(method, str(folder), str(target_folder))
+    response = RecordedResponse(
+        key=(0, "p", 0, 0), worker=0, prompt_token_ids=prompt, token_ids=[7], opened_s=0.0, times_s=np.zeros(1)
+    )
+    (row,) = annotator.annotate([response], 4)
+    assert row.shape == (1,)
+    if len(prompt) < (2 if method == "eagle" else 1):
+        assert row.tolist() == [0]
+
+
+def test_the_folder_says_what_a_learned_drafter_is(eagle_head, draft_model, target_folder):
+    assert isinstance(learned_annotator("learned", str(eagle_head), str(target_folder)), Eagle)
+    assert isinstance(learned_annotator("learned", str(draft_model), None), DraftModel)
+    named, annotator = parse_drafter(f"eagle:{eagle_head}@2", target_folder)
+    assert (named, type(annotator)) == (("learned", 2), Eagle)
+
+
+def test_a_head_is_the_same_after_saving_and_loading(eagle_head, tmp_path):
+    head = EagleHead.load(eagle_head)
+    again = EagleHead.load(head.save(tmp_path / "copy"))
+    x, hidden = torch.randn(1, 6, 64), torch.randn(1, 6, 64)
+    assert torch.equal(head(x, hidden), again(x, hidden))
+
+
+def test_the_same_seed_makes_the_same_head(target_folder):
+    first, again, other = (random_head(target_folder, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["fc.weight"], other["fc.weight"])
+
+
+def broken_heads(folder: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for name, change, settings, complaint in (
+        ("bias", {"fc.bias": torch.zeros(64)}, {}, "fc.bias is missing, unknown or of another shape"),
+        ("shape", {"fc.weight": torch.zeros(64, 64)}, {}, "fc.weight is missing, unknown or of another shape"),
+        ("layers", {}, {"num_hidden_layers": 2}, "has one layer, its config says 2"),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(weights | change, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text(json.dumps(config | settings))
+        yield tmp_path / name, complaint
+
+
+def test_a_checkpoint_of_another_layout_is_refused(eagle_head, target_folder, tmp_path):
+    for folder, complaint in broken_heads(eagle_head, tmp_path):
+        with pytest.raises(ConfigError, match=re.escape(complaint)):
+            learned_annotator("eagle", str(folder), str(target_folder))
+
+
+def test_what_cannot_be_replayed_is_refused(eagle_head, draft_model, tmp_path):
+    with pytest.raises(ConfigError, match="give --model"):
+        learned_annotator("eagle", str(eagle_head), None)
+    with pytest.raises(ConfigError, match="no such folder"):
+        learned_annotator("draft_model", str(tmp_path / "none"), None)
+    with pytest.raises(ConfigError, match="no language model there"):
+        learned_annotator("draft_model", str(tmp_path), None)
+    with pytest.raises(ConfigError, match="'medusa' cannot be annotated"):
+        learned_annotator("medusa", str(eagle_head), None)
+    with pytest.raises(ConfigError, match="holds a head of method 'eagle', not 'eagle3'"):
+        learned_annotator("eagle3", str(eagle_head), str(draft_model))
+    response = RecordedResponse(
+        key=(0, "p", 0, 0), worker=0, prompt_token_ids=[5], token_ids=[99], opened_s=0.0, times_s=np.zeros(1)
+    )
+    with pytest.raises(ConfigError, match="has token 99, the model's vocabulary ends at 23"):
+        learned_annotator("draft_model", str(draft_model), None).annotate([response], 4)
+
+
+@contextmanager
+def engine_with(model: Path, drafters: dict[str, LearnedSpec | NgramSpec | SuffixSpec]) -> Iterator[Engine]:
+    args = {"max_num_seqs": 16, "max_model_len": 128, "kv_cache_memory_bytes": 64 << 20}
+    engine = Engine(str(model), drafters=drafters, max_draft_depth=6, vllm_args=args)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def recorded(engine: Engine, strategy: Strategy, *, rl_step: int, temperature: float) -> Trace:
+    """Four groups of four responses under one strategy, as a trace."""
+    rng = np.random.default_rng(rl_step)
+    prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(4)]
+    requests = [
+        GenerationRequest(
+            key=(rl_step, f"p{n // 4}", n % 4, 0), prompt_token_ids=prompts[n // 4], max_response_tokens=40 + 4 * n
+        )
+        for n in range(16)
+    ]
+    engine.set_policy(Fixed(strategy))
+    rollout = engine.generate(requests, rl_step=rl_step, temperature=temperature)
+    keys = pd.DataFrame([r.key for r in rollout.responses], columns=["rl_step", "prompt_id", "sample", "turn"])
+    tables = {
+        "workload": keys.assign(
+            epoch=0, prompt_tokens=12, max_response_tokens=[r.max_response_tokens for r in requests], policy_version=0
+        ),
+        "outcomes": keys.assign(
+            response_tokens=[len(r.token_ids) for r in rollout.responses],
+            finish_reason=[r.finish_reason for r in rollout.responses],
+            worker=0,
+            t_submit=0.0,
+            t_first_token=[r.t_first_token for r in rollout.responses],
+            t_finish=[r.t_finish for r in rollout.responses],
+        ),
+        "tokens": keys.assign(
+            prompt_token_ids=[r.prompt_token_ids for r in requests],
+            token_ids=[r.token_ids for r in rollout.responses],
+        ),
+        "iterations": pd.DataFrame(rollout.iterations),
+    }
+    return Trace.from_tables(Manifest(kind="recorded", num_workers=1), tables)
+
+
+def agreement(trace: Trace, name: str, annotator: Annotator) -> Agreement:
+    check = AgreementCheck()
+    for step, rows in annotate(trace, {DraftedBy(name): annotator}, 6):
+        check.add(step, rows)
+    assert check.notes == []
+    (found,) = check.result()
+    return found
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("method", ["draft_model", "eagle"])
+def test_annotated_acceptance_is_what_the_engine_accepted(method: str, request: pytest.FixtureRequest, target_folder):
+    folder = str(request.getfixturevalue("eagle_head" if method == "eagle" else method))
+    annotator = learned_annotator(method, folder, str(target_folder))
+    with engine_with(target_folder, {"learned": LearnedSpec(method=method, model=folder)}) as engine:
+        for rl_step, temperature in enumerate([0.0, 0.4]):
+            trace = recorded(engine, Strategy.chain("learned", 6), rl_step=rl_step, temperature=temperature)
+            found = agreement(trace, "learned", annotator)
+            assert found.num_drafts > 100
+            assert 0.1 < found.recorded_mean < 5.5
+            assert found.equal_share == 1.0, (temperature, found)
+
+
+@pytest.mark.engine
+def test_model_free_drafters_agree_with_the_engine_draft_by_draft(target_folder):
+    specs = {"ngram": NgramSpec(), "suffix": SuffixSpec(scopes=("request", "group"))}
+    with engine_with(target_folder, specs) as engine:
+        for rl_step, (name, spec) in enumerate(specs.items()):
+            trace = recorded(engine, Strategy.chain(name, 6), rl_step=rl_step, temperature=0.4)
+            found = agreement(trace, name, ReplayedDrafter(spec.build))
+            assert found.num_drafts > 100
+            assert found.recorded_mean > 0.05
+            # Close to its cap a request's drafts are shorter, and a suffix drafter's shorter draft may be another one.
+            assert found.equal_share == 1.0 if name == "ngram" else found.equal_share > 0.99, found

@@ -1,0 +1,103 @@
+"""What a drafter would have had accepted along a text, against chains drafted one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.recipe.drafter import LossConfig
+from tltlab.runtime.trainer.packing import pack
+
+from ..small_heads import VOCABULARY, made_head, made_sequence, made_target
+
+HEADS = [("eagle", None), ("eagle3", None), ("eagle3", [1, 2, 5, 7, 8, 12])]
+
+
+def draft(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, known: int, depth: int) -> list[int]:
+    """The tokens drafted after the first `known` of a text, each by a pass over everything before it."""
+    assert sequence.aux is not None
+    text = sequence.token_ids[:known].tolist()
+    states = head.first_states(sequence.hidden, sequence.aux)[: known - 1]
+    for _ in range(depth):
+        positions = torch.arange(len(states)) + sequence.first_position
+        out = head(frozen.embedding[torch.tensor(text[1:])][None], states[None], positions[None])[0, -1:]
+        text.append(int(head.greedy(out, frozen)))
+        states = torch.cat([states, out])
+    return text[known:]
+
+
+def agreeable(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence) -> TrainingSequence:
+    """The same with its text rewritten to runs of what the head drafts, of several lengths, and odd tokens between."""
+    at, run = 2, 0
+    while at < len(sequence.token_ids):
+        for token in draft(head, frozen, sequence, at, run % 6):
+            if at < len(sequence.token_ids):
+                sequence.token_ids[at] = token
+            at += 1
+        at, run = at + 1, run + 1
+    return sequence
+
+
+@pytest.mark.parametrize(("method", "vocabulary"), HEADS)
+@pytest.mark.parametrize("chunk", [5, 256])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_kept_is_what_chains_drafted_one_by_one_keep(
+    method: str, vocabulary: list[int] | None, chunk: int, depth: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tltlab.runtime.drafter.offline.chains.CHUNK", chunk)
+    head, frozen = made_head(method, vocabulary=vocabulary), made_target()
+    with torch.inference_mode():
+        sequence = agreeable(head, frozen, made_sequence(40, first_position=11, prompt_tokens=3))
+        text, expected = sequence.token_ids.tolist(), []
+        for at in range(3, len(text)):
+            drafted, count = draft(head, frozen, sequence, at, depth), 0
+            while count < min(depth, len(text) - at) and drafted[count] == text[at + count]:
+                count += 1
+            expected.append(count)
+    kept = kept_along(head, frozen, sequence, depth)
+    assert kept.dtype == torch.uint8
+    assert kept.tolist() == expected
+    assert (min(expected), max(expected)) == (0, depth)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_shallower_limit_cuts_what_a_deep_one_keeps(method: str):
+    head, frozen = made_head(method), made_target()
+    with torch.inference_mode():
+        sequence = agreeable(head, frozen, made_sequence(40))
+    deep = kept_along(head, frozen, sequence, 6)
+    assert kept_along(head, frozen, sequence, 2).tolist() == deep.clamp(max=2).tolist()
+
+
+@pytest.mark.parametrize(("rows", "prompt", "expected"), [(0, 0, 1), (1, 0, 2), (5, 6, 0), (5, 9, 0), (2, 1, 2)])
+def test_every_response_token_has_a_number_and_those_without_two_tokens_before_them_have_0(
+    rows: int, prompt: int, expected: int
+):
+    kept = kept_along(made_head("eagle"), made_target(), made_sequence(rows, prompt_tokens=prompt), 4)
+    assert len(kept) == expected
+    assert kept[: max(2 - prompt, 0)].tolist() == [0] * min(max(2 - prompt, 0), expected)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_the_share_kept_on_text_of_the_target_is_what_training_predicts(method: str):
+    """`accept` is a mean of probabilities, `kept_along` counts tokens: on sampled text they estimate the same."""
+    head, frozen = made_head(method, std=0.15), made_target()
+    sequence = made_sequence(4000)
+    probabilities = torch.softmax(sequence.hidden @ frozen.lm_head.T * 0.3, -1)
+    generator = torch.Generator().manual_seed(3)
+    # Token t + 1 is drawn from the target's distribution at t, as a rollout at temperature 1 draws it.
+    sequence.token_ids[1:] = torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    flat = FrozenTarget(embedding=frozen.embedding, lm_head=frozen.lm_head * 0.3)
+    found = drafter_loss(head, flat, pack([sequence]), LossConfig(kind="hass", unroll=2))
+    kept = kept_along(head, flat, sequence, 2)[2:]
+    first, both = float((kept >= 1).float().mean()), float((kept >= 2).float().mean())
+    error = 4 * (first * (1 - first) / len(kept)) ** 0.5
+    assert found.accept[0] == pytest.approx(first, abs=error)
+    assert found.accept[1] == pytest.approx(both / first, abs=error / first)
+    assert first > 1.5 * error
+    assert VOCABULARY * first > 0.5

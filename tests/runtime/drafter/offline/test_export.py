@@ -1,0 +1,180 @@
+"""The by-product: a checkpoint that stock vLLM serves, handed out only if it drafts there as it should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.offline.export import Comparison, ExportConfig, Source, compare, export_drafter, find_source
+from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+
+from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
+
+torch.set_num_threads(1)
+CHECK = ExportConfig(max_response_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def target(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return easy_target(random_model, tmp_path_factory.mktemp("easy"), LONG_CONTEXT)
+
+
+@pytest.fixture(scope="module")
+def heads(target: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An EAGLE and an EAGLE-3 head that have learned something."""
+    folder = tmp_path_factory.mktemp("heads")
+    data = write_rows(folder / "responses.jsonl", sampled_rows(target, 48, 40))
+    for kind in ("eagle", "eagle3"):
+        config = WarmUpConfig(
+            loss=LossConfig(kind=kind, token_weight=1.0), optim=OptimConfig(lr=3e-3), updates=40, tokens_per_update=512
+        )
+        train_drafter(target, data, folder / kind, config, quiet)
+    return {kind: folder / kind for kind in ("eagle", "eagle3")}
+
+
+def quiet(message: str) -> None:
+    pass
+
+
+def change_weights(folder: Path, factor: float) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["fc.weight"] *= factor
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+def test_stock_vllm_keeps_as_many_drafts_as_the_head_should_have_had(
+    target: Path, heads: dict[str, Path], tmp_path: Path, kind: str
+):
+    out = tmp_path / "exported"
+    report = export_drafter(find_source(heads[kind]), out, CHECK, quiet)
+    for way in ("greedy", "sampled"):
+        length = report[way]["accept_length"]
+        assert length["measured"] == pytest.approx(length["expected"], rel=0.01)
+        assert length["measured"] > 1.7
+        first = report[way]["positions"]
+        assert first["measured"][0] == pytest.approx(first["expected"][0], abs=0.02)
+    assert report["prompts"] == 10
+    assert json.loads((out / "export.json").read_text()) | {"out": str(out)} == report
+    weights, own = load_file(out / "model.safetensors"), load_file(target / "model.safetensors")
+    assert torch.equal(weights["embed_tokens.weight"], own["model.embed_tokens.weight"])
+    config = json.loads((out / "config.json").read_text())
+    if kind == "eagle3":
+        assert torch.equal(weights["lm_head.weight"], own["lm_head.weight"])
+        assert config["speculators_model_type"] == "eagle3"
+        assert config["speculators_config"]["verifier"]["name_or_path"] == str(target.resolve())
+    else:
+        assert "lm_head.weight" not in weights
+        assert config["num_hidden_layers"] == 1
+
+
+@pytest.mark.engine
+def test_a_head_that_learned_nothing_is_not_exported(target: Path, heads: dict[str, Path], tmp_path: Path):
+    dead = load_head(heads["eagle"])
+    with torch.no_grad():
+        for value in dead.parameters():
+            value.zero_()
+    dead.save(tmp_path / "dead")
+    source = Source(head=tmp_path / "dead", target=target, prompts=target / "heldout.jsonl")
+    with pytest.raises(RunError, match="learned nothing") as caught:
+        export_drafter(source, tmp_path / "exports" / "dead", CHECK, quiet)
+    assert caught.value.exit_code == 1
+    assert list((tmp_path / "exports").iterdir()) == []
+
+
+@pytest.mark.engine
+def test_a_checkpoint_that_is_not_the_heads_falls_short(target: Path, heads: dict[str, Path], tmp_path: Path):
+    report = heads["eagle"]
+    load_head(report).save(tmp_path / "other")
+    change_weights(tmp_path / "other", -1.0)
+    prompts = [[4 + n, 5, 6, 7] for n in range(10)]
+    found = compare(tmp_path / "other", load_head(report), target, prompts, CHECK)
+    assert all("the head should have had" in comparison.fault for comparison in found)
+    assert [comparison.temperature for comparison in found] == [0.0, 1.0]
+
+
+@pytest.mark.engine
+def test_what_stock_vllm_does_not_load_is_told_in_one_sentence(target: Path, heads: dict[str, Path], tmp_path: Path):
+    load_head(heads["eagle"]).save(tmp_path / "odd")
+    weights = load_file(tmp_path / "odd" / "model.safetensors")
+    save_file(weights | {"lm_head.weight": torch.zeros(24, 64)}, tmp_path / "odd" / "model.safetensors")
+    with pytest.raises(RunError, match="stock vLLM does not start") as caught:
+        compare(tmp_path / "odd", load_head(heads["eagle"]), target, [[4, 5, 6]], CHECK)
+    assert "\n" not in str(caught.value)
+
+
+def comparison(**given: Any) -> Comparison:
+    settings: dict[str, Any] = {
+        "temperature": 0.0,
+        "expected_accept_length": 2.0,
+        "measured_accept_length": 2.0,
+        "expected_positions": [0.6],
+        "measured_positions": [0.6],
+        "passes": 100,
+        "first_kept": 0.6,
+        "commonest": 0.2,
+    }
+    return Comparison(**settings | given)
+
+
+def test_rounding_is_forgiven_and_a_shortfall_is_not():
+    assert comparison().fault == ""
+    assert comparison(measured_accept_length=1.95).fault == ""
+    assert comparison(measured_accept_length=2.5).fault == ""
+    assert "1.80 tokens per pass" in comparison(measured_accept_length=1.8).fault
+    assert "commonest token" in comparison(first_kept=0.1).fault
+
+
+def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, heads: dict[str, Path], tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    recipe = {"model": str(target), "data": {"train": "train.jsonl", "heldout": "heldout.jsonl", "chat": True}}
+    (run / "run.json").write_text(json.dumps({"recipe": recipe}))
+    with pytest.raises(ConfigError, match="trained no drafter"):
+        find_source(run)
+    load_head(heads["eagle"]).save(run / "drafter" / "final")
+    found = find_source(run)
+    assert found == Source(head=run / "drafter" / "final", target=target, prompts=Path("heldout.jsonl"), chat=True)
+    (run / "checkpoints" / "final").mkdir(parents=True)
+    assert find_source(run).target == run / "checkpoints" / "final"
+    mine = find_source(run, target, "mine.jsonl", prompt_column="q", chat=False)
+    assert mine == Source(head=found.head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
+
+
+def test_wrong_input_is_refused_and_nothing_is_written(target: Path, heads: dict[str, Path], tmp_path: Path):
+    load_head(heads["eagle"]).save(tmp_path / "bare")
+    (tmp_path / "nothing").mkdir()
+    for path, model, said in (
+        (tmp_path / "nowhere", None, "no such folder"),
+        (tmp_path / "bare", None, "give --model"),
+        (tmp_path / "bare", tmp_path / "nowhere", "no such folder"),
+        (tmp_path / "bare", tmp_path / "nothing", "give --prompts"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_source(path, model, None)
+    other = tmp_path / "other"
+    other.mkdir()
+    shape = json.loads((target / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(shape | {"vocab_size": 99}))
+    new_head(other, "eagle", 0).save(tmp_path / "foreign")
+    (other / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": 9, "layer_types": None}))
+    (other / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes())
+    new_head(other, "eagle3", 0).save(tmp_path / "deep")
+    for head, prompts, said in (
+        (tmp_path / "foreign", target / "heldout.jsonl", "vocab_size 99"),
+        (tmp_path / "deep", target / "heldout.jsonl", "reads layer 6 of its target"),
+        (tmp_path / "nothing", target / "heldout.jsonl", "no readable config"),
+        (tmp_path / "bare", tmp_path / "nowhere.jsonl", "cannot read"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            export_drafter(Source(head=head, target=target, prompts=prompts), tmp_path / "out", CHECK, quiet)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,352 @@
+"""The offline warm-up: what it reads, what it holds out, what it learns and reports, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import typer
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from tltlab.errors import InputError, RunError
+from tltlab.runtime.cli.train_drafter import train_drafter as command
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.offline.data import (
+    Epochs,
+    TargetStates,
+    Text,
+    TextConfig,
+    load_target,
+    read_texts,
+    split_by_prompt,
+)
+from tltlab.runtime.drafter.offline.evaluate import acceptance_along, walk
+from tltlab.runtime.drafter.offline.warm_up import MARKER, WarmUpConfig, train_drafter
+from tltlab.runtime.new_folder import new_folder
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+from .easy_target import LONG_CONTEXT, easy_target, sampled_rows, write_rows
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def target(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return easy_target(random_model, tmp_path_factory.mktemp("easy"))
+
+
+@pytest.fixture(scope="module")
+def data(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_rows(tmp_path_factory.mktemp("data") / "responses.jsonl", sampled_rows(target, 48, 40))
+
+
+def config(kind: str = "eagle", **given: Any) -> WarmUpConfig:
+    settings: dict[str, Any] = {
+        "loss": LossConfig(kind=kind, token_weight=1.0),
+        "optim": OptimConfig(lr=3e-3, warmup=5),
+        "updates": 40,
+        "tokens_per_update": 512,
+        "check_every": 10,
+        "heldout": 0.2,
+        "depth": 6,
+    }
+    return WarmUpConfig(**settings | given)
+
+
+def quiet(message: str) -> None:
+    pass
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
+def test_a_drafter_learns_and_the_report_tells_held_out_acceptance_before_and_after(
+    target: Path, data: Path, tmp_path: Path, kind: str
+):
+    out = tmp_path / "head"
+    report = train_drafter(target, data, out, config(kind), quiet)
+    before, after = report["before"], report["after"]
+    assert before["accept_length"] < 1.3 < 1.8 < after["accept_length"]
+    assert after["loss"] < before["loss"]
+    assert after["drafts"] == 40 * report["heldout_responses"] == 40 * 10
+    assert report["updates"] == 40
+    assert [check["update"] for check in report["checks"]] == [10, 20, 30, 40]
+    assert json.loads((out / "training.json").read_text()) | {"out": str(out)} == report
+    assert load_head(out).method == ("eagle3" if kind == "eagle3" else "eagle")
+
+
+def test_what_is_reported_is_what_the_written_head_does_on_prompts_it_was_not_trained_on(
+    target: Path, data: Path, tmp_path: Path
+):
+    report = train_drafter(target, data, tmp_path / "head", config(), quiet)
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    texts = [Text(prompt_token_ids=row["prompt"], token_ids=row["response"]) for row in rows]
+    heldout = split_by_prompt(texts, 0.2, np.random.default_rng([0, 2]))[1]
+    model, frozen = load_target(target)
+    head = load_head(tmp_path / "head")
+    states = TargetStates(model, (), 1 << 20)
+    found = acceptance_along(head, frozen, [states.of(text) for text in heldout], 6)
+    assert found.to_json() == {name: report["after"][name] for name in ("accept_length", "positions", "drafts")}
+
+
+def test_chances_by_position_multiply_to_the_accepted_length_where_the_text_does_not_end(target: Path):
+    """The slow way: count, at every position, how far each draft goes."""
+    model, frozen = load_target(target)
+    head = new_head(target, "eagle", seed=1)
+    [row] = sampled_rows(target, 1, 30)
+    sequence = TargetStates(model, (), 1 << 20).of(Text(prompt_token_ids=row["prompt"], token_ids=row["response"]))
+    kept = kept_along(head, frozen, sequence, 4).tolist()
+    found = acceptance_along(head, frozen, [sequence], 4)
+    assert found.accept_length == pytest.approx(1 + sum(kept) / len(kept))
+    for step in range(4):
+        reached = [k for at, k in enumerate(kept) if k >= step and at + step < len(kept)]
+        expected = sum(k > step for k in reached) / len(reached) if reached else None
+        assert found.positions[step] == (pytest.approx(expected) if reached else None)
+
+
+def test_a_walk_makes_every_token_but_the_first_in_some_pass():
+    rng = np.random.default_rng(0)
+    for length in range(20):
+        kept = [int(min(k, length - at)) for at, k in enumerate(rng.integers(0, 5, length))]
+        passes = walk(kept)
+        made = [token for at in passes for token in range(at, min(at + kept[at] + 1, length))]
+        assert made == list(range(1, length))
+
+
+def test_training_stops_when_the_held_out_accept_length_is_reached(target: Path, data: Path, tmp_path: Path):
+    report = train_drafter(target, data, tmp_path / "head", config(until_accept_length=1.5, updates=400), quiet)
+    assert report["updates"] < 400
+    lengths = [check["accept_length"] for check in report["checks"]]
+    assert all(length < 1.5 for length in lengths[:-1])
+    assert lengths[-1] >= 1.5
+    more = config(until_accept_length=1.5, head=str(tmp_path / "head"))
+    assert train_drafter(target, data, tmp_path / "more", more, quiet)["updates"] == 0
+
+
+def test_training_goes_on_from_a_head(target: Path, data: Path, tmp_path: Path):
+    first = train_drafter(target, data, tmp_path / "first", config(), quiet)
+    more = train_drafter(target, data, tmp_path / "more", config(head=str(tmp_path / "first"), updates=0), quiet)
+    assert more["before"] == more["after"] == first["after"]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("first", "more")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_states_that_do_not_fit_are_computed_again_and_nothing_else_changes(target: Path, data: Path, tmp_path: Path):
+    kept = train_drafter(target, data, tmp_path / "kept", config(updates=10), quiet)
+    again = train_drafter(target, data, tmp_path / "again", config(updates=10, max_bytes=50_000), quiet)
+    assert again["target_tokens"] > 2 * kept["target_tokens"] == 2 * 48 * 45
+    assert again["after"] == kept["after"]
+
+
+def test_an_epoch_uses_each_text_once_and_a_long_one_is_cut_where_its_response_is(target: Path):
+    model, _ = load_target(target)
+    texts = [Text(prompt_token_ids=[4] * n, token_ids=[5] * 10) for n in range(2, 10)]
+    epochs = Epochs(texts, TargetStates(model, (), 1 << 20), np.random.default_rng(0))
+    lengths = []
+    while len(lengths) < len(texts):
+        drawn = epochs.take(40)
+        assert sum(sequence.num_rows for sequence in drawn) <= 40
+        lengths += [sequence.num_rows for sequence in drawn]
+    assert sorted(lengths) == [text.num_tokens - 1 for text in texts]
+    [cut] = Epochs([texts[-1]], TargetStates(model, (), 0), np.random.default_rng(0)).take(5)
+    assert cut.num_rows == 5 >= cut.prompt_tokens
+
+
+def test_texts_are_drawn_at_random_and_none_twice(target: Path, tmp_path: Path):
+    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": [4 + n, 5], "response": [6]} for n in range(20)])
+    seen: Counter[int] = Counter()
+    for seed in range(200):
+        texts = read_texts(path, TextConfig(responses=5), None, np.random.default_rng(seed))
+        firsts = [text.prompt_token_ids[0] for text in texts]
+        assert firsts == sorted(set(firsts))
+        assert len(firsts) == 5
+        seen.update(firsts)
+    assert len(seen) == 20
+    assert all(25 <= count <= 80 for count in seen.values())
+
+
+def test_no_prompt_is_both_trained_on_and_held_out():
+    texts = [Text(prompt_token_ids=[n % 7, 1], token_ids=[n]) for n in range(40)]
+    trained, heldout = split_by_prompt(texts, 0.3, np.random.default_rng(0))
+    assert len(trained) + len(heldout) == 40
+    sides = [{tuple(text.prompt_token_ids) for text in side} for side in (trained, heldout)]
+    assert not sides[0] & sides[1]
+    assert len(sides[1]) == 2
+
+
+def test_texts_come_from_a_trace_a_parquet_file_or_a_jsonl_file(target: Path, tmp_path: Path):
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    rows = [{"prompt": "w1 w2", "response": "w3 w4 w5"}, {"prompt": "w2 w2", "response": "w6"}]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "text.parquet")
+    eos = tokenizer.eos_token_id
+    expected = [([5, 6], [7, 8, 9, eos]), ([6, 6], [10, eos])]
+    key = {"rl_step": [0, 0], "prompt_id": ["a", "b"], "sample": [0, 0], "turn": [0, 0]}
+    Trace.from_tables(
+        Manifest(kind="recorded", name="t", created="2026-01-01T00:00:00Z", license="x", source="x"),
+        {
+            "workload": pd.DataFrame(
+                {**key, "epoch": 0, "prompt_tokens": 2, "max_response_tokens": 9, "policy_version": 0}
+            ),
+            "outcomes": pd.DataFrame({**key, "response_tokens": [4, 2], "finish_reason": ["stop", "stop"]}),
+            "tokens": pd.DataFrame(
+                {**key, "prompt_token_ids": [e[0] for e in expected], "token_ids": [e[1] for e in expected]}
+            ),
+        },
+    ).write(tmp_path / "trace")
+    for source in (path, tmp_path / "text.parquet", tmp_path / "trace"):
+        texts = read_texts(source, TextConfig(), tokenizer, np.random.default_rng(0))
+        assert [(text.prompt_token_ids, text.token_ids) for text in texts] == expected
+    short = read_texts(path, TextConfig(max_response_tokens=2, responses=1), tokenizer, np.random.default_rng(0))
+    assert [len(text.token_ids) for text in short] == [2]
+
+
+@pytest.mark.engine
+def test_a_model_answers_prompts_alone_and_the_command_reports_as_json(random_model: Path, tmp_path: Path):
+    (tmp_path / "target").mkdir()
+    target = easy_target(random_model, tmp_path / "target", LONG_CONTEXT)
+    app = typer.Typer()
+    app.command()(command)
+    options = ["--updates", "5", "--tokens-per-update", "256", "--max-response-tokens", "24", "--json"]
+    arguments = [str(target), str(target / "train.jsonl"), "--out", str(tmp_path / "head"), *options]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert report["responses"] == 32
+    assert report["updates"] == 5
+    assert report["tokens"] > 0
+    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "training.json",
+    ]
+
+
+def test_without_updates_the_head_is_written_as_it_was_measured(target: Path, data: Path, tmp_path: Path):
+    made = train_drafter(target, data, tmp_path / "made", config(updates=0), quiet)
+    again = train_drafter(target, data, tmp_path / "again", config(updates=0, head=str(tmp_path / "made")), quiet)
+    assert made["before"] == made["after"] == again["before"]
+
+
+def test_a_target_whose_states_are_not_finite_is_told_before_training(random_model: Path, data: Path, tmp_path: Path):
+    (tmp_path / "broken").mkdir()
+    target = easy_target(random_model, tmp_path / "broken")
+    weights = load_file(target / "model.safetensors")
+    weights["model.norm.weight"][3] = torch.nan
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunError, match="not finite: look for NaN"):
+        train_drafter(target, data, tmp_path / "heads" / "new", config(), quiet)
+    assert list((tmp_path / "heads").iterdir()) == []
+
+
+def test_an_earlier_checkpoint_stays_where_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "head"
+    out.mkdir()
+    (out / MARKER).write_text("earlier")
+    move = os.replace
+
+    def refuse(old: Path, new: Path) -> None:
+        if Path(old).name == "new":
+            raise OSError("refused")
+        move(old, new)
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(RunError, match="was not written"), new_folder(out, MARKER) as folder:
+        (folder / MARKER).write_text("later")
+    assert (out / MARKER).read_text() == "earlier"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_is_interrupted_leaves_nothing_behind(
+    target: Path, data: Path, tmp_path: Path, error: type[BaseException]
+):
+    def stop(message: str) -> None:
+        if message.startswith("update 20"):
+            raise error
+
+    with pytest.raises(error):
+        train_drafter(target, data, tmp_path / "heads" / "new", config(), stop)
+    assert list((tmp_path / "heads").iterdir()) == []
+
+
+def test_a_full_disk_is_told_in_one_sentence_and_nothing_is_left(target: Path, data: Path, tmp_path: Path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(RunError, match="was not written") as caught:
+            train_drafter(target, data, tmp_path / "heads" / "new", config(updates=1), quiet)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(caught.value)
+    assert list((tmp_path / "heads").iterdir()) == []
+
+
+def test_wrong_input_is_refused_in_one_sentence_and_nothing_is_written(target: Path, data: Path, tmp_path: Path):
+    new_head(target, "eagle3", 0).save(tmp_path / "eagle3")
+    narrow = tmp_path / "narrow"
+    narrow.mkdir()
+    shape = json.loads((target / "config.json").read_text())
+    (narrow / "config.json").write_text(json.dumps(shape | {"hidden_size": 32}))
+    new_head(narrow, "eagle", 0).save(tmp_path / "small")
+    files = {
+        "empty": "",
+        "broken": "{",
+        "mixed": '{"prompt": [4, 5], "response": [6]}\n{"prompt": [4, 5]}\n',
+        "messages": '{"prompt": [{"role": "user", "content": "w1"}], "response": [6]}\n',
+        "negative": '{"prompt": [4, -1], "response": [6]}\n{"prompt": [5], "response": [7]}\n',
+        "text": '{"prompt": "w1 w2", "response": "w3"}\n',
+        "foreign": '{"prompt": [4, 5], "response": [999]}\n{"prompt": [5], "response": [7]}\n',
+        "short": '{"prompt": [4], "response": [6]}\n{"prompt": [5], "response": [7]}\n',
+        "one": '{"prompt": [4, 5], "response": [6]}\n' * 3,
+        "column": '{"question": "w1"}\n',
+    }
+    for name, text in files.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "precious.txt").write_text("mine")
+    out = tmp_path / "out"
+    cases: list[tuple[Path, Path, Path, WarmUpConfig, str]] = [
+        (tmp_path / "nowhere", data, out, config(), "no such folder"),
+        (target, tmp_path / "nowhere.jsonl", out, config(), "cannot read"),
+        (target, target, out, config(), "neither a trace nor"),
+        (target, tmp_path / "empty.jsonl", out, config(), "nothing to train"),
+        (target, tmp_path / "broken.jsonl", out, config(), "not what its name says"),
+        (target, tmp_path / "mixed.jsonl", out, config(), "unlike the first"),
+        (target, tmp_path / "messages.jsonl", out, config(), "not of token ids"),
+        (target, tmp_path / "text.jsonl", out, config(texts=TextConfig(chat=True)), "no chat template"),
+        (target, tmp_path / "foreign.jsonl", out, config(), "token 999, and the model's vocabulary goes from 0 to 23"),
+        (target, tmp_path / "negative.jsonl", out, config(), "token -1"),
+        (target, tmp_path / "short.jsonl", out, config(), "long enough"),
+        (target, tmp_path / "one.jsonl", out, config(), "one prompt"),
+        (target, tmp_path / "column.jsonl", out, config(), "no column 'prompt'"),
+        (target, data, out, config(head=str(tmp_path / "eagle3")), "holds an eagle3 head"),
+        (target, data, out, config(head=str(tmp_path / "small")), "hidden_size 32"),
+        (target, data, out, config("eagle3", head=str(tmp_path / "small")), "trains eagle3 heads"),
+        (target, data, out, config(head=str(tmp_path / "nowhere")), "no readable config"),
+        (target, data, full, config(), "name another folder"),
+    ]
+    for model, source, where, settings, said in cases:
+        with pytest.raises(InputError, match=said) as caught:
+            train_drafter(model, source, where, settings, quiet)
+        assert caught.value.exit_code == 2
+        assert "\n" not in str(caught.value)
+    assert not out.exists()
+    assert not list(tmp_path.glob(".*"))

@@ -1,0 +1,76 @@
+"""Random heads and sequences, and what a head does computed slowly: one chain at a time, with no packing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from tltlab.runtime.drafter.heads.eagle import EagleHead
+from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.sequences import TrainingSequence
+
+VOCABULARY, HIDDEN, AUX = 13, 32, 3
+
+
+def made_head(method: str, *, seed: int = 0, std: float = 0.25, vocabulary: list[int] | None = None) -> DrafterHead:
+    """A head of random weights, wide enough that every input matters."""
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+    )
+    drafted = None if vocabulary is None else torch.tensor(vocabulary)
+    head = EagleHead(config) if method == "eagle" else Eagle3Head(config, (0, 1, 2), drafted)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, value in sorted(head.named_parameters()):
+            value.normal_(0.0, std, generator=generator)
+            if value.dim() == 1:
+                value.add_(1.0)
+    return head
+
+
+def made_target(seed: int = 1) -> FrozenTarget:
+    generator = torch.Generator().manual_seed(seed)
+    embedding, lm_head = (torch.randn(VOCABULARY, HIDDEN, generator=generator) for _ in range(2))
+    return FrozenTarget(embedding=embedding, lm_head=lm_head)
+
+
+def made_sequence(rows: int, *, seed: int = 2, first_position: int = 0, prompt_tokens: int = 0) -> TrainingSequence:
+    generator = torch.Generator().manual_seed(seed)
+    return TrainingSequence(
+        key=(0, "p", seed, 0),
+        token_ids=torch.randint(0, VOCABULARY, (rows + 1,), generator=generator),
+        hidden=torch.randn(rows, HIDDEN, generator=generator),
+        aux=torch.randn(rows, AUX * HIDDEN, generator=generator),
+        first_position=first_position,
+        prompt_tokens=prompt_tokens,
+    )
+
+
+def drafted_states(
+    head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence, start: int, num_steps: int
+) -> list[Tensor]:
+    """The states (H) that the chain from row `start` makes, each by a pass of its own over all that comes before.
+
+    Inputs up to `start` read the target's states, later ones the chain's; tokens are the text's.
+    """
+    assert sequence.aux is not None
+    states = head.first_states(sequence.hidden, sequence.aux)[: start + 1]
+    made = []
+    for step in range(num_steps):
+        rows = start + step + 1
+        embedded = frozen.embedding[sequence.token_ids[1 : rows + 1]]
+        positions = torch.arange(rows) + sequence.first_position
+        out = head(embedded[None], states[None], positions[None])[0, -1]
+        made.append(out)
+        states = torch.cat([states, out[None]])
+    return made

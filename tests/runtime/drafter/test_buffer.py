@@ -1,0 +1,283 @@
+"""What a worker keeps to train on, and what it draws from it."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, stretch
+from tltlab.runtime.drafter.buffer_file import TrainerData, read_data, write_data
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.recipe.drafter import BufferConfig
+from tltlab.runtime.trainer.packing import pack
+
+HIDDEN = 3
+ROW_BYTES = HIDDEN * 4 + 8
+
+
+def made(number: int, rows: int, *, prompt: int = 0, rl_step: int = 0, aux: bool = False) -> TrainingSequence:
+    """Row t of sequence n holds the state 1000 n + t, so that whatever comes back says where it is from."""
+    states = (1000.0 * number + torch.arange(rows))[:, None].expand(rows, HIDDEN)
+    return TrainingSequence(
+        key=(rl_step, str(number), 0, 0),
+        token_ids=1000 * number + torch.arange(rows + 1),
+        hidden=states.clone(),
+        aux=states.repeat(1, 2) if aux else None,
+        first_position=5,
+        prompt_tokens=prompt,
+    )
+
+
+def rng(seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def filled(*sequences: TrainingSequence, rl_step: int = 0, **config: float) -> DataBuffer:
+    buffer = DataBuffer(BufferConfig(**config))
+    buffer.begin(rl_step)
+    for sequence in sequences:
+        buffer.add(sequence)
+    return buffer
+
+
+def numbers(drawn: list[TrainingSequence]) -> list[int]:
+    return [int(sequence.key[1]) for sequence in drawn]
+
+
+def same(one: TrainingSequence, other: TrainingSequence) -> bool:
+    def parts(sequence: TrainingSequence) -> tuple[object, ...]:
+        tensors = (sequence.token_ids, sequence.hidden, sequence.aux)
+        told = [None if tensor is None else tensor.tolist() for tensor in tensors]
+        return (*told, sequence.key, sequence.first_position, sequence.prompt_tokens)
+
+    return parts(one) == parts(other)
+
+
+def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
+    start = part.first_position - whole.first_position
+    return same(part, stretch(whole, start, part.num_rows))
+
+
+def test_an_empty_buffer_gives_nothing_and_one_sequence_is_what_it_gives():
+    assert filled().sample(100, rng()) == []
+    only = made(1, 10)
+    buffer = filled(only)
+    for _ in range(3):
+        (got,) = buffer.sample(100, rng())
+        assert same(got, only)
+
+
+def test_half_of_an_update_is_the_longest_of_the_steps_before():
+    buffer = filled(*(made(n, 20 + 10 * n) for n in range(8)))
+    buffer.begin(1)
+    for n in range(10, 30):
+        buffer.add(made(n, 40, rl_step=1))
+    for seed in range(5):
+        drawn = buffer.sample(400, rng(seed))
+        old = [sequence for sequence in drawn if sequence.rl_step == 0]
+        assert sum(sequence.num_rows for sequence in drawn) == 400
+        assert sum(sequence.num_rows for sequence in old) == 200
+        assert set(numbers(old)) <= {4, 5, 6, 7}
+
+
+def test_what_one_side_lacks_the_other_gives_and_at_last_the_shorter_half():
+    buffer = filled(made(0, 50), made(1, 50), made(2, 60), made(3, 60))
+    buffer.begin(1)
+    assert sorted(numbers(buffer.sample(10_000, rng()))) == [0, 1, 2, 3]
+    buffer.begin(1)
+    assert sorted(numbers(buffer.sample(120, rng()))) == [2, 3]
+    buffer.add(made(4, 30, rl_step=1))
+    drawn = buffer.sample(150, rng())
+    assert sorted(numbers(drawn)) == [2, 3, 4]
+
+
+def test_every_sequence_is_drawn_once_before_any_is_drawn_twice():
+    buffer = filled(*(made(n, 40) for n in range(10)))
+    source = rng()
+    for _ in range(3):
+        epoch = [number for _ in range(5) for number in numbers(buffer.sample(80, source))]
+        assert sorted(epoch) == list(range(10))
+
+
+def test_the_same_generator_draws_the_same():
+    buffers = [filled(*(made(n, 30 + n) for n in range(12))) for _ in range(2)]
+    sources = [rng(7), rng(7)]
+    for _ in range(6):
+        one, other = (buffer.sample(100, source) for buffer, source in zip(buffers, sources, strict=True))
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+    assert numbers(filled(*(made(n, 30) for n in range(12))).sample(300, rng(8))) != numbers(one)
+
+
+def test_a_long_sequence_is_cut_to_random_stretches_that_hold_some_of_the_response():
+    whole = made(1, 1000, prompt=400, aux=True)
+    buffer = filled(whole)
+    starts = set()
+    for seed in range(40):
+        (part,) = buffer.sample(100, rng(seed))
+        assert part.num_rows == 100
+        assert is_stretch(part, whole)
+        assert part.prompt_tokens <= 50
+        assert torch.equal(pack([part]).positions, part.first_position + torch.arange(99))
+        starts.add(part.first_position)
+    assert len(starts) > 30
+    assert min(starts) < 450 < 850 < max(starts)
+
+
+def test_few_rows_left_are_not_filled_with_a_stretch_without_context():
+    buffer = filled(*(made(n, 100) for n in range(4)))
+    drawn = buffer.sample(100 + SHORTEST_STRETCH - 1, rng())
+    assert [sequence.num_rows for sequence in drawn] == [100]
+
+
+def test_the_oldest_step_gives_way_first_and_in_it_the_shortest():
+    sequences = [made(1, 50), made(2, 20), made(3, 10, rl_step=1), made(4, 40, rl_step=1)]
+    budget = sum(sequence.nbytes for sequence in sequences)
+    buffer = filled(*sequences, max_bytes=budget)
+    left = []
+    for n in range(5, 9):
+        buffer.add(made(n, 19, rl_step=1))
+        left.append({int(sequence.key[1]) for sequence in buffer.sample(10_000, rng())})
+    assert left == [{1, 3, 4, 5}, {3, 4, 5, 6}, {3, 4, 5, 6, 7}, {4, 5, 6, 7, 8}]
+    assert buffer.evicted == 3
+
+
+def test_steps_that_are_too_old_go():
+    buffer = filled(made(1, 30), rl_steps=2)
+    buffer.begin(1)
+    buffer.add(made(2, 30, rl_step=1))
+    assert len(buffer) == 2
+    buffer.begin(2)
+    assert numbers(buffer.sample(1000, rng())) == [2]
+    buffer.add(made(3, 30, rl_step=0))
+    assert (len(buffer), buffer.refused) == (1, 1)
+
+
+def test_a_sequence_larger_than_the_buffer_keeps_its_end_or_is_refused():
+    whole = made(1, 1000, prompt=10)
+    buffer = filled(whole, max_bytes=100 * ROW_BYTES + 8)
+    (part,) = buffer.sample(5000, rng())
+    assert (buffer.cut, buffer.refused) == (1, 0)
+    assert same(part, stretch(whole, 900, 100))
+    small = filled(whole, max_bytes=ROW_BYTES)
+    assert (len(small), small.nbytes, small.refused) == (0, 0, 1)
+
+
+def test_what_teaches_nothing_is_refused():
+    buffer = filled(made(1, 0), made(2, 1), made(3, 8, prompt=9), made(4, 8, prompt=8))
+    assert buffer.refused == 3
+    (kept,) = buffer.sample(100, rng())
+    assert int(pack([kept]).mask.sum()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_buffer_out_of_a_file_draws_what_the_other_would_have_drawn(dtype: torch.dtype, tmp_path: Path):
+    held = [made(n, 6 + n, rl_step=n // 4, aux=n == 2) for n in range(8)]
+    buffer = filled(*(replace(s, hidden=s.hidden.to(dtype)) for s in held), rl_step=1, max_bytes=8 * 16 * ROW_BYTES)
+    generator = rng(3)
+    buffer.sample(40, generator)
+    path = tmp_path / "of" / "data.safetensors"
+    write_data(
+        path,
+        TrainerData(held=buffer.sequences(), heldout=[made(9, 5)], random_state=generator.bit_generator.state),
+    )
+    found = read_data(path)
+    other, theirs = filled(*found.held, rl_step=1, max_bytes=8 * 16 * ROW_BYTES), rng()
+    theirs.bit_generator.state = dict(found.random_state)
+    assert same(found.heldout[0], made(9, 5))
+    assert found.held[0].hidden.dtype == dtype
+    assert (other.nbytes, len(other)) == (buffer.nbytes, 8)
+    for each in (buffer, other):
+        each.begin(2)
+        each.add(made(10, 12, rl_step=2))
+    for _ in range(5):
+        drawn, again = buffer.sample(30, generator), other.sample(30, theirs)
+        assert numbers(drawn) == numbers(again)
+        assert all(map(same, drawn, again))
+
+
+def test_a_file_that_is_damaged_or_has_no_room_is_one_sentence(tmp_path: Path):
+    path = tmp_path / "data-0.safetensors"
+    data = TrainerData(held=[made(0, 200)], heldout=[], random_state=rng().bit_generator.state)
+    write_data(path, data)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"data-0.safetensors does not hold what the drafter's trainer learns from"):
+        read_data(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = path.read_bytes()
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        with pytest.raises(RunError, match="cannot write what it trains on"):
+            write_data(path, data)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_view_of_something_larger_is_copied():
+    states = torch.zeros(10_000, HIDDEN)
+    buffer = filled(replace(made(1, 20), hidden=states[100:120]))
+    (kept,) = buffer.sample(100, rng())
+    assert kept.hidden.untyped_storage().nbytes() == 20 * HIDDEN * 4
+
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 60), st.integers(0, 70), st.integers(-3, 1)),
+        st.tuples(st.just("begin"), st.integers(0, 2)),
+        st.tuples(st.just("sample"), st.integers(0, 150), st.integers(0, 9)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    steps=steps,
+    max_bytes=st.integers(1, 150 * ROW_BYTES),
+    carried_share=st.floats(0, 1),
+    rl_steps=st.integers(1, 3),
+)
+def test_bytes_stay_bounded_and_nothing_is_padded_or_invented(
+    steps: list[tuple[object, ...]], max_bytes: int, carried_share: float, rl_steps: int
+):
+    buffer = DataBuffer(BufferConfig(max_bytes=max_bytes, carried_share=carried_share, rl_steps=rl_steps))
+    given_: dict[int, TrainingSequence] = {}
+    now = 0
+    for what, *args in steps:
+        if what == "add":
+            rows, prompt, back = args
+            given_[len(given_)] = sequence = made(len(given_), rows, prompt=prompt, rl_step=max(0, now + back))
+            buffer.add(sequence)
+        elif what == "begin":
+            now += args[0]
+            buffer.begin(now)
+        else:
+            tokens, seed = args
+            drawn = buffer.sample(tokens, rng(seed))
+            assert sum(sequence.num_rows for sequence in drawn) <= tokens
+            assert len(set(numbers(drawn))) == len(drawn)
+            for sequence in drawn:
+                assert is_stretch(sequence, given_[int(sequence.key[1])])
+                assert sequence.rl_step > now - rl_steps
+                assert int(pack([sequence]).mask.sum()) > 0
+        held = buffer.sample(10**6, rng())
+        assert len(held) == len(buffer)
+        assert sum(sequence.nbytes for sequence in held) == buffer.nbytes <= max_bytes
+        assert buffer.num_tokens == sum(sequence.num_rows for sequence in held)
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_an_update_too_small_for_any_row_gets_nothing(tokens: int):
+    assert filled(made(1, 30)).sample(tokens, rng()) == []

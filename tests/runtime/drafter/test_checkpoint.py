@@ -1,0 +1,191 @@
+"""Checkpoints of a trainer: complete or not there, and never the end of training."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from tltlab.bench.drafter.checkpoint import bench_checkpoint
+from tltlab.runtime.drafter.checkpoint import PARTIAL, DrafterCheckpoint
+from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+
+from .drafting_text import frozen, head, sequence
+
+
+def state(value: float, size: int = 1000) -> dict[str, Tensor]:
+    return {"head.fc.weight": torch.full((size,), value), "counters": torch.tensor([int(value), 0])}
+
+
+def loaded(folder: Path, size: int = 1000) -> float | None:
+    found = state(-1.0, size)
+    path = DrafterCheckpoint(folder).load(found)
+    if path is None:
+        return None
+    (value,) = set(found["head.fc.weight"].tolist())
+    assert found["counters"].tolist() == [int(value), 0]
+    return float(value)
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Writing more to one file fails, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(tmp_path: Path):
+    training = DrafterTraining(head(tmp_path / "a"), frozen(), LossConfig(), OptimConfig())
+    saved = DrafterCheckpoint(tmp_path / "saved")
+    training.update([sequence(0)])
+    saved.save(training.live_state())
+    # What comes after the save must not reach what is written.
+    training.update([sequence(1)])
+    training.update([sequence(2)])
+    after = DrafterTraining(head(tmp_path / "b", seed=4), frozen(), LossConfig(), OptimConfig())
+    found = after.state_dict()
+    assert saved.load(found) == saved.latest() == tmp_path / "saved/checkpoint-00000000"
+    after.load_state_dict(found)
+    assert after.updates == 1
+    after.update([sequence(1)])
+    after.update([sequence(2)])
+    for name, value in training.state_dict().items():
+        assert torch.equal(value, after.state_dict()[name])
+    saved.close()
+
+
+def test_two_are_kept_and_numbers_go_on_in_another_process(tmp_path: Path):
+    assert DrafterCheckpoint(tmp_path).latest() is None
+    assert loaded(tmp_path) is None
+    for first in (0, 3):
+        saved = DrafterCheckpoint(tmp_path)
+        for n in range(first, first + 3):
+            assert 0 < saved.save(state(float(n))) < 60
+        saved.close()
+        assert saved.failures == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000004", "checkpoint-00000005"]
+    assert loaded(tmp_path) == 5.0
+
+
+def test_nothing_of_an_unfinished_save_counts(tmp_path: Path):
+    """The process is killed while a checkpoint is on its way to the disk."""
+    script = """
+import os, signal, sys, torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
+saved = DrafterCheckpoint(sys.argv[1])
+saved.save({"head.fc.weight": torch.full((1000,), 1.0), "counters": torch.tensor([1, 0])}, wait=True)
+FileSystemWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor([2, 0])}, wait=True)
+"""
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir()
+    assert loaded(tmp_path) == 1.0
+    assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir(), "who reads takes nothing away from who may be writing"
+    saved = DrafterCheckpoint(tmp_path)
+    saved.save(state(3.0), wait=True)
+    assert saved.failures == []
+    assert loaded(tmp_path) == 3.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000000", "checkpoint-00000001"]
+
+
+def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(tmp_path: Path):
+    saved = DrafterCheckpoint(tmp_path)
+    saved.save(state(1.0, 100_000), wait=True)
+    with largest_file(50_000):
+        saved.save(state(2.0, 100_000))
+        # The next save waits for it, and says what became of it.
+        saved.save(state(3.0, 100_000), wait=True)
+    assert len(saved.failures) == 2
+    assert "checkpoint-00000001: not saved, the one before it stays: OSError" in saved.failures[0]
+    assert "File too large" in saved.failures[0]
+    assert loaded(tmp_path, 100_000) == 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000000"]
+    saved.save(state(4.0, 100_000), wait=True)
+    assert len(saved.failures) == 2
+    assert loaded(tmp_path, 100_000) == 4.0
+
+
+def test_no_space_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    @contextmanager
+    def full(self: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with open("/dev/full", mode) as stream:
+            yield stream
+
+    saved = DrafterCheckpoint(tmp_path)
+    saved.save(state(1.0), wait=True)
+    monkeypatch.setattr(FileSystem, "create_stream", full)
+    saved.save(state(2.0), wait=True)
+    monkeypatch.undo()
+    assert "No space left on device" in saved.failures[0]
+    assert loaded(tmp_path) == 1.0
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
+    (tmp_path / "file").write_text("in the way")
+    saved = DrafterCheckpoint(tmp_path / "file" / "folder")
+    saved.save(state(1.0), wait=True)
+    assert "NotADirectoryError" in saved.failures[0] or "FileExistsError" in saved.failures[0]
+
+
+def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
+    saved = DrafterCheckpoint(tmp_path)
+    for n in (1.0, 2.0):
+        saved.save(state(n), wait=True)
+    (broken,) = (tmp_path / "checkpoint-00000001").glob("*.distcp")
+    os.truncate(broken, 100)
+    found = state(-1.0)
+    assert saved.load(found) == tmp_path / "checkpoint-00000000"
+    assert float(found["head.fc.weight"][0]) == 1.0
+    assert "checkpoint-00000001: cannot be read" in saved.failures[0]
+
+
+def test_saving_returns_before_it_is_written_and_the_next_save_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    go = threading.Event()
+    write = FileSystem.create_stream
+
+    @contextmanager
+    def slow(self: FileSystem, path: Any, mode: str) -> Iterator[io.IOBase]:
+        assert go.wait(20)
+        with write(self, path, mode) as stream:
+            yield stream
+
+    monkeypatch.setattr(FileSystem, "create_stream", slow)
+    saved = DrafterCheckpoint(tmp_path)
+    saved.save(state(1.0))
+    assert saved.latest() is None
+    threading.Timer(0.5, go.set).start()
+    assert saved.save(state(2.0)) > 0.2
+    assert loaded(tmp_path) == 1.0
+    saved.close()
+    assert loaded(tmp_path) == 2.0
+
+
+def test_the_benchmark_measures_all_three_ways(tmp_path: Path):
+    found = bench_checkpoint(megabytes=4, rounds=3, folder=tmp_path)
+    assert [row["way"] for row in found["rows"]] == ["full", "full, async", "selective, async"]
+    full, both, selective = found["rows"]
+    assert full["bytes"] == both["bytes"] == pytest.approx(4e6, rel=0.05)
+    assert selective["bytes"] == pytest.approx(found["trained_share"] * 4e6, rel=0.05)
+    assert all(row["blocking_s"] > 0 for row in found["rows"])
+    assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
+    assert list(tmp_path.iterdir()) == []

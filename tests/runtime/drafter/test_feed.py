@@ -1,0 +1,202 @@
+"""What engine and trainer tell one another, and what happens where one of them is not there."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from tltlab.runtime.drafter.feed import REPEAT_S, FeedReceiver, FeedSender
+from tltlab.runtime.drafter.sequences import TrainingSequence
+
+from . import drafting_text as text
+
+
+class Heard:
+    """A trainer's end that keeps what it hears."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.statuses: list[tuple[int, bool]] = []
+        self.sequences: list[TrainingSequence] = []
+        self.rollout_s: list[float] = []
+        self.feed = FeedReceiver(endpoint, self._on_status, self.sequences.append)
+
+    def _on_status(self, rl_step: int, busy: bool, rollout_s: float) -> None:
+        self.statuses.append((rl_step, busy))
+        self.rollout_s.append(rollout_s)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/feed"
+
+
+@pytest.fixture
+def sender(endpoint: str) -> Iterator[FeedSender]:
+    sender = FeedSender(endpoint)
+    yield sender
+    sender.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 24])
+def test_a_sequence_arrives_bit_by_bit(endpoint: str, sender: FeedSender, dtype: torch.dtype, rows: int):
+    heard = Heard(endpoint)
+    until(lambda: heard.statuses)
+    hidden = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    aux = torch.randn(rows, 24, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for one in (None, aux):
+        sent = TrainingSequence(
+            key=(3, "ä prompt", 2, 1),
+            token_ids=torch.arange(rows + 1) * 7,
+            hidden=hidden,
+            aux=one,
+            first_position=5,
+            prompt_tokens=rows // 2,
+        )
+        sender.sequence(sent)
+        until(lambda: heard.sequences)
+        got = heard.sequences.pop()
+        assert (got.key, got.first_position, got.prompt_tokens) == (sent.key, 5, rows // 2)
+        assert got.token_ids.tolist() == sent.token_ids.tolist()
+        assert got.hidden.dtype == dtype
+        assert torch.equal(got.hidden, hidden)
+        assert (got.aux is None) == (one is None)
+        assert one is None or (got.aux is not None and torch.equal(got.aux, one))
+    assert heard.feed.malformed == 0
+    heard.feed.close()
+
+
+def test_without_a_trainer_everything_is_dropped_at_once_and_a_new_one_is_told_how_it_stands(
+    endpoint: str, sender: FeedSender
+):
+    begin = time.monotonic()
+    sequence = text.sequence(1)
+    for _ in range(2000):
+        sender.sequence(sequence)
+    sender.status(7, busy=True)
+    assert time.monotonic() - begin < 2.0
+    assert sender.dropped >= 2001
+    began = time.monotonic()
+    sender.status(8, busy=True)
+    for busy in (True, False):
+        sender.status(8, busy=busy)
+        heard = Heard(endpoint)
+        until(lambda heard=heard: heard.statuses)
+        assert set(heard.statuses) == {(8, busy)}
+        assert 0 <= time.monotonic() - began - heard.rollout_s[0] < 0.5
+        assert heard.sequences == []
+        heard.feed.close()
+
+
+def test_a_trainer_that_hangs_holds_nobody_up(endpoint: str, sender: FeedSender):
+    """Messages beyond what may wait are dropped; when it goes on, what it hears last is how it stands."""
+    hangs, goes_on = threading.Event(), threading.Event()
+    statuses: list[tuple[int, bool]] = []
+
+    def hang(sequence: TrainingSequence) -> None:
+        hangs.set()
+        goes_on.wait()
+
+    feed = FeedReceiver(endpoint, lambda *status: statuses.append(status[:2]), hang)
+    until(lambda: statuses)
+    large = TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.zeros(2001), hidden=torch.zeros(2000, 64))
+    took = []
+    for _ in range(1500):
+        begin = time.monotonic()
+        sender.sequence(large)
+        took.append(time.monotonic() - begin)
+    assert hangs.wait(20)
+    # On a busy machine a process may stand still for a moment, whatever it does.
+    assert sorted(took)[-5] < 0.2
+    assert sender.dropped > 500
+    assert not feed.settle(0.3), "what was handed over is still to be dealt with"
+    sender.status(4, busy=False)
+    goes_on.set()
+    until(lambda: statuses[-1] == (4, False))
+    assert feed.settle(20)
+    feed.close()
+
+
+def test_a_sequence_without_states_is_not_sent(endpoint: str, sender: FeedSender):
+    heard = Heard(endpoint)
+    until(lambda: heard.statuses)
+    nothing = TrainingSequence(key=(0, "p", 0, 0), token_ids=torch.zeros(1), hidden=torch.zeros(0, 64))
+    for sequence in (nothing, text.sequence(1)):
+        sender.sequence(sequence)
+    until(lambda: heard.sequences)
+    assert (len(heard.sequences), heard.feed.malformed) == (1, 0)
+    heard.feed.close()
+
+
+def test_a_status_never_overtakes_a_newer_one(endpoint: str, sender: FeedSender):
+    heard = Heard(endpoint)
+    until(lambda: heard.statuses)
+    for rl_step in range(500):
+        sender.status(rl_step, busy=True)
+        sender.status(rl_step, busy=False)
+    until(lambda: heard.statuses[-1] == (499, False))
+    time.sleep(2 * REPEAT_S)
+    known = [(-1, True)] + [(rl_step, busy) for rl_step in range(500) for busy in (True, False)]
+    places = [known.index(status) for status in heard.statuses]
+    assert places == sorted(places)
+    heard.feed.close()
+
+
+def test_what_is_no_message_is_dropped_and_counted(endpoint: str):
+    heard = Heard(endpoint)
+    stranger = zmq.Context.instance().socket(zmq.PUSH)
+    stranger.setsockopt(zmq.LINGER, 0)
+    stranger.connect(endpoint)
+    header = {
+        "type": "_Sequence", "key": [0, "p", 0, 0], "first_position": 0, "prompt_tokens": 1, "dtype": "torch.float32",
+        "width": 4, "aux_width": 0,
+    }  # fmt: skip
+    tokens, hidden = torch.zeros(3, dtype=torch.int32).numpy().tobytes(), torch.zeros(2, 4).numpy().tobytes()
+    bad = [
+        [b"\xff\xff"],
+        [msgspec.msgpack.encode({"type": "_Status", "rl_step": "zero", "busy": True, "rollout_s": 0.0})],
+        [msgspec.msgpack.encode(header)],
+        [msgspec.msgpack.encode(header), tokens],
+        [msgspec.msgpack.encode(header), tokens, hidden[:-1]],
+        [msgspec.msgpack.encode(header), tokens, hidden[:16]],
+        [msgspec.msgpack.encode(header | {"dtype": "torch.float64"}), tokens, hidden],
+        [msgspec.msgpack.encode(header | {"width": 0}), tokens, hidden],
+        [msgspec.msgpack.encode(header | {"aux_width": 4}), tokens, hidden, hidden[:16]],
+    ]
+    for frames in bad:
+        stranger.send_multipart(frames)
+    stranger.send_multipart([msgspec.msgpack.encode(header), tokens, hidden])
+    until(lambda: heard.sequences)
+    assert heard.feed.malformed == len(bad)
+    assert heard.statuses == []
+    stranger.close()
+    heard.feed.close()
+
+
+def test_a_listener_that_fails_says_so(endpoint: str, sender: FeedSender):
+    def fail(sequence: TrainingSequence) -> None:
+        raise RuntimeError("no room")
+
+    statuses: list[bool] = []
+    feed = FeedReceiver(endpoint, lambda rl_step, busy, rollout_s: statuses.append(busy), fail)
+    until(lambda: statuses)
+    feed.check()
+    sender.sequence(text.sequence(1))
+    until(lambda: not feed._thread.is_alive())
+    with pytest.raises(RuntimeError, match="no room"):
+        feed.check()
+    feed.close()

@@ -1,0 +1,217 @@
+"""Workers that train together: real processes, killed and hanging ones among them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.group import DrafterGroup, GroupLost
+from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+
+from . import drafting_text as text
+
+TIMEOUT_S = 3.0
+# New processes, forked from one that has imported torch and nothing more: that takes seconds, once.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["tltlab.runtime.drafter.training", "tltlab.runtime.drafter.heads.kinds"])
+
+
+def _run(member: Callable[..., Any], rank: int, args: tuple[Any, ...], out: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        out.put((rank, member(rank, *args)))
+    except BaseException:
+        out.put((rank, traceback.format_exc()))
+
+
+def run(member: Callable[..., Any], world: int, *args: Any, dying: int = -1) -> dict[int, Any]:
+    """What each member returned, in processes of their own; the one that dies returns nothing."""
+    out = CONTEXT.Queue()
+    processes = [CONTEXT.Process(target=_run, args=(member, rank, args, out), daemon=True) for rank in range(world)]
+    for process in processes:
+        process.start()
+    try:
+        found = dict(out.get(timeout=90) for rank in range(world) if rank != dying)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    for one in found.values():
+        assert not (isinstance(one, str) and one.startswith("Traceback")), one
+    return found
+
+
+def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
+    return DrafterTraining(
+        text.head(folder, seed), text.frozen(), LossConfig(kind=kind, token_weight=1.0), OptimConfig(lr=3e-3)
+    )
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def joins_and_leaves(rank: int, folder: Path) -> dict[str, Any]:
+    files, sums = [], []
+    for term in range(5):
+        with DrafterGroup.join(folder, f"term-{term}", rank, 3, TIMEOUT_S) as group:
+            values = torch.full((1000,), float(rank + term))
+            group.sum(values)
+            sums.append(float(values[0]))
+        files.append(open_files())
+    return {"files": files, "sums": sums, "default_group": torch.distributed.is_initialized()}
+
+
+def test_a_process_joins_and_leaves_many_groups(tmp_path: Path):
+    found = run(joins_and_leaves, 3, tmp_path)
+    for one in found.values():
+        assert one["sums"] == [3.0 + 3 * term for term in range(5)]
+        assert one["files"][-1] <= one["files"][1] + 2
+        assert not one["default_group"]
+
+
+def over_tcp(rank: int, port: int) -> list[float]:
+    with DrafterGroup.join(f"tcp://127.0.0.1:{port}", "term-1", rank, 2, TIMEOUT_S) as group:
+        values = torch.tensor([float(rank), 5.0 - rank])
+        group.broadcast(values)
+        return values.tolist()
+
+
+def test_members_may_meet_at_an_address_and_the_leader_is_rank_0():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run(over_tcp, 2, port) == {0: [0.0, 5.0], 1: [0.0, 5.0]}
+
+
+def trains_with_others(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[float]]:
+    """Members begin with heads of their own; sharing makes them the leader's."""
+    training = made(folder / str(rank), seed=rank, kind=kind)
+    if rank == 0:
+        training.update([text.sequence(77)])
+    losses = []
+    with DrafterGroup.join(folder, "term-1", rank, 2, TIMEOUT_S) as group:
+        training.share(group)
+        for n in range(3):
+            texts = [text.sequence(4 * n + i, rows=12) for i in range(4)]
+            losses.append(training.update(texts[2 * rank : 2 * rank + 2], group).loss)
+    # Arrays: a tensor in a queue lives in the process that sent it.
+    return {name: value.numpy() for name, value in training.state_dict().items()}, losses
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hass"])
+def test_two_members_with_half_the_data_each_end_where_one_with_all_of_it_does(tmp_path: Path, kind: str):
+    found = run(trains_with_others, 2, tmp_path, kind)
+    alone = made(tmp_path / "alone", kind=kind)
+    alone.update([text.sequence(77)])
+    losses = [alone.update([text.sequence(4 * n + i, rows=12) for i in range(4)]).loss for n in range(3)]
+    for name, value in alone.state_dict().items():
+        assert np.array_equal(found[0][0][name], found[1][0][name]), name
+        if name.startswith("exp_avg."):
+            # The first moment holds the gradients themselves.
+            assert np.allclose(found[0][0][name], value.numpy(), rtol=0, atol=1e-6), name
+    assert found[0][1] == pytest.approx(losses, rel=1e-5)
+    assert found[0][0]["counters"].tolist() == [4, 0, 0, 4]
+
+
+def shares_another_drafter(rank: int, folder: Path) -> str:
+    training = made(folder / str(rank), kind=["eagle", "hass"][rank])
+    before = training.state_dict()
+    with DrafterGroup.join(folder, "term-1", rank, 2, TIMEOUT_S) as group, pytest.raises(RunError) as caught:
+        training.share(group)
+    assert all(torch.equal(value, before[name]) for name, value in training.state_dict().items())
+    return str(caught.value)
+
+
+def test_members_that_train_differently_say_so_and_share_nothing(tmp_path: Path):
+    found = run(shares_another_drafter, 2, tmp_path)
+    assert all("different shapes or with other losses" in sentence for sentence in found.values())
+
+
+class Large:
+    """A group whose sums are so large that they cannot have gone through when a member dies."""
+
+    SIZE = 50_000_000
+
+    def __init__(self, group: DrafterGroup) -> None:
+        self.group, self.world = group, group.world
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        padded = torch.zeros(self.SIZE)
+        padded[: tensor.numel()] = tensor
+        self.group.sum(padded)
+        tensor.copy_(padded[: tensor.numel()])
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.group.broadcast(tensor)
+
+
+def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
+    """Rank 1 dies or stops once its part is on the way; the others go on, first alone and then in a new group."""
+    training = made(folder / str(rank))
+    group = DrafterGroup.join(folder, "term-1", rank, 3, TIMEOUT_S)
+    training.share(group)
+    training.update([text.sequence(rank)], group)
+    if rank == 1:
+        group._backend.allreduce([torch.zeros(Large.SIZE)])
+        os.kill(os.getpid(), how)
+    before = training.state_dict()
+    began = time.perf_counter()
+    try:
+        training.update([text.sequence(10 + rank)], Large(group))
+    except GroupLost as error:
+        sentence = str(error)
+    seconds = time.perf_counter() - began
+    unchanged = all(torch.equal(value, before[name]) for name, value in training.state_dict().items())
+    with pytest.raises(GroupLost, match="closed"):
+        group.sum(torch.zeros(1))
+    alone = training.update([text.sequence(20)])
+    with DrafterGroup.join(folder, "term-2", rank // 2, 2, 3 * TIMEOUT_S) as again:
+        training.share(again)
+        report = training.update([text.sequence(30 + rank)], again)
+    return {
+        "sentence": sentence,
+        "seconds": seconds,
+        "unchanged": unchanged,
+        "alone": alone.members,
+        "members": report.members,
+        "updates": training.updates,
+    }
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hanging"])
+def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded_time(tmp_path: Path, how: int):
+    found = run(dies_in_mid_sum, 3, tmp_path, how, dying=1)
+    for one in found.values():
+        assert "died or hangs" in one["sentence"]
+        assert one["seconds"] < TIMEOUT_S + 2
+        assert one["unchanged"]
+        assert (one["alone"], one["members"], one["updates"]) == (1, 2, 3)
+
+
+def test_a_group_that_never_fills_is_lost_in_time(tmp_path: Path):
+    began = time.perf_counter()
+    with pytest.raises(GroupLost, match="'term-1': 2 members did not meet within 1 s"):
+        DrafterGroup.join(tmp_path, "term-1", 0, 2, 1.0)
+    assert time.perf_counter() - began < 5
+
+
+def test_a_rank_or_place_that_cannot_be_is_a_mistake_of_the_caller(tmp_path: Path):
+    with pytest.raises(ConfigError, match="ranks go from 0 to 1"):
+        DrafterGroup.join(tmp_path, "term-1", 2, 2, 1.0)
+    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
+        DrafterGroup.join("tcp://nowhere", "term-1", 0, 1, 1.0)

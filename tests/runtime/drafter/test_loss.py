@@ -1,0 +1,157 @@
+"""Losses against the same computed one chain at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.recipe.drafter import LossConfig
+from tltlab.runtime.trainer.packing import pack
+
+from .small_heads import drafted_states, made_head, made_sequence, made_target
+
+KINDS = ["eagle", "hass", "eagle3"]
+HALF = [1, 2, 5, 7, 8, 12]
+
+
+def slow_loss(
+    head: DrafterHead, frozen: FrozenTarget, sequences: list[TrainingSequence], config: LossConfig, temperature: float
+) -> tuple[Tensor, list[float], list[int]]:
+    """The loss, accept and reached: every chain drafted on its own, every row's terms written out."""
+    terms: list[list[Tensor]] = [[] for _ in range(config.num_unrolled)]
+    kept: list[list[float]] = [[] for _ in range(config.num_unrolled)]
+    ids = list(range(len(frozen.lm_head))) if head.draft_ids is None else head.draft_ids.tolist()
+    for sequence in sequences:
+        last = sequence.num_rows - 2
+        for start in range(last + 1):
+            alive = True
+            states = drafted_states(head, frozen, sequence, start, min(config.num_unrolled, last - start + 1))
+            for step, state in enumerate(states):
+                row = start + step
+                if row + 2 < sequence.prompt_tokens:
+                    alive = False
+                    continue
+                target = sequence.hidden[row + 1]
+                wanted = frozen.lm_head @ target
+                logits = head.logits(state, frozen)
+                within = torch.softmax(wanted[ids], 0)
+                token = -(within * (logits - logits.logsumexp(0))).sum()
+                distance = (state - target).abs()
+                smooth = torch.where(distance < 1, distance**2 / 2, distance - 0.5).mean()
+                terms[step].append(
+                    token if config.kind == "eagle3" else config.hidden_weight * smooth + config.token_weight * token
+                )
+                greedy = ids[int(logits.argmax())]
+                if alive:
+                    kept[step].append(float(torch.softmax(wanted / temperature, 0)[greedy]))
+                alive = alive and greedy == int(sequence.token_ids[row + 2])
+    weights = [config.decay**i if config.kind == "eagle3" else 1.0 for i in range(config.num_unrolled)]
+    per_step = [torch.stack(rows).mean() if rows else torch.zeros(()) for rows in terms]
+    total = torch.stack([w * value for w, value in zip(weights, per_step, strict=True)]).sum() / sum(weights)
+    return total, [sum(rows) / len(rows) if rows else 0.0 for rows in kept], [len(rows) for rows in kept]
+
+
+def obedient(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequence) -> TrainingSequence:
+    """The same with its tokens rewritten, from left to right, to what the head would draft, but for every fifth."""
+    for row in range(sequence.num_rows - 1):
+        if row % 5 < 4:
+            state = drafted_states(head, frozen, sequence, row, 1)[0]
+            sequence.token_ids[row + 2] = head.greedy(state, frozen)
+    return sequence
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+@pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, None) for kind in KINDS), ("eagle3", HALF)])
+def test_the_unrolled_loss_is_that_of_every_chain_on_its_own(
+    kind: str, vocabulary: list[int] | None, temperature: float
+):
+    config = LossConfig(kind=kind, unroll=3, hidden_weight=0.7, token_weight=0.3)
+    head, frozen = made_head(config.method, vocabulary=vocabulary), made_target()
+    sequences = [made_sequence(n, seed=n, first_position=n, prompt_tokens=p) for n, p in ((14, 0), (9, 5), (3, 20))]
+    sequences = [obedient(head, frozen, sequence) for sequence in sequences]
+    fast = drafter_loss(head, frozen, pack(sequences), config, temperature=temperature)
+    fast.loss.backward()
+    gradients = {name: value.grad.clone() for name, value in head.named_parameters() if value.grad is not None}
+    head.zero_grad()
+    slow, accept, reached = slow_loss(head, frozen, sequences, config, temperature)
+    slow.backward()
+    assert float(fast.loss.detach()) == pytest.approx(float(slow.detach()), rel=1e-5)
+    assert fast.accept == pytest.approx(accept, rel=1e-4)
+    assert fast.reached == reached
+    assert reached[0] == fast.rows == 13 + 5
+    assert 0 < reached[2] < reached[1] < reached[0]
+    for name, value in head.named_parameters():
+        if value.grad is None:
+            assert name not in gradients or not gradients[name].any()
+        else:
+            assert (gradients[name] - value.grad).norm() < 1e-3 * value.grad.norm(), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_reach_the_head_alone_and_all_of_it(kind: str):
+    config = LossConfig(kind=kind, unroll=2)
+    head, frozen = made_head(config.method), made_target()
+    for tensor in (frozen.embedding, frozen.lm_head):
+        tensor.requires_grad_(False)
+    drafter_loss(head, frozen, pack([made_sequence(12)]), config).loss.backward()
+    assert all(value.grad is not None and value.grad.any() for value in head.parameters())
+    shared = {tuple(frozen.embedding.shape)}
+    assert not any(tuple(value.shape) in shared for value in head.parameters())
+
+
+def test_eagle_is_smooth_l1_and_a_tenth_of_the_cross_entropy():
+    head, frozen, sequence = made_head("eagle"), made_target(), made_sequence(20)
+    found = drafter_loss(head, frozen, pack([sequence]), LossConfig())
+    out = head(frozen.embedding[sequence.token_ids[1:-1]][None], sequence.hidden[None, :-1])[0]
+    target = sequence.hidden[1:]
+    smooth = torch.nn.functional.smooth_l1_loss(out, target)
+    cross = torch.nn.functional.cross_entropy(out @ frozen.lm_head.T, torch.softmax(target @ frozen.lm_head.T, -1))
+    assert float(found.loss.detach()) == pytest.approx(float((smooth + 0.1 * cross).detach()), rel=1e-5)
+    assert float(found.hidden_loss) == pytest.approx(float(smooth.detach()), rel=1e-5)
+    assert float(found.token_loss) == pytest.approx(float(cross.detach()), rel=1e-5)
+    assert len(found.accept) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_a_response_token_teaches_nothing(kind: str):
+    config = LossConfig(kind=kind, unroll=2)
+    head, frozen = made_head(config.method), made_target()
+    for sequence in (made_sequence(6, prompt_tokens=99), made_sequence(1), made_sequence(0)):
+        found = drafter_loss(head, frozen, pack([sequence]), config)
+        found.loss.backward()
+        assert (float(found.loss.detach()), found.rows, found.accept, found.reached) == (0.0, 0, [0.0, 0.0], [0, 0])
+        assert all(value.grad is None or not value.grad.any() for value in head.parameters())
+    head.zero_grad()
+
+
+def test_logits_in_parts_give_the_same_loss_and_gradient(monkeypatch: pytest.MonkeyPatch):
+    head, frozen, batch = made_head("eagle3"), made_target(), pack([made_sequence(40)])
+    found = {}
+    for limit in (1 << 26, 13 * 7):
+        monkeypatch.setattr("tltlab.runtime.drafter.loss.MAX_LOGITS", limit)
+        head.zero_grad()
+        loss = drafter_loss(head, frozen, batch, LossConfig(kind="eagle3", unroll=2))
+        loss.loss.backward()
+        found[limit] = (loss, head.get_parameter("fc.weight").grad.clone())
+    (whole, gradient), (parts, in_parts) = found.values()
+    assert float(whole.loss.detach()) == pytest.approx(float(parts.loss.detach()), rel=1e-6)
+    assert whole.accept == pytest.approx(parts.accept)
+    assert torch.allclose(gradient, in_parts, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_drafter_that_knows_the_target_is_accepted_as_sampling_accepts(kind: str):
+    """Rejection sampling keeps a greedy draft with the target's probability of it: at best that of the likeliest."""
+    config = LossConfig(kind=kind, unroll=1)
+    head, frozen, sequence = made_head(config.method), made_target(), made_sequence(60)
+    found = drafter_loss(head, frozen, pack([sequence]), config)
+    best = torch.softmax(sequence.hidden[1:] @ frozen.lm_head.T, -1).max(-1).values.mean()
+    assert 0 < found.accept[0] < float(best)
+    assert not math.isnan(float(found.loss.detach()))

@@ -1,0 +1,682 @@
+"""A run's drafter with trainers in processes of their own, which die, hang and cannot write; then runs with engines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+import tltlab
+from tltlab.coordination.canary import CanaryConfig
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.drafter import processes as trainer_processes
+from tltlab.runtime.drafter.buffer_file import read_data
+from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.null import NoDrafter
+from tltlab.runtime.drafter.run import DrafterRun, check_machines, drafter_of
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.worker import SpotTrainer
+from tltlab.runtime.engine.drafter_pool import DrafterReport
+from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.train import GrpoRun, train
+from tltlab.state import DrafterState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.recorder import repair
+
+from . import drafting_text as text
+
+YIELD_S = 3.0
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.02)
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Method:
+    """A method of something in this process, called as Ray's actors are."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def remote(self, *args: Any) -> Any:
+        return ray.put(self._function(*(ray.get(a) if isinstance(a, ray.ObjectRef) else a for a in args)))
+
+
+@dataclass
+class StandIn:
+    """A rollout worker without an engine: it generates nothing, and keeps the draft weights that it is given."""
+
+    feed: FeedSender
+    given: list[tuple[dict[str, torch.Tensor], list[float]]] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(getattr(self, f"_{name}"))
+
+    def _place(self) -> tuple[str, dict[str, str]]:
+        return ray.get_runtime_context().get_node_id(), {}
+
+    def _guard_drafter(self, config: CanaryConfig) -> None: ...
+
+    def _went_back(self, rl_step: int) -> None:
+        self.feed.status(rl_step - 1, busy=False)
+
+    def _update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: list[float], updates: int) -> None:
+        self.given.append((weights, predicted))
+
+    def _drafter_report(self) -> DrafterReport:
+        return DrafterReport(
+            drafter="learned", age=0, updates=len(self.given), trusted=True, serves=True, predicted=(), measured=(),
+            positions={}, verdicts=(),
+        )  # fmt: skip
+
+
+def asked(workers: list[StandIn]) -> Callable[..., list[Any]]:
+    return lambda method, *args: ray.get([getattr(worker, method).remote(*args) for worker in workers])
+
+
+class Target:
+    """The policy's trainer."""
+
+    def frozen(self) -> ray.ObjectRef:
+        return ray.put(text.frozen())
+
+
+class Story:
+    """A drafter's run of three workers, rollout after rollout; worker 0 always generates to the end."""
+
+    def __init__(self, folder: Path) -> None:
+        text.head(folder / "model")
+        self.folder, self.rl_step = folder, -1
+        recipe = Recipe.model_validate(
+            {
+                "model": str(folder / "model"),
+                "reward": "none:none",
+                "data": {"train": "none"},
+                "rollout": {"num_workers": 3, "max_draft_depth": 4},
+                "drafter": {
+                    "schedule": {"kind": "always"},
+                    "optim": {"lr": 3e-3},
+                    "coordinator": {"yield_timeout_s": YIELD_S, "resend_s": 0.1},
+                    "tokens_per_update": 128,
+                    "checkpoint_every": 5,
+                    "nice": 0,
+                },
+            }
+        )
+        assert recipe.drafter is not None
+        self.events = RunEvents(folder / "events.jsonl")
+        self.run = DrafterRun(recipe.drafter, recipe, folder / "drafter", self.events)
+        self.origin = self.run.state_dict(folder / "drafter")
+        self.run.prepare()
+        self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
+        self.run.start(self.workers, Target(), ray.get, asked(self.workers))
+        self.said: list[str] = []
+
+    @property
+    def pids(self) -> dict[int, int]:
+        assert self.run._trainers is not None
+        return self.run._trainers.pids()
+
+    def rollout(self, *idle: int, sequences: list[TrainingSequence] | None = None) -> int:
+        """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
+        self.rl_step += 1
+        self.events.rl_step = self.rl_step
+        until(lambda: len(self.pids) == 3)
+        self.run.rollout_starts(self.rl_step)
+        for worker in self.workers:
+            worker.feed.status(self.rl_step, busy=True)
+        for n in idle:
+            self.teach(n, sequences)
+            self.workers[n].feed.status(self.rl_step, busy=False)
+        return self.rl_step
+
+    def teach(self, worker: int, sequences: list[TrainingSequence] | None = None) -> None:
+        until(lambda: self.hears(worker))
+        for sequence in sequences or [text.sequence(100 * self.rl_step + n) for n in range(24)]:
+            self.workers[worker].feed.sequence(replace(sequence, key=(self.rl_step, *sequence.key[1:])))
+
+    def hears(self, worker: int) -> bool:
+        """Whether its trainer is connected: what is handed over before is dropped."""
+        assert self.run._trainers is not None
+        actor = self.run._trainers._processes[worker].actor
+        return bool(ray.get(actor.__ray_call__.remote(lambda trainer: trainer._rl_step)) == self.rl_step)
+
+    def trainers(self, ask: Callable[[SpotTrainer], Any]) -> list[Any]:
+        """What `ask` finds in each trainer's process."""
+        until(lambda: len(self.pids) == 3)
+        assert self.run._trainers is not None
+        processes = sorted(self.run._trainers._processes.items())
+        return ray.get([process.actor.__ray_call__.remote(ask) for _, process in processes])
+
+    def updates(self, worker: int) -> int:
+        return int(self.run._ask("num_updates", workers=[worker]).get(worker, -1))
+
+    def end(self) -> float:
+        """End the rollout and bring the drafter to the engines; returns how long the end took."""
+        begin = time.monotonic()
+        self.run.rollout_ends(self.rl_step)
+        waited = time.monotonic() - begin
+        self.run.annotate()
+        self.run.publish(self.rl_step + 1)
+        self.run.target_moved()
+        self.rows = self.run.rows(self.rl_step, 0.01)
+        self.said = self.events.take()
+        return waited
+
+    def close(self) -> None:
+        self.run.close()
+        for worker in self.workers:
+            worker.feed.close()
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    started = start_ray()
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def told(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    story = Story(tmp_path_factory.mktemp("story"))
+    yield story
+    story.close()
+
+
+@pytest.fixture
+def story(told: Story) -> Story:
+    """The same story in all tests: a run that has seen the worst goes on as if nothing had been."""
+    assert told.run._trainers is not None
+    told.run._trainers._deaths = dict.fromkeys(range(3), 0)
+    return told
+
+
+def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
+    given = len(story.workers[0].given)
+    story.rollout(1, 2)
+    until(lambda: min(story.updates(1), story.updates(2)) > 10)
+    assert len(story.workers[0].given) == given, "weights change in mid-rollout"
+    assert story.end() < YIELD_S
+    assert story.said == []
+    weights, predicted = story.workers[0].given[-1]
+    assert 0.1 < predicted[0] <= 1.0
+    assert all(len(worker.given) == given + 1 for worker in story.workers)
+    for own in story.run._ask("weights").values():
+        assert all(torch.equal(value, weights[name]) for name, value in own.items()), "trainers go on from another one"
+    rows = story.rows["spot_training"]
+    assert {row["worker"] for row in rows} == {1, 2}
+    assert {row["members"] for row in rows} == {2}
+    assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
+    story.run.save()
+    final = load_head(story.folder / "drafter" / "final").state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in final.items())
+
+
+def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(story: Story, tmp_path: Path):
+    run, saved = story.run, tmp_path / "checkpoint"
+    state = json.loads(json.dumps(run.state_dict(saved)))
+    weights, predicted = story.workers[0].given[-1]
+    resumed = DrafterRun(run.config, run.recipe, tmp_path / "drafter", RunEvents(tmp_path / "events.jsonl"))
+    later = tmp_path / "drafter" / "worker-0"
+    later.mkdir(parents=True)
+    (later / "checkpoint-9").write_text("of a future that was left")
+    had = story.trainers(held)
+    assert any(had)
+    resumed.load_state_dict(state, saved)
+    resumed.prepare()
+    resumed.rejoin(0)  # before there is anything to join
+    workers = [StandIn(FeedSender(str(resumed.feed(n)))) for n in range(3)]
+    try:
+        resumed.start(workers, Target(), ray.get, asked(workers))
+        assert not later.exists() or not list(later.glob("checkpoint-*"))
+        assert resumed.state_dict(saved) == state
+        assert set(resumed._ask("num_updates").values()) == {run.updates}
+        for own in resumed._ask("state").values():
+            there = ray.get(run._training)
+            assert all(torch.equal(value, there[name]) for name, value in own.items())
+        processes = sorted(resumed._trainers._processes.items())  # type: ignore[union-attr]
+        assert ray.get([process.actor.__ray_call__.remote(held) for _, process in processes]) == had
+        # A worker that is started again is another object in the same place.
+        workers[1] = StandIn(workers[1].feed)
+        resumed.rejoin(1)
+        for worker in workers:
+            ((given, chances),) = worker.given
+            assert chances == predicted
+            assert all(torch.equal(value, weights[name]) for name, value in given.items())
+        resumed.schedule.decide(story.rl_step + 1, DrafterState(age=1, updates=resumed.updates))
+        with pytest.raises(ConfigError, match="is of a run with no drafter"):
+            resumed.load_state_dict({}, saved)
+        with pytest.raises(ConfigError, match="no \\[drafter\\]"):
+            NoDrafter().load_state_dict(state, saved)
+        (saved / "drafter.safetensors").write_bytes(b"cut")
+        with pytest.raises(ConfigError, match="does not hold the checkpoint's drafter"):
+            resumed.load_state_dict(state, saved)
+    finally:
+        resumed.close()
+        for worker in workers:
+            worker.feed.close()
+
+
+def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
+    return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
+
+
+def test_when_the_run_goes_back_the_drafter_and_what_it_learns_from_are_as_they_were(story: Story, tmp_path: Path):
+    run, worker = story.run, story.workers[0]
+    saved, then = tmp_path / "checkpoint", story.rl_step + 1
+    state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
+    training, had = story.trainers(SpotTrainer.state), story.trainers(held)
+    assert had[1]
+    story.rollout(1)
+    until(lambda: story.updates(1) > state["updates"])
+    story.end()
+    assert run.updates > state["updates"]
+    assert story.trainers(held) != had
+    run.went_back(then, state, saved)
+    story.rl_step = then - 1
+    assert all(torch.equal(value, weights[name]) for name, value in worker.given[-1][0].items())
+    assert run.state_dict(saved) == state
+    assert story.trainers(held) == had
+    for before, now in zip(training, story.trainers(SpotTrainer.state), strict=True):
+        assert all(torch.equal(value, before[name]) for name, value in now.items())
+    story.rollout(1)
+    until(lambda: story.updates(1) > state["updates"])
+    assert story.end() < YIELD_S
+    assert {row["rl_step"] for row in story.rows["spot_training"]} == {then}
+
+
+def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(story: Story, tmp_path: Path):
+    had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
+    assert had[2]
+    actor = story.run._trainers._processes[2].actor  # type: ignore[union-attr]
+    ray.get(actor.__ray_call__.remote(dies_writing, saved))
+    story.run.state_dict(saved)
+    found = {path.name for path in saved.iterdir()}
+    assert found >= {"data-1.safetensors", "drafter.safetensors", "drafter_training.safetensors"}
+    assert not [name for name in found if name.startswith("data-2")]
+    data = read_data(saved / "data-1.safetensors")
+    assert [sequence.key for sequence in (*data.held, *data.heldout)] == had[1]
+    until(lambda: story.pids.get(2) != pid)
+
+
+def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
+    """With half a file on the disk."""
+
+    def die(timeout_s: float) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "data-2.safetensors.partial").write_text("half")
+        os._exit(1)
+
+    trainer._feed.settle = die  # type: ignore[method-assign,assignment]
+
+
+def test_a_run_that_is_back_at_its_start_has_the_drafter_that_it_began_with(
+    story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run, worker = story.run, story.workers[0]
+    assert run.updates
+    given, saved = len(worker.given), tmp_path / "checkpoint"
+    with monkeypatch.context() as nobody:
+        nobody.setattr(run, "_start_trainers", lambda: None)
+        run.went_back(story.rl_step + 1, run.state_dict(saved), saved)
+    assert len(worker.given) == given, "engines are given what they have, and forget how it did"
+    run.went_back(0, story.origin, None)
+    story.rl_step = -1
+    first = load_head(story.folder / "drafter" / "initial").serving_weights()
+    weights, predicted = worker.given[-1]
+    assert predicted == []
+    assert all(torch.equal(value, first[name]) for name, value in weights.items())
+    assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
+    assert story.trainers(held) == [[], [], []]
+    story.rollout(1)
+    until(lambda: story.updates(1) > 0)
+    assert story.end() < YIELD_S
+    assert run.updates > 0
+    assert [row["drafter_age"] for row in story.rows["steps"]] == [0]
+    assert {row["drafter_age"] for row in story.rows["acceptance"]} == {0}
+    assert {row["rl_step"] for row in story.rows["spot_training"]} == {0}
+    assert [row.rl_step for row in run.schedule.record] == [0]
+
+
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
+    story.rollout(2)
+    start = story.run.updates
+    saved = story.folder / "drafter" / "worker-2"
+    until(lambda: story.updates(2) > start + 20)
+    before, old = story.updates(2), story.pids[2]
+    os.kill(old, signal.SIGKILL)
+    until(lambda: story.pids.get(2, old) != old)
+    assert list(saved.glob("checkpoint-*"))
+    again = story.updates(2)
+    assert again >= before - 10, "at most two checkpoints' worth is lost, the last may have been under way"
+    # What it had to learn from has died with it.
+    story.teach(2)
+    until(lambda: story.updates(2) > again)
+    assert story.end() < YIELD_S
+    assert any(re.search(r"trainer of worker 2 died \(.*\); it is started again", said) for said in story.said)
+    assert story.run.updates > again
+    events = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()]
+    assert [(e["rl_step"], e["worker"]) for e in events if "died" in e["event"]][-1] == (story.rl_step, 2)
+
+
+def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollout_does_not_wait(story: Story):
+    story.rollout(1, 2)
+    start = story.run.updates
+    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
+    os.kill(story.pids[2], signal.SIGKILL)
+    at = story.updates(1)
+    until(lambda: story.updates(1) > at + 10)
+    assert story.end() < YIELD_S
+    ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
+    assert ended.count((2, "killed")) == 1
+    assert not [worker for worker, how in ended if how == "failed"]
+    assert story.run.updates > at
+
+
+def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
+    story.rollout(1, 2)
+    start = story.run.updates
+    until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
+    hanging = story.pids[2]
+    os.kill(hanging, signal.SIGSTOP)
+    waited = story.end()
+    assert YIELD_S - 0.5 < waited < YIELD_S + 1.5
+    assert not alive(hanging)
+    until(lambda: story.pids.get(2, hanging) != hanging)
+    assert story.run.updates > start, "what the others have is used"
+    ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
+    assert ended == {1: "stopped", 2: "killed"}
+    (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
+    assert lost["t_start"] + lost["duration"] > YIELD_S
+    assert (lost["members"], lost["updates"]) == (2, 0)
+    assert lost.keys() == story.rows["spot_training"][0].keys()
+    assert any("did not yield within 3 s" in said for said in story.said + story.events.take())
+
+
+def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(trainer_processes, "ANSWER_S", 1.0)
+    story.rollout()
+    hanging = story.pids[0]
+    os.kill(hanging, signal.SIGSTOP)
+    begin = time.monotonic()
+    story.end()
+    assert time.monotonic() - begin < 6.0
+    assert not alive(hanging)
+    until(lambda: story.pids.get(0, hanging) != hanging)
+    assert any("did not answer" in said for said in story.said + story.events.take())
+
+
+def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
+    served, updates = len(story.workers[0].given), story.run.updates
+    for process in story.run._trainers._processes.values():  # type: ignore[union-attr]
+        ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._held.clear()))
+        ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._first_out.clear()))
+    broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
+    story.rollout(1, sequences=broken)
+    time.sleep(1.0)
+    assert story.end() < YIELD_S
+    assert any(re.search("drafter training on worker 1 failed: .*not finite", said) for said in story.said)
+    assert (len(story.workers[0].given), story.run.updates) == (served, updates)
+
+
+def no_room(trainer: SpotTrainer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, resource.RLIM_INFINITY))
+
+
+def room(trainer: SpotTrainer) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def test_a_disk_without_room_costs_checkpoints_only(story: Story):
+    actor = story.run._trainers._processes[2].actor  # type: ignore[union-attr]
+    ray.get(actor.__ray_call__.remote(no_room))
+    story.rollout(2)
+    start = story.run.updates
+    until(lambda: story.updates(2) > start + 12)
+    assert story.end() < YIELD_S
+    ray.get(actor.__ray_call__.remote(room))
+    assert any("a checkpoint of the drafter on worker 2 failed" in said for said in story.said)
+    assert story.run.updates > start + 12
+
+
+def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeypatch: pytest.MonkeyPatch):
+    story.rollout(1)
+    dead, start = story.run._server, story.run.updates
+    until(lambda: story.updates(1) > start)
+
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(dead, "_advance", fail)
+    story.workers[2].feed.status(story.rl_step, busy=False)
+    until(lambda: not dead._thread.is_alive())  # type: ignore[union-attr]
+    at = story.updates(1)
+    os.kill(story.pids[2], signal.SIGKILL)
+    until(lambda: story.run._server is not dead)
+    until(lambda: story.updates(1) > at + 5)
+    assert story.end() < YIELD_S
+    assert any("a defect" in said and "taken over" in said for said in story.said)
+    story.rollout(1)
+    start = story.run.updates
+    until(lambda: story.updates(1) > start)
+    assert story.end() < YIELD_S
+    assert story.run.updates > start
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "message"),
+    [
+        ({}, "hh", ""),
+        ({"coordinator": {"max_members": 1}}, "ha", r"set drafter.endpoint to tcp://HOST:PORT"),
+        ({"endpoint": "ipc:///tmp/c", "coordinator": {"max_members": 1}}, "ha", r"set drafter.endpoint"),
+        ({"endpoint": "tcp://*:5555", "coordinator": {"max_members": 1}}, "ha", r"an address of the driver's machine"),
+        ({"endpoint": "tcp://10.0.0.1:5555"}, "ha", r"drafter.coordinator.max_members to 1"),
+        ({"endpoint": "tcp://10.0.0.1:5555"}, "aa", ""),
+        ({"endpoint": "tcp://10.0.0.1:5555", "coordinator": {"max_members": 1}}, "hab", ""),
+    ],
+)
+def test_workers_on_other_machines_that_could_not_train_are_refused(settings: dict, nodes: str, message: str):
+    config = DrafterConfig.model_validate(settings)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_machines(config, list(nodes), "h")
+
+
+def test_closing_leaves_nothing(story: Story):
+    place, pids = story.run._place, list(story.pids.values())
+    assert place is not None
+    assert place.exists()
+    story.rollout(1)
+    start = story.updates(1)
+    until(lambda: story.updates(1) > start)
+    story.close()
+    until(lambda: not any(map(alive, pids)))
+    assert not place.exists()
+    assert not list(story.folder.glob("**/*.partial"))
+    assert (story.folder / "drafter" / "final").exists()
+
+
+@pytest.fixture(scope="module")
+def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe whose policy always drafts with the learned drafter."""
+    folder = tmp_path_factory.mktemp("learning")
+    Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3))).write(folder / "policy.json")
+    path = folder / "recipe.toml"
+    path.write_text(
+        recipe_file.read_text().replace("[rollout]", f'[rollout]\npolicy = "{folder / "policy.json"}"')
+        + """
+[drafter]
+tokens_per_update = 256
+schedule = {kind = "always"}
+optim = {lr = 3e-3}
+canary = {min_drafts = 30}
+nice = 0
+"""
+    )
+    return path
+
+
+def fed(run: GrpoRun) -> int:
+    return sum(run.drafting._ask("seen").values())  # type: ignore[attr-defined]
+
+
+def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
+    """The vectors of the model that an engine drafts with: its matrices are packed for the CPU, and empty here."""
+    runner = worker.engine.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return {name: p.detach().clone() for name, p in runner.drafter.model.named_parameters() if p.dim() == 1 and len(p)}
+
+
+@pytest.mark.engine
+def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_not(
+    learning: Path, recipe_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.syspath_prepend(str(recipe_file.parent))
+    run = GrpoRun(load_recipe(learning, ["rollout.max_response_tokens=100"]), tmp_path / "run")
+    drafting = run.drafting
+    assert isinstance(drafting, DrafterRun)
+    origin = drafting.state_dict(tmp_path)
+    with run:
+        run.evaluate(4)
+        assert fed(run) == 0
+        run.step()
+        assert json.loads((tmp_path / "run" / "repeats.json").read_text())["repeats"]
+        # The last of them may still be under way.
+        until(lambda: fed(run) == 16, 20)
+        until(lambda: drafting.updates or not run.step(), 120)
+        assert_engines_draft_with(drafting._ask("weights")[0], run)
+        for process in drafting._trainers._processes.values():  # type: ignore[union-attr]
+            ray.get(process.actor.__ray_call__.remote(boast))
+        swaps = drafting._swaps
+        until(lambda: drafting._swaps > swaps or not run.step(), 120)
+        until(lambda: any("has collapsed" in n for r in run.reports for n in r.notes) or not run.step(), 120)
+        run.save()
+        monkeypatch.setattr(drafting, "_start_trainers", lambda: None)
+        drafting.went_back(0, origin, None)
+        assert_engines_draft_with(load_head(drafting._head).serving_weights(), run)
+        assert [(report.updates, report.serves) for report in drafting._reports()] == [(0, False)] * 2
+    trace = tltlab.read(tmp_path / "run" / "trace")
+    assert trace.steps is not None
+    assert trace.steps["drafter_version"].iloc[-1] >= 2
+    assert trace.table("spot_training") is not None
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    collapsed = next(event for event in events if event.get("verdict", {}).get("kind") == "collapsed")
+    assert collapsed["verdict"]["predicted"] == [pytest.approx(0.9)] * 3
+
+
+def assert_engines_draft_with(weights: dict[str, torch.Tensor], run: GrpoRun) -> None:
+    for worker in run.pool.handles:
+        vectors = ray.get(worker.__ray_call__.remote(draft_vectors))
+        own = {name.removeprefix("model."): value for name, value in vectors.items()}
+        assert own.keys() & weights.keys()
+        assert all(torch.equal(own[name], weights[name]) for name in own.keys() & weights.keys())
+
+
+def boast(trainer: SpotTrainer) -> None:
+    """A prediction that no engine bears out, as when it drafts with a wrong embedding."""
+    trainer.training.predict = lambda sequences: [0.9] * 3  # type: ignore[method-assign]
+
+
+@pytest.mark.engine
+def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(learning: Path, recipe_file: Path):
+    with tempfile.TemporaryDirectory(prefix="t") as temporary:
+        places, out = Path(temporary) / "t", Path(temporary) / "run"
+        places.mkdir()
+        env = os.environ | {"PYTHONPATH": str(recipe_file.parent), "TMPDIR": str(places)}
+        command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "eval.num_prompts=0"]
+        process = subprocess.Popen(
+            [*command, "rollout.repeat_every=0", "--out", str(out)],
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr is not None
+        try:
+            assert any(line.startswith("step 0:") for line in process.stderr), "the run stopped by itself"
+            own = descendants(process.pid)
+            assert any("SpotTrainer" in Path(f"/proc/{pid}/cmdline").read_text() for pid in own)
+            process.terminate()
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+            process.wait()
+        until(lambda: not [pid for pid in own if alive(pid)], 20)
+        assert not list(places.glob("tltlab*"))
+        assert not list(out.glob("**/*.partial"))
+        assert len(repair(out / "trace").rl_steps) >= 1
+        events = [json.loads(line) for line in (out / "events.jsonl").read_text().splitlines()]
+        assert events[-1]["event"].startswith("the run stopped: KeyboardInterrupt")
+
+
+def descendants(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("drafter.checkpoint=/no/such/head", "there is no such folder"),
+        ("drafter.checkpoint=WIDER", "is for a target with hidden_size 32"),
+        ('drafter.loss={"kind": "eagle3"}', "is an eagle head, and drafter.loss trains one of method eagle3"),
+        ("drafter.fallback=oracle", "its fallback 'oracle' is no model-free drafter here"),
+        ('rollout.drafters.other={"kind": "learned", "method": "eagle", "model": "x"}', "holds one learned drafter"),
+        ('drafter.schedule={"kind": "sometimes"}', "drafter.schedule.kind"),
+    ],
+)
+def test_a_recipe_whose_drafter_cannot_be_is_refused_before_anything_starts(
+    learning: Path, recipe_file: Path, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    override: str, complaint: str,
+):  # fmt: skip
+    monkeypatch.syspath_prepend(str(recipe_file.parent))
+    text.head(tmp_path / "wider").save(tmp_path / "head")
+    new_head(random_model, "eagle", 0).save(tmp_path / "eagle")
+    overrides = [override.replace("WIDER", str(tmp_path / "head"))]
+    if "eagle3" in override:
+        overrides.append(f"drafter.checkpoint={tmp_path / 'eagle'}")
+    with pytest.raises(ConfigError, match=re.escape(complaint)):
+        train(load_recipe(learning, overrides), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_that_never_drafts_with_it_is_told(recipe_file: Path, tmp_path: Path):
+    events = RunEvents(tmp_path / "events.jsonl")
+    for name, serves in (("none", False), ("learned", True), ("mixed", True), ("suffix", False)):
+        policy = Policy(selector=FixedSpec(strategy=NO_SPECULATION if name == "none" else Strategy.chain(name, 2)))
+        recipe = load_recipe(recipe_file, ["drafter.name=learned", 'rollout.drafters.mixed={"kind": "hybrid"}'])
+        run = drafter_of(recipe, policy, tmp_path, events)
+        assert isinstance(run, DrafterRun)
+        run.prepare()
+        assert bool(events.take()) is not serves
+        run.close()

@@ -1,0 +1,287 @@
+"""One optimizer step on a drafter: what it does, and what it never does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.drafter.group import GroupLost
+from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import KEEP_EVERY, MAX_BAD, DrafterTraining, UpdateReport
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.trainer.packing import pack
+
+from .drafting_text import VOCAB, frozen, head, sequence
+
+LOSS = LossConfig(token_weight=1.0)
+
+
+class Threads:
+    """Members in one process: whoever comes last adds up and lets all go on."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._given: list[Tensor] = []
+        self._meet = threading.Barrier(world, timeout=20)
+
+    def sum(self, tensor: Tensor) -> None:
+        self._given.append(tensor.clone())
+        self._meet.wait()
+        total = torch.stack(sorted(self._given, key=lambda t: t.tolist())).sum(0)
+        self._meet.wait()
+        self._given.clear()
+        self._meet.wait()
+        tensor.copy_(total)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        raise AssertionError("not needed here")
+
+
+class Lost:
+    """A group whose other member dies while gradients are added up."""
+
+    world = 2
+
+    def sum(self, tensor: Tensor) -> None:
+        tensor.fill_(12345.0)
+        raise GroupLost("a member died")
+
+    def broadcast(self, tensor: Tensor) -> None:
+        tensor.fill_(12345.0)
+        raise GroupLost("a member died")
+
+
+def training(folder: Path, loss: LossConfig = LOSS, **optim: float) -> DrafterTraining:
+    return DrafterTraining(head(folder), frozen(), loss, OptimConfig(**{"lr": 3e-3, **optim}))
+
+
+def together(calls: list[Callable[[], UpdateReport]]) -> list[UpdateReport]:
+    found: dict[int, UpdateReport] = {}
+    threads = [
+        threading.Thread(target=lambda n=n, call=call: found.update({n: call()})) for n, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[n] for n in range(len(calls))]
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor], atol: float = 0.0) -> bool:
+    return all(torch.allclose(one[name], other[name], rtol=0, atol=atol) for name in one | other)
+
+
+def broken(good: TrainingSequence) -> TrainingSequence:
+    hidden = good.hidden.clone()
+    hidden[7] = torch.nan
+    return replace(good, hidden=hidden)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hass"])
+def test_a_drafter_learns_and_its_prediction_holds_on_text_that_it_has_not_seen(tmp_path: Path, kind: str):
+    made = training(tmp_path, LossConfig(kind=kind, token_weight=1.0))
+    unseen = [sequence(100 + n) for n in range(8)]
+    before = made.predict(unseen)
+    for n in range(60):
+        report = made.update([sequence(4 * n + i) for i in range(4)])
+    after = made.predict(unseen)
+    assert made.updates == 60
+    assert after[0] > 0.9 > 0.5 > before[0]
+    assert len(report.accept) == made.loss.num_unrolled
+    assert report.accept[0] == pytest.approx(after[0], abs=0.05)
+
+
+def test_an_update_is_what_plain_torch_does(tmp_path: Path):
+    made = training(tmp_path / "a", warmup=4)
+    plain = head(tmp_path / "b")
+    adam = torch.optim.AdamW(plain.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.01)
+    for n in range(6):
+        texts = [sequence(3 * n + i, rows=10 + 5 * i) for i in range(3)]
+        report = made.update(texts)
+        adam.zero_grad()
+        loss = drafter_loss(plain, frozen(), pack(texts), LOSS).loss
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        adam.param_groups[0]["lr"] = 3e-3 * min(1.0, (n + 1) / 4)
+        adam.step()
+        assert report.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+        assert report.grad_norm == pytest.approx(float(norm), rel=1e-4)
+    assert same(dict(made.head.named_parameters()), dict(plain.named_parameters()), atol=1e-5)
+
+
+def test_only_what_is_trained_is_state(tmp_path: Path):
+    made = training(tmp_path)
+    state = made.live_state()
+    weights = sum(value.numel() for value in made.head.parameters())
+    assert sum(value.numel() for value in state.values()) == 3 * weights + state["counters"].numel()
+    assert not any(VOCAB in value.shape for value in state.values())
+
+
+def test_training_goes_on_from_its_state_bit_by_bit(tmp_path: Path):
+    straight, first = training(tmp_path / "a", warmup=4), training(tmp_path / "b", warmup=4)
+    texts = [[sequence(10 * n + i) for i in range(2)] for n in range(6)]
+    for some in texts:
+        straight.update(some)
+    for some in texts[:3]:
+        first.update(some)
+    second = DrafterTraining(head(tmp_path / "c", seed=9), frozen(), LOSS, first.optim)
+    state = first.state_dict()
+    first.update(texts[0])
+    second.load_state_dict(state)
+    for some in texts[3:]:
+        second.update(some)
+    assert second.updates == 6
+    assert same(straight.state_dict(), second.state_dict())
+
+
+def test_the_state_of_another_head_is_refused(tmp_path: Path):
+    state = training(tmp_path).state_dict()
+    state.pop("exp_avg.fc.weight")
+    with pytest.raises(ConfigError, match=r"exp_avg\.fc\.weight"):
+        training(tmp_path).load_state_dict(state)
+
+
+def test_two_members_do_together_what_one_does_with_all_their_data(tmp_path: Path):
+    alone, left, right = (training(tmp_path / name) for name in "abc")
+    group = Threads(2)
+    for n in range(3):
+        texts = [sequence(5 * n + i, rows=8 + 6 * i) for i in range(5)]
+        one = alone.update(texts)
+        two = together([lambda t=texts: left.update(t[:1], group), lambda t=texts: right.update(t[1:], group)])
+        for report in two:
+            assert (report.members, report.tokens, report.sequences) == (2, one.tokens, 5)
+            assert report.loss == pytest.approx(one.loss, rel=1e-5)
+            assert report.accept == pytest.approx(one.accept, rel=1e-5)
+            assert report.grad_norm == pytest.approx(one.grad_norm, rel=1e-5)
+    assert same(left.state_dict(), right.state_dict())
+    assert same(left.state_dict(), alone.state_dict(), atol=1e-5)
+
+
+def test_a_member_without_data_has_no_weight(tmp_path: Path):
+    alone, left, right = (training(tmp_path / name) for name in "abc")
+    group = Threads(2)
+    prompt_only = sequence(1, rows=6, prompt=7)
+    alone.update([sequence(0)])
+    together([lambda: left.update([sequence(0)], group), lambda: right.update([prompt_only], group)])
+    assert same(alone.state_dict(), right.state_dict(), atol=1e-6)
+
+
+def test_without_any_data_nothing_moves(tmp_path: Path):
+    made = training(tmp_path)
+    before = made.state_dict()
+    report = made.update([])
+    assert (report.tokens, report.skipped, report.accept, made.updates) == (0, False, [], 0)
+    assert same(before, made.state_dict())
+    assert made.predict([]) == []
+
+
+def test_all_leave_together_when_one_wants_to(tmp_path: Path):
+    left, right = training(tmp_path / "a"), training(tmp_path / "b")
+    group = Threads(2)
+    texts = [sequence(0)]
+    first = together([lambda: left.update(texts, group), lambda: right.update(texts, group)])
+    second = together([lambda: left.update(texts, group), lambda: right.update(texts, group, leave=lambda: True)])
+    assert [report.leave for report in first + second] == [False, False, True, True]
+    assert left.updates == right.updates == 2
+    assert left.update(texts, leave=lambda: True).leave
+
+
+def test_a_member_told_to_leave_in_mid_update_leaves_with_that_update(tmp_path: Path):
+    left, right = training(tmp_path / "a"), training(tmp_path / "b")
+    group, told = Threads(2), threading.Event()
+    own_part = right._own_part
+
+    def told_meanwhile(sequences: Sequence[TrainingSequence]) -> None:
+        own_part(sequences)
+        told.set()
+
+    right._own_part = told_meanwhile  # type: ignore[method-assign]
+    texts = [sequence(0)]
+    reports = together([lambda: left.update(texts, group), lambda: right.update(texts, group, leave=told.is_set)])
+    assert [report.leave for report in reports] == [True, True]
+
+
+def test_nan_at_one_member_keeps_all_from_updating(tmp_path: Path):
+    left, right = training(tmp_path / "a"), training(tmp_path / "b")
+    group = Threads(2)
+    texts = [sequence(0)]
+    together([lambda: left.update(texts, group), lambda: right.update(texts, group)])
+    before = left.state_dict()
+    found = together([lambda: left.update(texts, group), lambda: right.update([broken(texts[0])], group)])
+    assert [report.skipped for report in found] == [True, True]
+    assert (left.updates, left.skipped, right.updates, right.skipped) == (1, 1, 1, 1)
+    for made in (left, right):
+        after = made.state_dict()
+        assert after.pop("counters").tolist() == [1, 1, 1, 1]
+        assert same({name: before[name] for name in after}, after)
+    again = together([lambda: left.update(texts, group), lambda: right.update(texts, group)])
+    assert [report.skipped for report in again] == [False, False]
+
+
+def test_three_bad_updates_in_a_row_end_training_with_a_sentence_and_the_last_good_drafter(tmp_path: Path):
+    made = training(tmp_path)
+    for n in range(KEEP_EVERY):
+        made.update([sequence(n)])
+    good = made.state_dict()
+    for n in range(3):
+        made.update([sequence(50 + n)])
+    for n in range(MAX_BAD - 1):
+        assert made.update([broken(sequence(n))]).skipped
+    with pytest.raises(RunError, match=f"3 drafter updates in a row.*back at update {KEEP_EVERY}"):
+        made.update([broken(sequence(9))])
+    after = made.state_dict()
+    assert made.skipped == MAX_BAD
+    assert same({n: v for n, v in good.items() if n != "counters"}, {n: v for n, v in after.items() if n != "counters"})
+    assert not made.update([sequence(60)]).skipped
+
+
+def test_weights_that_are_not_finite_are_never_held(tmp_path: Path):
+    made = training(tmp_path)
+    made.update([sequence(0)])
+    made.optim = made.optim.model_copy(update={"lr": 3e38})
+    report = made.update([sequence(1)])
+    assert report.skipped
+    assert made.updates == 0
+    assert all(bool(value.isfinite().all()) for value in made.head.parameters())
+    assert made.predict([sequence(2)])[0] > 0
+
+
+def test_a_gradient_whose_norm_overflows_is_not_applied(tmp_path: Path):
+    made = training(tmp_path, LossConfig(hidden_weight=1e30))
+    before = made.state_dict()
+    assert made.update([sequence(0)]).skipped
+    assert (made.updates, made.skipped) == (0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items() if name != "counters")
+
+
+def test_a_lost_member_leaves_the_state_as_it_was(tmp_path: Path):
+    made, alone = training(tmp_path / "a"), training(tmp_path / "b")
+    for one in (made, alone):
+        one.update([sequence(0)])
+    before = made.state_dict()
+    with pytest.raises(GroupLost):
+        made.update([sequence(1)], Lost())
+    with pytest.raises(GroupLost):
+        made.share(Lost())
+    assert same(before, made.state_dict())
+    made.update([sequence(2)])
+    alone.update([sequence(2)])
+    assert same(made.state_dict(), alone.state_dict())
+
+
+def test_it_learns_from_the_target_as_it_is_now(tmp_path: Path):
+    made = training(tmp_path)
+    old = frozen()
+    before = made.predict([sequence(0)])
+    made.set_target(replace(old, lm_head=old.lm_head * 0.5))
+    assert made.predict([sequence(0)]) != before
+    with torch.no_grad():
+        assert made.predict([sequence(0)]) == drafter_loss(made.head, made.frozen, pack([sequence(0)]), LOSS).accept

@@ -1,0 +1,357 @@
+"""The trainer beside a worker, between a real coordinator and a real feed; only the engine is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.drafter import checkpoint as drafter_checkpoint
+from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.worker import HELD_OUT, SpotPlace, SpotTrainer
+from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
+
+from . import drafting_text as text
+
+CONFIG = DrafterConfig(
+    optim=OptimConfig(lr=3e-3),
+    coordinator=CoordinatorConfig(yield_timeout_s=4.0, resend_s=0.1),
+    tokens_per_update=128,
+    checkpoint_every=5,
+    ages=2,
+    nice=0,
+)
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+    return found
+
+
+class Bench:
+    """Worker 0 always generates; the trainers of the others are threads of this process."""
+
+    def __init__(self, folder: Path, num_workers: int = 3) -> None:
+        self.folder = folder
+        text.head(folder / "target").save(folder / "head")
+        self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{folder}/c", num_workers, self._kill)
+        self.trainers: dict[int, SpotTrainer] = {}
+        self.senders: dict[int, FeedSender] = {}
+        self._threads: list[threading.Thread] = []
+        self.status(0, 0, busy=True)
+
+    def _kill(self, worker: int) -> None:
+        raise AssertionError(f"worker {worker} did not yield")
+
+    def add(self, worker: int, config: DrafterConfig = CONFIG, state: dict[str, Any] | None = None) -> SpotTrainer:
+        place = SpotPlace(
+            worker=worker,
+            coordinator=self.server.endpoint,
+            feed=f"ipc://{self.folder}/f{worker}",
+            folder=self.folder / f"worker-{worker}",
+            rendezvous=self.folder / "groups",
+            head=self.folder / "head",
+            seed=0,
+            max_depth=4,
+            temperature=1.0,
+        )
+        trainer = SpotTrainer(place, config)
+        trainer.start(text.frozen(), state, 0)
+        self._threads.append(threading.Thread(target=trainer.run, daemon=True))
+        self._threads[-1].start()
+        self.trainers[worker] = trainer
+        return trainer
+
+    def status(self, worker: int, rl_step: int, *, busy: bool) -> None:
+        if worker not in self.senders:
+            self.senders[worker] = FeedSender(f"ipc://{self.folder}/f{worker}")
+        self.senders[worker].status(rl_step, busy=busy)
+
+    def teach(self, worker: int, sequences: list[TrainingSequence]) -> None:
+        trainer, seen = self.trainers[worker], self.trainers[worker].seen()
+        for sequence in sequences:
+            self.senders[worker].sequence(sequence)
+        until(lambda: trainer.seen() == seen + len(sequences))
+
+    def begin(self, rl_step: int) -> None:
+        """A rollout starts, and all trainers have heard of it."""
+        self.server.rollout_started(rl_step)
+        for worker, trainer in self.trainers.items():
+            self.status(worker, rl_step, busy=True)
+            until(lambda trainer=trainer: trainer._rl_step == rl_step)
+
+    def idle(self, worker: int, rl_step: int) -> SpotTrainer:
+        self.status(worker, rl_step, busy=False)
+        return self.trainers[worker]
+
+    def close(self) -> None:
+        for trainer in self.trainers.values():
+            trainer.close()
+        for thread in self._threads:
+            thread.join(20)
+        for sender in self.senders.values():
+            sender.close()
+        self.server.close()
+        assert not any(thread.is_alive() for thread in self._threads)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    with contextlib.closing(bench):
+        yield bench
+
+
+def sequences(rl_step: int = 0, number: int = 24) -> list[TrainingSequence]:
+    return [text.sequence(100 * rl_step + n, rl_step=rl_step) for n in range(number)]
+
+
+def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    bench.teach(1, sequences())
+    assert trainer.num_updates() == 0, "it trains while its engine generates"
+    before = trainer.predicted()
+    bench.idle(1, 0)
+    until(lambda: trainer.num_updates() >= 30)
+    waited = bench.server.rollout_ended(0)
+    (row,) = trainer.take_rows()
+    assert trainer.take_rows() == []
+    assert (row["rl_step"], row["worker"], row["members"], row["ended"]) == (0, 1, 1, "stopped")
+    assert row["updates"] == trainer.num_updates() >= 30
+    assert row["tokens"] >= 100 * row["updates"]
+    assert row["checkpoints"] == row["updates"] // 5 + (row["updates"] % 5 > 0)
+    step_s = row["train_s"] / row["updates"]
+    assert row["yield_s"] < 5 * step_s + row["blocked_s"] + 0.2
+    assert waited < CONFIG.coordinator.yield_timeout_s / 2
+    spent = row["setup_s"] + row["train_s"] + row["wait_s"] + row["blocked_s"]
+    assert 0.5 * row["duration"] < spent <= row["duration"]
+    assert trainer.predicted()[0] > before[0] + 0.05
+    done = trainer.num_updates()
+    time.sleep(0.1)
+    assert trainer.num_updates() == done
+
+
+def test_a_worker_whose_engine_gets_work_again_stops(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    bench.teach(1, sequences())
+    bench.idle(1, 0)
+    until(lambda: trainer.num_updates() > 2)
+    bench.status(1, 0, busy=True)
+    (row,) = until(trainer.take_rows)
+    assert row["ended"] == "stopped"
+    assert bench.server.rollout_ended(0) < 1.0
+
+
+def test_an_empty_buffer_waits_and_one_sequence_is_enough(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    bench.idle(1, 0)
+    time.sleep(0.5)
+    assert trainer.num_updates() == 0
+    bench.teach(1, sequences(number=1))
+    until(lambda: trainer.num_updates() >= 3)
+    bench.server.rollout_ended(0)
+    (row,) = trainer.take_rows()
+    assert row["wait_s"] > 0.2
+    assert row["tokens"] == 24 * row["updates"]
+    assert trainer.predicted() == []
+    assert all(torch.isfinite(value).all() for value in trainer.weights().values())
+
+
+def test_states_that_are_not_finite_end_the_period_and_not_the_drafter(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in sequences(number=16)]
+    bench.teach(1, broken)
+    good = trainer.weights()
+    bench.idle(1, 0)
+    (row,) = until(trainer.take_rows)
+    assert row["ended"] == "failed"
+    assert "not finite" in row["detail"]
+    assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
+    assert all(torch.equal(value, good[name]) for name, value in trainer.weights().items())
+    assert trainer.predicted() == []
+    assert bench.server.rollout_ended(0) < 1.0
+    bench.begin(1)
+    bench.begin(2)
+    bench.teach(1, sequences(2))
+    bench.idle(1, 2)
+    until(lambda: trainer.num_updates() > 3)
+    assert bench.server.rollout_ended(2) < 1.0
+
+
+def test_a_full_disk_costs_the_checkpoint_and_nothing_else(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    trainer = bench.add(1)
+    bench.begin(0)
+    bench.teach(1, sequences())
+
+    def full(*args: Any, **named: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(drafter_checkpoint._Writer, "finish", full)
+    bench.idle(1, 0)
+    until(lambda: trainer.num_updates() >= 12)
+    bench.server.rollout_ended(0)
+    trainer.checkpoint.finish()
+    complaints = trainer.complaints()
+    assert len(complaints) >= 2
+    assert all("No space left" in complaint for complaint in complaints)
+    assert trainer.complaints() == []
+    assert trainer.take_rows()[0]["ended"] == "stopped"
+    assert trainer.checkpoint.latest() is None
+    assert not list(trainer.place.folder.glob("*"))
+
+
+def test_a_new_process_goes_on_from_the_checkpoint_unless_the_drafter_in_service_is_further(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    bench.teach(1, sequences())
+    bench.idle(1, 0)
+    until(lambda: trainer.num_updates() >= 7)
+    bench.server.rollout_ended(0)
+    state = trainer.state()
+    trainer.close()
+    until(lambda: not bench._threads[-1].is_alive())
+    again = SpotTrainer(trainer.place, CONFIG)
+    for served, expected in ((None, state), (state | {"counters": state["counters"] + 100}, None)):
+        again.start(text.frozen(), served, 3)
+        want = served if expected is None else expected
+        assert want is not None
+        assert all(torch.equal(value, want[name]) for name, value in again.state().items())
+        assert list(again._published) == [3]
+        (updates, _) = again._published[3]
+        assert updates == (0 if served is None else int(served["counters"][0])), "what serves is not what is trained"
+        again._published.clear()
+        again._client.close()
+        again._feed.close()
+
+
+def test_a_process_of_a_later_run_learns_from_what_this_one_would_have_learned_from(bench: Bench, tmp_path: Path):
+    trainer = bench.add(1)
+    trainer.save_data(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    bench.begin(0)
+    bench.teach(1, sequences())
+    bench.idle(1, 0)
+    until(lambda: trainer.num_updates() >= 7)
+    bench.server.rollout_ended(0)
+    trainer.save_data(tmp_path / "data")
+    assert trainer.data_bytes() == sum(s.nbytes for s in [*trainer.buffer.sequences(), *trainer._heldout])
+    trainer.close()
+    until(lambda: not bench._threads[-1].is_alive())
+    again = SpotTrainer(trainer.place, CONFIG)
+    again.start(text.frozen(), None, 1, anew=True, data=tmp_path / "data")
+    assert again.num_updates() == 0, "it goes on from a future that was left"
+    assert len(again._heldout) == len(trainer._heldout) > 0
+    for each in (trainer, again):
+        each.buffer.begin(1)
+    for _ in range(3):
+        drawn, expected = again.buffer.sample(128, again.rng), trainer.buffer.sample(128, trainer.rng)
+        assert [s.key for s in drawn] == [s.key for s in expected]
+        assert all(torch.equal(own.hidden, other.hidden) for own, other in zip(drawn, expected, strict=True))
+    again._client.close()
+    again._feed.close()
+
+
+def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
+    """The leader is the lowest worker, here one that has just started; what the other one has trained is kept."""
+    old = bench.add(2)
+    bench.begin(0)
+    bench.teach(2, sequences())
+    bench.idle(2, 0)
+    until(lambda: old.num_updates() >= 20)
+    bench.server.rollout_ended(0)
+    new = bench.add(1)
+    before = old.num_updates()
+    bench.begin(1)
+    bench.teach(1, sequences(1))
+    bench.idle(1, 1)
+    until(lambda: new.num_updates() > 0)
+    bench.idle(2, 1)
+    until(lambda: new.num_updates() > before + 5)
+    bench.server.rollout_ended(1)
+    states = [new.state(), old.state()]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    rows = [new.take_rows()[-1], old.take_rows()[-1]]
+    assert [row["members"] for row in rows] == [2, 2]
+    assert rows[1]["updates"] == old.num_updates() - before
+    assert bench.server.periods()[-1].leader == 1
+    until(lambda: not list((bench.folder / "groups").glob("*")), 5.0)
+
+
+def test_a_trainer_does_no_more_updates_than_it_may(bench: Bench):
+    trainer = bench.add(1, CONFIG.model_copy(update={"max_updates": 6}))
+    bench.begin(0)
+    bench.teach(1, sequences())
+    bench.idle(1, 0)
+    (row,) = until(trainer.take_rows)
+    assert (row["ended"], row["updates"], trainer.num_updates()) == ("declined", 6, 6)
+    bench.server.rollout_ended(0)
+
+
+def test_every_eighth_response_is_kept_apart_and_a_sample_is_annotated(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    bench.teach(1, sequences(number=2 * HELD_OUT))
+    assert len(trainer.buffer) == 2 * HELD_OUT - 2
+    trainer.publish(None, 4)
+    trainer.publish(None, 5)
+    trainer.publish(None, 6)
+    rows = trainer.annotate()
+    assert len({(row["prompt_id"], row["sample"]) for row in rows}) == CONFIG.annotate
+    assert {row["drafter_age"] for row in rows} == {-4, -5, -6}, "ages + 1 drafters are kept"
+    assert all(len(row["accept_if_drafted"]) == 25 - 4 for row in rows)
+
+
+def test_a_response_that_is_rolled_out_once_more_is_one_response_and_the_later_counts(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    first = sequences(number=2)
+    bench.teach(1, first)
+    trainer._on_sequence(replace(text.sequence(7, rows=20), key=first[0].key))
+    assert (trainer.seen(), len(trainer.buffer)) == (2, 2)
+    lengths = {(row["prompt_id"], row["sample"]): len(row["accept_if_drafted"]) for row in trainer.annotate()}
+    assert len(trainer._sample) == len(lengths) == 2
+    assert lengths[first[0].key[1:3]] < lengths[first[1].key[1:3]]
+
+
+def test_a_response_whose_prompt_was_cached_gets_its_states_from_a_sibling(bench: Bench):
+    trainer = bench.add(1)
+    bench.begin(0)
+    whole = text.sequence(5, rows=24, prompt=10)
+    cached = replace(text.sequence(6, rows=20, prompt=2), key=(0, "p5", 1, 0), first_position=8)
+    bench.teach(1, [whole, cached])
+    joined = next(s for s in trainer.buffer._held.values() if s.key == cached.key)
+    assert (joined.first_position, joined.prompt_tokens, joined.num_rows) == (0, 10, 28)
+    assert torch.equal(joined.hidden[:8], whole.hidden[:8])
+    assert torch.equal(joined.hidden[8:], cached.hidden)
+    assert joined.token_ids.tolist() == whole.token_ids[:8].tolist() + cached.token_ids.tolist()
+    (kept,) = trainer._prompts.values()
+    assert kept.num_rows == 10, "the sibling's response is the buffer's"
+
+
+def test_what_is_kept_beside_the_buffer_is_bounded_by_bytes_too(bench: Bench):
+    one = text.sequence(0, rows=24, prompt=10)
+    most = 8 * 3 * one.nbytes
+    trainer = bench.add(1, CONFIG.model_copy(update={"buffer": CONFIG.buffer.model_copy(update={"max_bytes": most})}))
+    bench.begin(0)
+    bench.teach(1, [text.sequence(n, rows=24, prompt=10) for n in range(6 * HELD_OUT)])
+    assert 1 < len(trainer._heldout) <= 3
+    assert 1 < len(trainer._prompts) <= 7
+    assert trainer._prompt_bytes == sum(prompt.nbytes for prompt in trainer._prompts.values()) <= 3 * one.nbytes

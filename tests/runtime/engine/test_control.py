@@ -1,0 +1,336 @@
+"""The book that is kept between a policy and an engine, on an engine that is only played."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from tltlab.drafters.base import Draft, Drafter, Key
+from tltlab.drafters.budget import DraftBudget
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.selector import Selector
+from tltlab.runtime.engine.control import Control, Scheduled
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+LEARNED = LearnedSpec(method="eagle", model="a/head")
+
+
+class Parrot(Drafter):
+    """Drafts the request's last token again and again; keeps what it was told."""
+
+    def __init__(self, expected: float = 1.0) -> None:
+        self.expected = expected
+        self.texts: dict[Key, list[int]] = {}
+        self.seen: list[tuple[Key, int, int]] = []
+
+    def open(self, key: Key, tokens: Sequence[int]) -> None:
+        assert key not in self.texts
+        self.texts[key] = list(tokens)
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        self.texts[key] += tokens
+
+    def propose(self, key: Key, depth: int) -> Draft:
+        return Draft([self.texts[key][-1]] * depth, self.expected)
+
+    def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
+        self.seen.append((key, num_drafted, num_accepted))
+
+    def close(self, key: Key) -> None:
+        del self.texts[key]
+
+    def forget(self) -> None:
+        self.texts = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0
+
+
+class Script(Selector):
+    """Chooses in the order given, and keeps what it is told."""
+
+    def __init__(self, *choices: Strategy) -> None:
+        self.strategies = tuple(dict.fromkeys(choices))
+        self.choices = list(choices)
+        self.told: list[tuple[Strategy, StepOutcome]] = []
+
+    def choose(self, state: StepState) -> Strategy:
+        self.state = state
+        return self.choices.pop(0)
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        self.told.append((strategy, outcome))
+
+
+class Played:
+    """An engine of one request, played step by step: each iteration keeps `kept` drafted tokens and adds one."""
+
+    def __init__(self, control: Control, max_tokens: int = 100) -> None:
+        self.control = control
+        self.output: list[int] = []
+        self.draft: list[int] = []
+        self.depths: list[int] = []
+        self.learned: list[int] = []
+        control.begin(0)
+        control.add("r", KEY, [1, 2, 3], self.output, max_tokens)
+
+    def iterate(self, kept: int = 0) -> None:
+        control = self.control
+        control.iteration_starts()
+        drafts = {"r": self.draft} if self.draft else {}
+        what = Scheduled(
+            request_ids=["r"],
+            drafts=drafts,
+            waiting=0,
+            context_tokens=3 + len(self.output),
+            prefill_tokens=0 if self.output else 3,
+            free_kv_tokens=100,
+        )
+        self.depths.append(control.scheduled(what))
+        time.sleep(0.001)
+        control.sampled(what, {"r": kept + 1})
+        self.output += [*self.draft[:kept], 9]
+        self.draft = control.drafts(["r"], [self.learned], 0.0)[0]
+
+
+KEY: Key = (0, "p", 0, 0)
+
+
+def played(*choices: Strategy, max_tokens: int = 100, **drafters: object) -> tuple[Played, Script]:
+    control = Control(DrafterPool(drafters or {"parrot": Parrot()}, 8))  # type: ignore[arg-type]
+    script = Script(*choices)
+    control.set_selector(script)
+    return Played(control, max_tokens), script
+
+
+def chain(depth: int, drafter: str = "parrot") -> Strategy:
+    return Strategy.chain(drafter, depth)
+
+
+def test_a_choice_is_judged_by_the_iteration_that_verifies_it():
+    engine, script = played(chain(4), chain(2), NO_SPECULATION, NO_SPECULATION)
+    for kept in (0, 3, 1, 0):
+        engine.iterate(kept)
+    rows, decisions, _ = engine.control.end()
+    assert [(r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows] == [
+        (0, 0, 0),
+        (4, 4, 3),
+        (2, 2, 1),
+        (0, 0, 0),
+    ]
+    assert [row["next_draft_depth"] for row in rows] == [4, 2, 0, 0]
+    assert [(s.draft_depth, list(o.accepted)) for s, o in script.told] == [(4, [3]), (2, [1]), (0, [0])]
+    assert [d["iteration"] for d in decisions] == [1, 2, 3]
+
+
+def test_a_choices_time_has_its_own_drafting_and_not_the_next_ones():
+    engine, script = played(*[chain(4)] * 3)
+    for _ in range(3):
+        engine.iterate()
+    rows, _, _ = engine.control.end()
+    for row, before, (_, outcome) in zip(rows[1:], rows, script.told, strict=False):
+        expected = row["duration"] - row["draft_duration"] + before["draft_duration"]
+        assert outcome.elapsed_s == pytest.approx(expected)
+
+
+def test_a_request_is_never_drafted_beyond_its_cap():
+    engine, _ = played(*[chain(8)] * 3, max_tokens=5)
+    engine.iterate()
+    assert engine.draft == [9, 9, 9]  # one is out, three drafted, and the target adds the fifth
+    engine.iterate(kept=2)
+    assert engine.draft == []
+
+
+def test_a_finished_request_is_not_drafted_for_and_what_runs_goes_on():
+    engine, _ = played(chain(2), chain(2))
+    engine.iterate()
+    live = engine.control.finish("r")
+    assert live is not None
+    assert live.key == KEY
+    assert engine.control.drafts(["r"], [[]], 0.0) == [[]]
+    assert engine.control.finish("r") is None
+
+
+def test_an_engine_that_falls_idle_ends_its_last_iteration_there():
+    engine, _ = played(chain(2), chain(2), chain(2))
+    engine.iterate()
+    engine.control.finish("r")
+    engine.control.idle()
+    time.sleep(0.05)
+    rows, _, _ = engine.control.end()
+    assert rows[0]["duration"] < 0.04
+
+
+def test_what_a_policy_takes_to_learn_at_the_end_counts_as_the_policys_time_alone():
+    class Slow(Script):
+        def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+            time.sleep(0.02)
+
+    engine, _ = played(chain(2))
+    engine.control.set_selector(Slow(chain(2), chain(2)))
+    engine.iterate()
+    engine.iterate()
+    engine.control.finish("r")
+    engine.control.idle()
+    assert engine.control.seconds_inside >= engine.control.seconds_deciding >= 0.02
+
+
+def test_drafters_learn_what_was_kept_and_policies_see_it():
+    parrot = Parrot()
+    engine, script = played(*[chain(4)] * 3, parrot=parrot)
+    for kept in (0, 3, 2):
+        engine.iterate(kept)
+    assert parrot.seen == [(KEY, 4, 3), (KEY, 4, 2)]
+    assert script.state.drafters["parrot"].accept_estimate == pytest.approx(3 - 0.02)
+    assert script.state.requests[0].recent_acceptance == pytest.approx(3 - 0.2)
+    assert script.state.requests[0].generated_tokens == 8
+
+
+def test_a_budget_shares_out_the_drafts():
+    class Stingy(DraftBudget):
+        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+            return [1] * state.batch
+
+    engine, script = played(*[chain(4)] * 2)
+    engine.control.set_selector(script, Stingy())
+    engine.iterate()
+    assert engine.draft == [9]
+
+
+def test_a_policy_change_in_mid_rollout_shows_the_new_drafter_what_is_running():
+    engine, _ = played(NO_SPECULATION, NO_SPECULATION, parrot=Parrot(), ngram=NgramSpec(min_match=1))
+    engine.iterate()
+    engine.iterate()
+    engine.control.set_selector(Script(chain(2), chain(2)))
+    engine.iterate()
+    assert engine.draft == [9, 9]
+
+
+def test_the_learned_drafter_drafts_in_the_workers_only_when_it_is_asked():
+    engine, _ = played(chain(3, "learned"), chain(2), NO_SPECULATION, learned=LEARNED, parrot=Parrot())
+    engine.learned = [5, 6, 7, 8]
+    engine.iterate()
+    assert engine.draft == [5, 6, 7]
+    engine.iterate()
+    assert engine.draft == [9, 9]
+    engine.iterate()
+    assert engine.draft == []
+    assert engine.depths == [3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "spec", [LEARNED.model_copy(update={"trained": False}), LEARNED.model_copy(update={"max_age": 0})]
+)
+def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: LearnedSpec):
+    spec = spec.model_copy(update={"fallback": "parrot"})
+    pool = DrafterPool({"learned": spec, "parrot": Parrot()}, 8)
+    pool.use([chain(3, "learned")])
+    if spec.max_age is not None:
+        pool.updated()
+        pool.begin(1)
+        assert pool["learned"].age == 0
+        pool.begin(2)
+    pool.open(KEY, [1])
+    assert pool.worker_depth(chain(3, "learned")) == 0
+    assert pool.propose(chain(3, "learned"), KEY, 3, []) == ("parrot", [1, 1, 1])
+    pool.updated()
+    assert pool.worker_depth(chain(3, "learned")) == 3
+    assert pool.propose(chain(3, "learned"), KEY, 2, [5, 6, 7]) == ("learned", [5, 6])
+
+
+@pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
+def test_a_hybrid_takes_the_drafter_that_promises_more_for_each_request(expected: float, drafter: str):
+    hybrid = HybridSpec(first="parrot", otherwise="learned", min_expected=1.0)
+    pool = DrafterPool({"learned": LEARNED, "parrot": Parrot(expected), "hybrid": hybrid}, 8)
+    strategy = chain(4, "hybrid")
+    pool.use([strategy])
+    pool.open(KEY, [1])
+    pool.observe("learned", KEY, 4, 2)
+    assert pool.worker_depth(strategy) == 4
+    assert pool.propose(strategy, KEY, 4, [5, 6, 7, 8])[0] == drafter
+
+
+@pytest.mark.parametrize(
+    ("strategy", "complaint"),
+    [(chain(9), "depths up to 8"), (Strategy("parrot", 4, 4, 16), "no tree attention"), (chain(2, "x"), "parrot")],
+)
+def test_what_the_engine_lacks_is_refused_before_it_is_in_force(strategy: Strategy, complaint: str):
+    engine, script = played(NO_SPECULATION)
+    with pytest.raises(ConfigError, match=complaint):
+        engine.control.set_selector(Script(strategy))
+    assert engine.control.selector is script
+
+
+@pytest.mark.parametrize(
+    "drafters",
+    [
+        {"a": LEARNED, "b": LEARNED},
+        {"h": HybridSpec(first="suffix", otherwise="learned")},
+        {"learned": LEARNED, "suffix": NgramSpec(), "h": HybridSpec(first="learned", otherwise="suffix")},
+        {"learned": LEARNED.model_copy(update={"fallback": "nobody"})},
+    ],
+)
+def test_drafters_that_cannot_live_together_are_refused(drafters: dict):
+    with pytest.raises(ConfigError):
+        DrafterPool(drafters, 4)
+
+
+def test_a_policys_randomness_is_its_seeds():
+    policy = Policy(selector=FixedSpec(strategy=chain(2)))
+    control = Control(DrafterPool({"parrot": Parrot()}, 4))
+    control.set_policy(policy, [1, 2])
+    assert control.state_dict()["drafters"]["drafters"] == {"parrot": {}}
+
+
+def test_a_choices_outcome_is_told_to_the_selector_that_made_it():
+    engine, before = played(chain(4), chain(4))
+    engine.iterate()
+    engine.iterate(kept=3)
+    after = Script(chain(2), chain(2))
+    engine.control.set_selector(after)
+    engine.iterate(kept=1)
+    engine.iterate(kept=1)
+    _, decisions, _ = engine.control.end()
+    assert [(s.draft_depth, list(o.accepted)) for s, o in before.told] == [(4, [3]), (4, [1])]
+    assert [(s.draft_depth, list(o.accepted)) for s, o in after.told] == [(2, [1])]
+    assert [d["draft_depth"] for d in decisions] == [4, 4, 2]
+
+
+def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
+    control = Control(DrafterPool({"ngram": NgramSpec(min_match=1)}, 4))
+    control.set_selector(Script(*[chain(2, "ngram")] * 4))
+    engine = Played(control)
+    engine.iterate()
+    engine.iterate()
+    assert len(control.end()[0]) == 2
+    engine.iterate()
+    engine.iterate()
+    assert len(control.iterations) == 2
+    control.finish("r")
+    assert control.drafters._drafter("ngram").memory_bytes > 0
+    control.advance(1)
+    assert control.drafters._drafter("ngram").memory_bytes == 0
+
+
+def test_the_same_rollout_again_and_an_evaluation_age_no_drafter():
+    pool = DrafterPool({"learned": LEARNED}, 4)
+    pool.updated()
+    for rl_step in (0, -1, 0, 1):
+        pool.begin(rl_step)
+    assert pool["learned"].age == 1
+
+
+def test_model_free_drafters_are_refused_where_drafts_stay_on_the_device():
+    stood_in_for = LEARNED.model_copy(update={"fallback": "ngram"})
+    for learned, refused in ((LEARNED, "ngram"), (stood_in_for, "learned")):
+        pool = DrafterPool({"learned": learned, "ngram": NgramSpec()}, 4, beside=False)
+        with pytest.raises(ConfigError, match="only a learned drafter"):
+            pool.use([chain(2, refused)])
+    DrafterPool({"learned": LEARNED, "ngram": NgramSpec()}, 4, beside=False).use([chain(2, "learned")])

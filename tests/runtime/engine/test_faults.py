@@ -1,0 +1,233 @@
+"""What goes wrong in an engine: nothing is lost, nothing comes twice, and the message says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError, RunError
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+pytestmark = pytest.mark.engine
+CONTEXT = 96
+SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 6)))
+SWITCHING = Policy(
+    selector=ExploreSpec(
+        strategies=(NO_SPECULATION, Strategy.chain("suffix", 6), Strategy.chain("ngram", 3)), hold_iterations=3
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[Engine]:
+    """An engine whose KV cache holds few requests at once, so that it must preempt."""
+    engine = Engine(
+        str(random_model),
+        max_draft_depth=6,
+        vllm_args={"max_model_len": CONTEXT, "max_num_seqs": 16, "block_size": 32, "num_gpu_blocks_override": 14},
+    )
+    yield engine
+    engine.close()
+
+
+def requests(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int = 0) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            key=(rl_step, f"p{n // 4}", n % 4, 0),
+            prompt_token_ids=[1, *([4 + n // 4, 5, 6] * prompt_tokens)[: prompt_tokens - 1]],
+            max_response_tokens=tokens,
+            ignore_eos=True,
+        )
+        for n in range(num)
+    ]
+
+
+def accounted(rollout: Rollout) -> bool:
+    """Whether the log's tokens are those that came back; drafts kept beyond a cap may add to the log."""
+    return sum(r["num_generated"] for r in rollout.iterations) >= sum(len(r.token_ids) for r in rollout.responses)
+
+
+@pytest.mark.parametrize("policy", [SUFFIX, SWITCHING])
+def test_preempted_requests_come_back_whole_and_draft_as_if_nothing_had_been(engine: Engine, policy: Policy):
+    plenty = requests(12, 60)
+    engine.set_policy(None)
+    alone = {r.key: r.token_ids for one in plenty for r in engine.generate([one], rl_step=0, temperature=0.0).responses}
+    engine.set_policy(policy)
+    rollout = engine.generate(plenty, rl_step=0, temperature=0.0)
+    assert any(row["prefill_tokens"] for row in rollout.iterations[5:]), "the test needs preemption"
+    assert {r.key: r.token_ids for r in rollout.responses} == alone
+    assert accounted(rollout)
+    assert engine.control.live == {}
+
+
+def test_aborted_requests_come_back_with_what_they_have(engine: Engine):
+    engine.set_policy(SUFFIX)
+    asked = [*requests(3, 5), *requests(4, 60, rl_step=1)]
+    rollout = engine.generate(asked, rl_step=0, temperature=0.9, until=lambda ended: len(ended) >= 3)
+    assert [r.key for r in rollout.responses] == [r.key for r in asked]
+    assert [r.finish_reason for r in rollout.responses] == ["length"] * 3 + ["abort"] * 4
+    assert all(0 < len(r.token_ids) < 60 for r in rollout.responses[3:])
+    assert engine.control.live == {}
+    again = engine.generate(requests(4, 8), rl_step=0, temperature=0.9)
+    assert [len(r.token_ids) for r in again.responses] == [8] * 4
+
+
+def test_a_response_that_reaches_the_end_of_the_context_stops_there(engine: Engine):
+    engine.set_policy(SUFFIX)
+    rollout = engine.generate(requests(2, 500), rl_step=0, temperature=0.9)
+    assert [len(r.token_ids) for r in rollout.responses] == [CONTEXT - 6] * 2
+    assert [r.finish_reason for r in rollout.responses] == ["length"] * 2
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_before_anything_runs(engine: Engine):
+    with pytest.raises(ConfigError, match="does not fit the engine's context of 96"):
+        engine.generate(requests(1, 5, prompt_tokens=CONTEXT), rl_step=0, temperature=0.9)
+
+
+@pytest.mark.parametrize(
+    ("bad", "complaint"),
+    [({"prompt_token_ids": [1, 999]}, "out of vocabulary"), ({"max_response_tokens": 0}, "at least 1")],
+)
+def test_a_request_that_vllm_refuses_leaves_nothing_running(engine: Engine, bad: dict, complaint: str):
+    fine = GenerationRequest(key=(0, "fine", 0, 0), prompt_token_ids=[1, 5], max_response_tokens=30, ignore_eos=True)
+    with pytest.raises(ConfigError, match=complaint):
+        engine.generate([fine, replace(fine, key=(0, "bad", 0, 0), **bad)], rl_step=0, temperature=0.9)
+    (other,) = engine.generate([replace(fine, max_response_tokens=4)], rl_step=0, temperature=0.9).responses
+    assert len(other.token_ids) == 4
+    assert engine.control.live == {}
+
+
+def test_an_interrupted_rollout_does_not_answer_for_the_next_one(engine: Engine):
+    def interrupted(ended: Sequence[Key]) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(requests(2, 30), rl_step=0, temperature=0.9, until=interrupted)
+    again = engine.generate(requests(2, 4), rl_step=0, temperature=0.9)
+    assert [len(r.token_ids) for r in again.responses] == [4, 4]
+
+
+def test_two_requests_of_one_key_are_refused(engine: Engine):
+    with pytest.raises(ConfigError, match="the same key"):
+        engine.generate([*requests(1, 5), *requests(1, 5)], rl_step=0, temperature=0.9)
+
+
+def test_a_policy_that_asks_for_more_than_the_engine_has_leaves_the_old_one_in_force(engine: Engine):
+    engine.set_policy(SUFFIX)
+    with pytest.raises(ConfigError, match="depths up to 6"):
+        engine.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 7))))
+    rollout = engine.generate(requests(4, 40), rl_step=0, temperature=0.0)
+    assert any(row["drafter"] == "suffix" for row in rollout.iterations)
+
+
+def test_an_engine_without_a_learned_drafter_takes_no_weights_for_one(engine: Engine):
+    with pytest.raises(ConfigError, match="no learned drafter"):
+        engine.update_draft_weights([])
+
+
+def test_an_engine_that_dies_hands_over_what_is_whole(random_model: Path):
+    engine = Engine(str(random_model), max_draft_depth=2, vllm_args={"max_model_len": CONTEXT})
+    try:
+        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+        stock, iterations = scheduler.update_from_output, iter(range(100))
+
+        def dies(*args: object) -> object:
+            if next(iterations) == 12:
+                raise MemoryError("played")
+            return stock(*args)
+
+        scheduler.update_from_output = dies
+        with pytest.raises(EngineDied, match=r"lost 2 of 5 responses.*MemoryError") as caught:
+            engine.generate([*requests(3, 5), *requests(2, 60, rl_step=1)], rl_step=0, temperature=0.9)
+    finally:
+        engine.close()
+    assert [len(r.token_ids) for r in caught.value.responses] == [5, 5, 5]
+    assert caught.value.lost == [(1, "p0", 0, 0), (1, "p0", 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("no.such.weight", 64),
+        ("model.layers.0.self_attn.k_proj.weight", 64),
+        ("model.layers.1.mlp.down_proj.weight", 5),
+    ],
+)
+def test_weights_that_are_not_the_models_end_the_engine_in_one_line(random_model: Path, name: str, rows: int):
+    engine = Engine(str(random_model), max_draft_depth=0, vllm_args={"max_model_len": CONTEXT})
+    try:
+        with pytest.raises(ConfigError, match="got none"):
+            engine.update_weights([], 1)
+        assert engine.generate(requests(1, 2), rl_step=0, temperature=0.9).responses
+        with pytest.raises(RunError, match="left with half of them"):
+            engine.update_weights([(name, torch.zeros(rows, 64))], 1)
+        with pytest.raises(EngineDied, match="start another"):
+            engine.generate(requests(1, 2), rl_step=0, temperature=0.9)
+    finally:
+        engine.close()
+
+
+def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_token_untold(random_model: Path):
+    arms = (NO_SPECULATION, Strategy.chain("suffix", 6), Strategy.chain("ngram", 1))
+    engine = Engine(
+        str(random_model),
+        max_draft_depth=6,
+        vllm_args={
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 48,
+            "long_prefill_token_threshold": 16,
+        },
+    )
+    try:
+        # A prompt of 17 tokens in chunks of 16: the last one looks like decoding.
+        rollout = engine.generate(requests(2, 40, prompt_tokens=17), rl_step=0, temperature=0.9)
+        assert sum(row["prefill_tokens"] for row in rollout.iterations) == 34
+        assert all(r.t_first_token < 0.8 * r.t_finish for r in rollout.responses)
+        engine.set_policy(Policy(selector=ExploreSpec(strategies=arms, hold_iterations=1)))
+        rows = engine.generate(requests(16, 60), rl_step=0, temperature=0.0).iterations
+    finally:
+        engine.close()
+    assert any(row["batch"] < 16 for row in rows[4:-20]), "the test needs requests that find no room"
+    assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
+
+
+def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        Engine(str(random_model), vllm_args={"pipeline_parallel_size": 2})
+    with pytest.raises(ConfigError, match="data_parallel_size=2"):
+        Engine(str(random_model), vllm_args={"data_parallel_size": 2})
+    with pytest.raises(ConfigError, match="turns asynchronous scheduling off"):
+        Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
+
+
+def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path, tmp_path: Path):
+    config = (random_model / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"vocab_size": ', '"vocab_size": 1'))
+    with pytest.raises(ConfigError, match="vocab_size"):
+        check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
+    (tmp_path / "config.json").write_text(config.replace('"hidden_size": ', '"hidden_size": 1'))
+    check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="hidden_size"):
+        check_drafter(str(random_model), "learned", LearnedSpec(method="eagle", model=str(tmp_path)))
+
+
+def test_a_hybrid_beside_sampled_drafts_is_refused_since_it_would_not_be_lossless():
+    drafters = {"learned": LearnedSpec(method="eagle", model="a/head"), "hybrid": HybridSpec()}
+    check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
+    with pytest.raises(ConfigError, match="a hybrid cannot stand beside drafts that are sampled"):
+        check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot start"):
+        Engine(str(tmp_path / "nothing"), max_draft_depth=0)

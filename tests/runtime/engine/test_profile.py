@@ -1,0 +1,171 @@
+"""Step times of a real engine as a table: what is in it, what is left out, and that costs come of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.calibration.costs import fit_points
+from tltlab.calibration.measurements.steps import read_step_times
+from tltlab.errors import ConfigError
+from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.profile import Cell, ForcedDrafter, Grid, Profile, held_out_error, start_engine
+from tltlab.runtime.engine.profile import profile as measure
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
+KEY = (0, "p", 0, 0)
+
+
+def test_a_forced_draft_is_as_deep_as_asked_however_short_the_prompt():
+    drafter = ForcedDrafter()
+    drafter.open(KEY, [7, 8])
+    drafter.extend(KEY, [9])
+    assert drafter.propose(KEY, 5).tokens == [7, 8, 7, 8, 7]
+    assert drafter.propose(KEY, 1).tokens == [7]
+    drafter.close(KEY)
+    assert drafter.memory_bytes == 0
+
+
+def test_no_response_ends_before_the_last_timed_iteration():
+    cell = Cell(batch=4, depth=5, context=96)
+    whole, pieces = GRID.response_tokens(cell, 4096), GRID.response_tokens(cell, 96)
+    assert whole >= (5 + 1) * (3 + GRID.per_visit)
+    # In pieces beside 4 * 6 tokens of decoding 384 tokens take 6 iterations, in which the first request decodes.
+    assert pieces - whole == (5 + 1) * (6 - 1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "complaint"),
+    [
+        ({"batches": (0, 1)}, r"batches are \[0, 1\]: give whole numbers from 1 up"),
+        ({"depths": (1, 1)}, "depths are"),
+        ({"contexts": ()}, "contexts are"),
+        ({"iterations": 1}, r"iterations are \[1\]: give whole numbers from 2 up"),
+    ],
+)
+def test_a_grid_of_nothing_is_refused(grid: dict, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        Grid(**({"batches": (1,), "depths": (0,), "contexts": (8,)} | grid))
+
+
+def test_the_held_out_error_is_small_where_times_are_a_table_and_large_where_they_are_not():
+    rows = pd.DataFrame([(b, v, b * c) for b in (1, 2, 4, 8) for v in (1, 2, 4, 8) for c in (64, 512)])
+    rows.columns = ["batch", "tokens_to_verify", "context_tokens"]
+    rows["seconds"] = 1e-3 + 1e-5 * rows["batch"] * rows["tokens_to_verify"] + 1e-8 * rows["context_tokens"]
+    rows["prefill_tokens"] = 0
+    assert held_out_error(rows, np.random.default_rng(0)) < 0.02
+    rows["seconds"] *= np.random.default_rng(1).uniform(0.3, 3.0, len(rows))
+    assert held_out_error(rows, np.random.default_rng(0)) > 0.1
+    one_context = rows[rows["context_tokens"] == 64 * rows["batch"]]
+    assert held_out_error(one_context, np.random.default_rng(0)) is None
+
+
+def test_options_are_vllms_own_and_a_drafter_has_a_method():
+    assert _setting("load_format=dummy") == ("load_format", "dummy")
+    assert _setting("max_num_seqs=8") == ("max_num_seqs", 8)
+    name, spec = _learned("learned=eagle:heads/eagle")
+    assert (name, spec.method, spec.model) == ("learned", "eagle", "heads/eagle")
+    for text, complaint in (("learned", "give NAME=METHOD:PATH"), ("learned=medusa:x", "should be 'eagle'")):
+        with pytest.raises(ConfigError, match=complaint):
+            _learned(text)
+    with pytest.raises(ConfigError, match="give KEY=VALUE"):
+        _setting("load_format")
+
+
+@pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
+def test_a_table_is_written_whole_and_reads_back(tmp_path: Path, name: str):
+    table = pd.DataFrame({"batch": [1], "tokens_to_verify": [3], "context_tokens": [9.5], "seconds": [0.1]})
+    write_table(table, tmp_path / "new" / name)
+    assert read_step_times(tmp_path / "new" / name)["seconds"].tolist() == [0.1]
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [name]
+
+
+def test_an_output_of_an_unknown_kind_is_refused_before_anything_starts(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"ends in \.csv or \.parquet"):
+        profile("no-such-model", out=tmp_path / "table.txt")
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[Engine]:
+    # 1 KiB of cache per token: four requests of the longest context and depth come to more than there is.
+    args = {"max_num_seqs": 4, "kv_cache_memory_bytes": 768 << 10, "block_size": 32}
+    engine = start_engine(str(random_model), GRID, None, args)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def measured(engine: Engine) -> Profile:
+    return measure(engine, GRID)
+
+
+@pytest.mark.engine
+def test_rows_are_of_one_cell_each_and_of_exactly_its_depth(measured: Profile):
+    decoding = measured.table[measured.table["prefill_tokens"] == 0]
+    assert len(decoding) == 3 * 3 * 2 - 1
+    assert (decoding["tokens_to_verify"] == decoding["draft_depth"] + 1).all()
+    assert (decoding["num_samples"] == GRID.iterations).all()
+    assert (decoding["seconds"] > 0).all()
+    assert (decoding["spread"] >= 0).all()
+    # A response grows while it is timed, by no more than its cap of 66 tokens at the deepest.
+    each = decoding["context_tokens"] / decoding["batch"]
+    assert (each.between(17, 16 + 66) | each.between(97, 96 + 66)).all()
+    assert (each > 96).sum() == len(decoding) // 2
+
+
+@pytest.mark.engine
+def test_prefills_are_single_iterations_of_whole_prompts(measured: Profile):
+    prefill = measured.table[measured.table["prefill_tokens"] > 0]
+    assert set(zip(prefill["batch"], prefill["prefill_tokens"], strict=True)) == {(1, 16), (1, 96), (2, 32), (2, 192)}
+    assert (prefill["context_tokens"] == prefill["prefill_tokens"]).all()
+    assert (prefill["draft_depth"] == 0).all()
+
+
+@pytest.mark.engine
+def test_cells_that_do_not_fit_are_left_out_and_say_why(engine: Engine, measured: Profile):
+    (full,) = measured.skipped
+    assert (full["batch"], full["draft_depth"], full["context"]) == (4, 5, 96)
+    assert full["why"] == "batch 4, depth 5, context 96: 768 tokens of KV cache, kv_cache_tokens is 736"
+    long = Grid(batches=(1, 8), depths=(0,), contexts=(16, 4000), iterations=4)
+    found = measure(engine, long)
+    assert set(found.table["batch"]) == {1}
+    why = {(c["batch"], c["context"], c["prefill"]): c["why"] for c in found.skipped}
+    assert "max_num_seqs is 4" in why[8, 16, False]
+    assert "max_model_len is" in why[1, 4000, False]
+    with pytest.raises(ConfigError, match="no cell of the grid fits this engine"):
+        measure(engine, Grid(batches=(8,), depths=(0,), contexts=(16,), iterations=4))
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ["table", "linear"])
+def test_costs_come_of_the_table(measured: Profile, tmp_path: Path, kind: str):
+    write_table(measured.table, tmp_path / "table.csv")
+    costs = fit_points(read_step_times(tmp_path / "table.csv"), kind).costs
+    assert costs.iteration(NO_SPECULATION).seconds(2, 100.0) > 0
+    assert costs.iteration(Strategy.chain("ngram", 2)).seconds(2, 100.0) > 0
+    assert costs.prefill_s(96.0) >= 0
+
+
+@pytest.mark.engine
+def test_the_command_writes_the_table_and_what_it_is_of(
+    engine: Engine, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    # The engine of the other tests, which they still need.
+    monkeypatch.setattr("tltlab.runtime.engine.profile.start_engine", lambda *args: engine)
+    monkeypatch.setattr(engine, "close", lambda: None)
+    out = tmp_path / "table.parquet"
+    profile(str(random_model), out, "1,2", "0,2", "16,48", drafter=None, vllm=[], iterations=4, seed=0, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    about = json.loads((tmp_path / "table.parquet.json").read_text())
+    assert told == {"out": str(out), "about": str(out) + ".json", **about}
+    assert about["num_cells"] == 8
+    assert about["engine"]["max_num_seqs"] == 4
+    assert {"model", "hardware", "versions", "skipped", "held_out_error", "repeat_error"} <= about.keys()
+    assert len(read_step_times(out)) == about["num_cells"] + about["num_prefill_rows"]

@@ -1,0 +1,198 @@
+"""An engine that goes on like another: its randomness reseeded, what it learned carried over, its choices replayed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
+ARMS = (Strategy.chain("suffix", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
+ADAPTIVE = {
+    "explore": Policy(selector=ExploreSpec(strategies=ARMS, hold_iterations=2)),
+    "beg-mab": Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=ARMS),))),
+}
+
+
+@pytest.fixture(scope="module")
+def engines(random_model: Path) -> Iterator[list[Engine]]:
+    """Two engines of the same weights, with seeds of their own."""
+    args = {"max_model_len": 128, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20}
+    made = [Engine(str(random_model), max_draft_depth=4, seed=seed, vllm_args=args) for seed in range(2)]
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 40, **more: Any) -> Rollout:
+    requests = [
+        GenerationRequest(key=(rl_step, f"p{n}", k, 0), prompt_token_ids=[1, 4 + n, 5], max_response_tokens=tokens + n)
+        for n in range(prompts)
+        for k in range(4)
+    ]
+    return engine.generate(requests, rl_step=rl_step, temperature=1.0, **more)
+
+
+def texts(rollout: Rollout) -> list[tuple[list[int], list[float]]]:
+    return [(response.token_ids, response.logprobs) for response in rollout.responses]
+
+
+def choices(rollout: Rollout) -> list[tuple[Any, ...]]:
+    return [
+        tuple(row[n] for n in ("iteration", "drafter", "draft_depth", "tokens_to_verify", "propensity", "bucket"))
+        for row in rollout.decisions
+    ]
+
+
+@pytest.mark.engine
+def test_engines_with_other_histories_go_on_alike_from_the_same_state_and_seed(engines: list[Engine]):
+    for number, engine in enumerate(engines):
+        engine.set_policy(SUFFIX)
+        for rl_step in range(number + 1):
+            generate(engine, rl_step, prompts=2 + number)
+    one = engines[0]
+    state = one.state_dict()
+    assert json.loads(json.dumps(state, allow_nan=False)) == state
+    went_on: list[Any] = []
+    for engine in engines:
+        engine.load_state_dict(state)
+        assert engine.state_dict() == state
+        found = []
+        for rl_step in (1, 2):
+            engine.reseed([7, 0, rl_step, 0])
+            rollout = generate(engine, rl_step)
+            found.append((texts(rollout), [row["num_drafted"] for row in rollout.iterations]))
+        assert sum(found[1][1]) > 20
+        went_on.append((found, engine.state_dict()["drafters"]))
+    assert went_on[0] == went_on[1]
+    one.load_state_dict(state)
+    one.reseed([7, 0, 1, 1])
+    assert texts(generate(one, 1)) != went_on[0][0][0][0]
+
+
+def answer(engine: Engine, seed: int, *, num: int = 3, saved: bool = False) -> list[Rollout]:
+    """Up to three rollouts, the last two of one RL step; with `saved` the engine loads its own state before each."""
+    rollouts = []
+    for number, rl_step in enumerate((0, 1, 1)[:num]):
+        if saved:
+            engine.load_state_dict(engine.state_dict())
+        engine.reseed([seed, rl_step, number])
+        rollouts.append(generate(engine, rl_step, tokens=30 + 5 * number))
+    return rollouts
+
+
+def decisions(rollouts: list[Rollout]) -> list[dict[str, Any]]:
+    """Rows as a trace has them: iterations of the rollouts of one RL step are counted on."""
+    rows, before = [], 0
+    for number, rollout in enumerate(rollouts):
+        before = before if number == 2 else 0
+        rows += [row | {"iteration": row["iteration"] + before} for row in rollout.decisions]
+        before += len(rollout.iterations)
+    return rows
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("kind", ADAPTIVE)
+def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list[Engine], kind: str):
+    first, other = engines
+    for engine in engines:
+        engine.forget()
+        engine.set_policy(ADAPTIVE[kind], seed=[3])
+    once = answer(first, 5)
+    rows = decisions(once)
+    assert {row["drafter"] for row in rows} == {"suffix", "ngram", "none"}
+    other.replay(rows)
+    held_out = GenerationRequest(key=(-1, "e", 0, 0), prompt_token_ids=[1, 9], max_response_tokens=9)
+    other.evaluate([held_out], temperature=1.0)
+    again = answer(other, 5)
+    assert [texts(rollout) for rollout in again] == [texts(rollout) for rollout in once]
+    assert [choices(rollout) for rollout in again] == [choices(rollout) for rollout in once]
+    # After the last RL step of the rows the policy chooses, and draws what it would have drawn.
+    assert other.state_dict()["selector"]["rng"] == first.state_dict()["selector"]["rng"]
+    other.reseed([1])
+    assert generate(other, 2).decisions
+
+
+@pytest.mark.engine
+def test_a_replay_goes_on_within_an_rl_step_after_it_was_set_back(engines: list[Engine]):
+    first, second = engines
+    for engine in (first, second):
+        engine.forget()
+        engine.set_policy(ADAPTIVE["explore"], seed=[3])
+    once = answer(first, 5, saved=True)
+    second.replay(decisions(once))
+    answer(second, 5, num=2, saved=True)
+    state = second.state_dict()
+    for order in ("replay first", "state first"):
+        second.set_policy(ADAPTIVE["explore"], seed=[9])
+        if order == "replay first":
+            second.replay(decisions(once))
+        second.load_state_dict(state)
+        if order == "state first":
+            second.replay(decisions(once))
+        second.reseed([5, 1, 2])
+        again = generate(second, 1, tokens=40)
+        assert choices(again) == choices(once[2])
+        assert texts(again) == texts(once[2])
+
+
+@pytest.mark.engine
+def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
+    first, second = engines
+    first.set_policy(ADAPTIVE["explore"], seed=[3])
+    rows = generate(first, 0).decisions
+    second.set_policy(SUFFIX)
+    with pytest.raises(ConfigError, match="the policy never chooses"):
+        second.replay(rows)
+    second.set_policy(None)
+    with pytest.raises(ConfigError, match="none is set"):
+        second.replay(rows)
+    # The last test of the file: the engine is gone after it.
+    second.set_policy(ADAPTIVE["explore"], seed=[3])
+    second.replay([row for row in rows if row["iteration"] != 5])
+    with pytest.raises(EngineDied, match="none for RL step 0, worker 0, iteration 5"):
+        generate(second, 0)
+
+
+def test_suffix_drafts_after_a_load_follow_from_the_state_alone():
+    """Responses that grew side by side and one after the other: live trees order ties otherwise, loaded ones do not."""
+    strategy = Strategy.chain("suffix", 4)
+    pools = [DrafterPool(None, 4) for _ in range(3)]
+    for pool in pools:
+        pool.use([strategy])
+        pool.begin(0)
+    keys = [(0, "p", n, 0) for n in range(4)]
+    responses = [[7, 8, 9 + n, 10 + n, 7, 8, 12 - n] for n in range(4)]
+    for key in keys:
+        pools[0].open(key, [1, 2])
+    for position in range(7):
+        for key, response in zip(keys, responses, strict=True):
+            pools[0].extend(key, [response[position]])
+    for key in keys:
+        pools[0].close(key)
+    state = pools[0].state_dict()
+    drafts = []
+    for pool in pools:
+        pool.load_state_dict(json.loads(json.dumps(state)))
+        assert json.loads(json.dumps(pool.state_dict())) == json.loads(json.dumps(state))
+        found = []
+        for n, start in enumerate(([7], [8], [7, 8], [8, 9], [10, 7], [12, 7, 8])):
+            key = (1, "p", 10 + n, 0)
+            pool.open(key, [1, 2])
+            pool.extend(key, start)
+            found.append(pool.propose(strategy, key, 4, []))
+            pool.close(key)
+        drafts.append(found)
+    assert drafts[0] == drafts[1] == drafts[2]
+    assert any(tokens for _, tokens in drafts[0])
+    assert replace(pools[0]["suffix"], accept_estimate=None) == replace(pools[1]["suffix"], accept_estimate=None)

@@ -1,0 +1,447 @@
+"""Hidden states taken out of live engines: they are those of Hugging Face's forward pass on the same tokens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.vllm import llm as adapter
+from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedWay
+from tltlab.runtime.engine.vllm.row_store import RowStore
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+BLOCK = 32
+CONTEXT = 96
+
+
+def switching(drafter: str) -> Policy:
+    arms = (NO_SPECULATION, Strategy.chain(drafter, 6), Strategy.chain(drafter, 2))
+    return Policy(selector=ExploreSpec(strategies=arms, hold_iterations=3))
+
+
+def fixed(drafter: str) -> Policy:
+    return Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 6)))
+
+
+def load(folder: Path) -> LlamaForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def target(random_model: Path) -> LlamaForCausalLM:
+    return load(random_model)
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[Engine]:
+    """It shares prefixes, prefills in chunks, and its KV cache holds few requests, so that it preempts."""
+    engine = Engine(
+        str(random_model),
+        max_draft_depth=6,
+        vllm_args={
+            "max_model_len": CONTEXT,
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 40,
+            "block_size": BLOCK,
+            "num_gpu_blocks_override": 14,
+        },
+    )
+    yield engine
+    engine.close()
+
+
+def requests(num: int, tokens: int, prompt_tokens: int = 6) -> list[GenerationRequest]:
+    """Groups of four samples of one prompt."""
+    return [
+        GenerationRequest(
+            key=(0, f"p{n // 4}", n % 4, 0),
+            prompt_token_ids=[1, *([4 + n // 4, 5, 6] * prompt_tokens)[: prompt_tokens - 1]],
+            max_response_tokens=tokens - n % 3,
+            ignore_eos=n % 2 == 0,
+        )
+        for n in range(num)
+    ]
+
+
+def rollout_of(
+    engine: Engine, asked: Sequence[GenerationRequest], **more: Any
+) -> tuple[Rollout, list[TrainingSequence]]:
+    found: list[TrainingSequence] = []
+    engine.capture(found.append)
+    rollout = engine.generate(asked, rl_step=0, temperature=1.0, **more)
+    engine.capture(None)
+    return rollout, found
+
+
+def check(
+    found: Sequence[TrainingSequence],
+    rollout: Rollout,
+    asked: Sequence[GenerationRequest],
+    target: LlamaForCausalLM,
+    aux_layers: Sequence[int] = (),
+) -> None:
+    """Every response once, its text, and its states."""
+    ended = [r.key for r in rollout.responses if r.finish_reason in ("stop", "length")]
+    assert sorted(s.key for s in found) == sorted(ended)
+    prompts = {request.key: request.prompt_token_ids for request in asked}
+    responses = {response.key: response.token_ids for response in rollout.responses}
+    for s in found:
+        text = prompts[s.key] + responses[s.key]
+        first = s.first_position
+        assert s.token_ids.tolist() == text[first:]
+        assert s.prompt_tokens == max(len(prompts[s.key]) - first, 0)
+        with torch.no_grad():
+            states = target.model(torch.tensor([text[:-1]]), output_hidden_states=True)
+        torch.testing.assert_close(s.hidden, states.last_hidden_state[0, first:], atol=1e-4, rtol=0)
+        assert not s.hidden.is_inference(), "what is captured is trained on"
+        if aux_layers:
+            aux = torch.cat([states.hidden_states[layer][0, first:] for layer in aux_layers], -1)
+            torch.testing.assert_close(s.aux, aux, atol=1e-4, rtol=0)
+        else:
+            assert s.aux is None
+
+
+def kept_and_refused(rollout: Rollout) -> tuple[int, int]:
+    kept = sum(row["num_accepted"] for row in rollout.iterations)
+    return kept, sum(row["num_drafted"] for row in rollout.iterations) - kept
+
+
+@pytest.mark.engine
+def test_the_test_could_fail_for_the_states_depend_on_what_came_before(target: LlamaForCausalLM):
+    texts = torch.tensor([[1, 9, 5, 6, 7], [1, 8, 5, 6, 7]])
+    with torch.no_grad():
+        one, other = target.model(texts).last_hidden_state[:, -1]
+    assert (one - other).abs().max() > 1e-2
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("policy", [None, fixed("suffix"), switching("ngram")])
+def test_states_are_hugging_faces_through_drafts_shared_prefixes_chunks_and_preemption(
+    engine: Engine, target: LlamaForCausalLM, policy: Policy | None, monkeypatch: pytest.MonkeyPatch
+):
+    preempted: list[str] = []
+    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+    stock = scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    engine.forget()
+    engine.set_policy(policy)
+    asked = requests(16, 55, prompt_tokens=36)
+    rollout, found = rollout_of(engine, asked)
+    check(found, rollout, asked, target)
+    assert any(s.first_position == BLOCK for s in found), "the test needs a cached prefix"
+    assert any(s.first_position == 0 for s in found)
+    rows = rollout.iterations
+    assert max(row["prefill_tokens"] for row in rows[:12]) <= 40, "the test needs prefill in chunks"
+    assert preempted, "the test needs preemption"
+    if policy is not None:
+        assert min(kept_and_refused(rollout)) > 20
+        assert policy.selector.kind == "fixed" or len({row["draft_depth"] for row in rows}) == 3
+    assert engine.captured.sequences == 16
+    assert engine.captured.rows == sum(s.num_rows for s in found)
+    assert (engine.captured.skipped, engine.captured.lost) == (0, 0)
+
+
+@pytest.mark.engine
+def test_a_sequence_comes_with_the_iteration_that_ends_it_and_an_aborted_one_never(
+    engine: Engine, target: LlamaForCausalLM
+):
+    engine.set_policy(fixed("suffix"))
+    found: list[TrainingSequence] = []
+    ended: list[tuple[int, int]] = []
+    engine.capture(found.append)
+
+    def until(keys: Sequence[Key]) -> bool:
+        ended.append((len(keys), len(found)))
+        return len(keys) >= 7
+
+    asked = requests(12, 80)
+    rollout = engine.generate(asked, rl_step=0, temperature=1.0, until=until)
+    engine.capture(None)
+    assert all(responses == captured for responses, captured in ended)
+    assert any(r.finish_reason == "abort" for r in rollout.responses)
+    check(found, rollout, asked, target)
+
+
+@pytest.mark.engine
+def test_neither_evaluation_nor_warming_up_is_captured_nor_anything_once_it_is_off(engine: Engine):
+    found: list[TrainingSequence] = []
+    engine.capture(found.append)
+    engine.evaluate(requests(2, 5), temperature=1.0)
+    engine.warm_up(1.0)
+    with engine.uncaptured():
+        engine.generate(requests(2, 5), rl_step=0, temperature=1.0)
+    assert found == []
+    engine.generate(requests(2, 5), rl_step=0, temperature=1.0)
+    assert len(found) == 2
+    engine.capture(None)
+    engine.generate(requests(2, 5), rl_step=0, temperature=1.0)
+    assert len(found) == engine.captured.sequences == 2
+
+
+@pytest.mark.engine
+def test_capture_changes_nothing_that_is_said(engine: Engine):
+    engine.set_policy(fixed("suffix"))
+    asked = requests(12, 40)
+    before = engine.snapshot()
+    captured, found = rollout_of(engine, asked)
+    engine.restore(before)
+    plain = engine.generate(asked, rl_step=0, temperature=1.0)
+    assert [r.token_ids for r in captured.responses] == [r.token_ids for r in plain.responses]
+    assert len(found) == 12
+
+
+@pytest.mark.engine
+def test_after_a_weight_update_the_states_are_those_of_the_new_weights(engine: Engine, random_model: Path):
+    engine.set_policy(fixed("suffix"))
+    model = load(random_model)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "proj" in name:
+                weight.add_(0.05 * weight.std() * torch.randn_like(weight))
+    asked = requests(4, 30, prompt_tokens=36)
+    engine.update_weights(model.state_dict().items(), 1)
+    rollout, found = rollout_of(engine, asked)
+    engine.update_weights(before.items(), 2)
+    check(found, rollout, asked, model)
+
+
+@pytest.mark.engine
+def test_a_sink_that_fails_ends_the_capture_and_not_the_rollout(engine: Engine, caplog: pytest.LogCaptureFixture):
+    found: list[TrainingSequence] = []
+
+    def sink(sequence: TrainingSequence) -> None:
+        if len(found) == 2:
+            raise OSError("no space left on device")
+        found.append(sequence)
+
+    engine.set_policy(fixed("suffix"))
+    engine.capture(sink)
+    rollout = engine.generate(requests(8, 30), rl_step=0, temperature=1.0)
+    assert [len(r.token_ids) > 0 for r in rollout.responses] == [True] * 8
+    assert len(found) == engine.captured.sequences == 2
+    assert engine.captured.failure == "OSError: no space left on device"
+    assert "so capture ends: OSError: no space left on device" in caplog.text
+
+
+@pytest.mark.engine
+def test_what_finds_no_room_is_counted_and_the_rest_is_whole(engine: Engine, target: LlamaForCausalLM):
+    engine.set_policy(fixed("suffix"))
+    asked = [GenerationRequest(key=(0, f"p{n}", 0, 0), prompt_token_ids=[1, 4 + n], max_response_tokens=80,
+                               ignore_eos=True) for n in range(12)]  # fmt: skip
+    rollout, _ = rollout_of(engine, asked)
+    found: list[TrainingSequence] = []
+    room = 4 * 32 * 64 * 4
+    engine.capture(found.append, max_bytes=room)
+    rollout = engine.generate(asked, rl_step=0, temperature=1.0)
+    engine.capture(None)
+    counts = engine.captured
+    assert counts.skipped > 0
+    assert counts.lost > 0
+    assert counts.skipped + counts.lost + counts.sequences == 12
+    assert 0 < len(found) == counts.sequences
+    assert counts.peak_bytes <= room
+    there = {s.key for s in found}
+    part = Rollout(**{name: getattr(rollout, name) for name in Rollout.__slots__} | {
+        "responses": [r for r in rollout.responses if r.key in there]})  # fmt: skip
+    check(found, part, asked, target)
+
+
+def head(folder: Path, target: Path, weights: dict[str, torch.Tensor], **more: Any) -> Path:
+    """A drafter of one random layer for `target`."""
+    config = AutoConfig.from_pretrained(target).to_dict()
+    config |= {"num_hidden_layers": 1, "layer_types": None, "draft_vocab_size": config["vocab_size"], **more}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+def matrices(**shapes: tuple[int, int]) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def layer(name: str, hidden: int, reads: int) -> dict[str, torch.Tensor]:
+    shapes = {f"{name}.self_attn.{p}_proj.weight": (hidden, reads) for p in "qkv"} | {
+        f"{name}.self_attn.o_proj.weight": (hidden, hidden),
+        f"{name}.mlp.gate_proj.weight": (2 * hidden, hidden),
+        f"{name}.mlp.up_proj.weight": (2 * hidden, hidden),
+        f"{name}.mlp.down_proj.weight": (hidden, 2 * hidden),
+    }
+    return matrices(**shapes) | {f"{name}.post_attention_layernorm.weight": torch.ones(hidden)}
+
+
+def learned_rollouts(model: Path, drafter: LearnedSpec) -> list[tuple[Rollout, list[TrainingSequence]]]:
+    """At a fixed depth, at changing ones, and to the end of the context, where no draft fits."""
+    args = {"max_model_len": CONTEXT, "max_num_seqs": 8, "block_size": BLOCK, "kv_cache_memory_bytes": 32 << 20}
+    engine = Engine(str(model), drafters={"learned": drafter}, max_draft_depth=6, vllm_args=args)
+    try:
+        rollouts = []
+        for policy, asked in LEARNED:
+            engine.set_policy(policy)
+            rollouts.append(rollout_of(engine, asked))
+        counts = [kept_and_refused(rollout) for rollout, _ in rollouts]
+        assert min(sum(column) for column in zip(*counts, strict=True)) > 20
+        return rollouts
+    finally:
+        engine.close()
+
+
+LEARNED = [
+    (fixed("learned"), requests(12, 50)),
+    (switching("learned"), requests(12, 25, prompt_tokens=70)),
+    (fixed("learned"), [GenerationRequest(key=(0, "long", n, 0), prompt_token_ids=[1, 4 + n], max_response_tokens=200,
+                                          ignore_eos=True) for n in range(3)]),
+]  # fmt: skip
+
+
+@pytest.mark.engine
+def test_an_eagle_drafter_is_shown_what_is_captured(random_model: Path, target: LlamaForCausalLM, tmp_path: Path):
+    weights = layer("layers.0", 64, 64) | matrices(**{"fc.weight": (64, 128)})
+    folder = head(tmp_path / "eagle", random_model, weights)
+    rollouts = learned_rollouts(random_model, LearnedSpec(method="eagle", model=str(folder)))
+    for (rollout, found), (_, asked) in zip(rollouts, LEARNED, strict=True):
+        check(found, rollout, asked, target)
+    assert any(s.first_position for s in rollouts[1][1]), "the test needs a cached prefix"
+    assert all(s.num_rows == CONTEXT - 1 for s in rollouts[2][1])
+
+
+@pytest.mark.engine
+def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(random_model: Path, tmp_path: Path):
+    config = AutoConfig.from_pretrained(random_model)
+    config.num_hidden_layers = 4
+    config.layer_types = None
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(8.0)
+    deep = tmp_path / "deep"
+    model.save_pretrained(deep)
+    for file in random_model.glob("tokenizer*"):
+        (deep / file.name).write_bytes(file.read_bytes())
+    norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
+    weights = layer("midlayer", 64, 128) | {name: torch.ones(64) for name in norms}
+    weights |= matrices(**{"fc.weight": (64, 3 * 64), "lm_head.weight": (24, 64)})
+    folder = head(tmp_path / "eagle3", deep, weights, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    rollouts = learned_rollouts(deep, LearnedSpec(method="eagle3", model=str(folder)))
+    for (rollout, found), (_, asked) in zip(rollouts, LEARNED, strict=True):
+        check(found, rollout, asked, model, aux_layers=[1, 2, 3])
+
+
+V2_PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+import triton_on_cpu
+import torch
+from test_capture import check, load, rollout_of, requests, switching
+from pathlib import Path
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.runtime.engine.engine import Engine
+
+model = {model!r}
+engine = Engine(
+    model,
+    drafters={{"learned": LearnedSpec(method="draft_model", model=model)}},
+    max_draft_depth=6,
+    vllm_args={{"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 128,
+               "kv_cache_memory_bytes": 32 << 20}},
+)
+try:
+    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    assert any(".gpu.model_runner" in c.__module__ for c in type(runner).__mro__), "this is not the V2 runner"
+    engine.set_policy(switching("learned"))
+    asked = requests(3, 16)
+    rollout, found = rollout_of(engine, asked)
+finally:
+    engine.close()
+check(found, rollout, asked, load(Path(model)))
+"""
+
+
+@pytest.mark.engine
+def test_the_v2_runners_states_are_captured_too(random_model: Path):
+    program = V2_PROGRAM.format(tests=str(Path(__file__).parent), model=str(random_model))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_an_engine_whose_model_runs_elsewhere_cannot_capture():
+    elsewhere: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
+    with pytest.raises(ConfigError, match="leave out own_process"):
+        adapter.capture(elsewhere, print, 1 << 20)
+
+
+class Stream:
+    """Stands for a CUDA stream, and for its events: whatever is queued has been done."""
+
+    def __init__(self, device: object = None) -> None: ...
+
+    def wait_stream(self, other: Stream) -> None: ...
+
+    def wait_event(self, event: Stream) -> None: ...
+
+    def record_event(self) -> Stream:
+        return self
+
+    def synchronize(self) -> None: ...
+
+
+def test_on_cuda_an_iteration_lands_after_the_next_has_left_and_overwritten_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(_PinnedWay, "_pinned", lambda self, source: torch.empty((16, *source.shape[1:])).to(source))
+    store = RowStore(1 << 20, CONTEXT)
+    way = _PinnedWay(torch.device("cpu"), 16)
+    store.open("a")
+    store.open("b")
+    ids, bounds = ["a", "b"], np.array([0, 3, 5])
+    positions, hidden = torch.tensor([0, 1, 2, 0, 1, 99]), torch.arange(12.0).view(6, 2)
+    expected = {name: [] for name in ids}  # type: ignore[var-annotated]
+    for iteration in range(6):
+        if iteration == 3:
+            # Nothing was wanted then.
+            way.leave(store, None)
+            way.land(store)
+            continue
+        way.leave(store, _Batch(ids, bounds, positions, hidden, [hidden * 2]))
+        way.clear()
+        expected["a"] += hidden[:3].tolist()
+        expected["b"] += hidden[3:5].tolist()
+        if iteration:
+            way.land(store)
+        hidden += 100
+        positions[:3] += 3
+        positions[3:] += 2
+    way.land(store)
+    way.land(store)
+    for name, num_rows in (("a", 15), ("b", 10)):
+        rows = store.close(name, num_rows)
+        assert rows is not None
+        assert rows.aux is not None
+        assert rows.hidden.tolist() == expected[name]
+        assert rows.aux.tolist() == [[2 * x for x in row] for row in expected[name]]

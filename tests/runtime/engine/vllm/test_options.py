@@ -1,0 +1,146 @@
+"""A policy on vLLM as other people start it: `vllm.LLM(**vllm_options(...))`, the core in its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tltlab
+from tltlab.drafters.specs import LearnedSpec, SuffixSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.runtime import vllm_options
+from tltlab.runtime.engine.vllm import keep_quiet
+from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
+from tltlab.strategy import Strategy
+
+PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
+
+
+@pytest.fixture(scope="module")
+def recorded(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rollouts of a plain `vllm.LLM` in another process, the second with keys; the trace it wrote."""
+    pytest.importorskip("vllm")
+    from vllm import LLM, SamplingParams
+
+    trace = tmp_path_factory.mktemp("recorded") / "trace"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+        llm = LLM(
+            str(random_model),
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+            **vllm_options("beg-mab", record=trace),
+        )
+        try:
+            prompts: list[Any] = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
+            llm.generate(prompts, SamplingParams(n=2, temperature=0.9, max_tokens=100, ignore_eos=True), use_tqdm=False)
+            keyed = [
+                SamplingParams(
+                    temperature=0.9, max_tokens=10, ignore_eos=True, extra_args={"tltlab": [7, f"p{n}", 0, 0]}
+                )
+                for n in range(3)
+            ]
+            llm.generate(prompts, keyed, use_tqdm=False)
+        finally:
+            llm.llm_engine.engine_core.shutdown(timeout=60)
+    return trace
+
+
+@pytest.mark.engine
+def test_plain_vllm_writes_a_valid_trace_of_what_it_did(recorded: Path):
+    trace = tltlab.read(recorded)
+    # A busy machine may hand in requests so slowly that the engine falls idle in between: then that is a rollout more.
+    nameless, named = trace.outcomes.query("rl_step < 7"), trace.outcomes.query("rl_step == 7")
+    assert trace.rl_steps[0] == 0
+    assert list(nameless["response_tokens"]) == [100] * 6
+    assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
+    assert list(named["response_tokens"]) == [10] * 3
+    assert sorted(named["prompt_id"]) == ["p0", "p1", "p2"]
+    assert sorted(list(tokens) for tokens in trace.tokens["prompt_token_ids"][-3:]) == sorted(PROMPTS)
+    assert trace.manifest.engine is not None
+    assert trace.manifest.engine.startswith("vllm ")
+
+
+@pytest.mark.engine
+def test_the_policy_speculated_in_the_other_process(recorded: Path):
+    rows = tltlab.read(recorded).iterations
+    assert rows["num_drafted"].sum() > 0
+    assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
+
+
+def test_the_engine_is_built_for_the_deepest_draft_of_the_policy():
+    options = vllm_options(Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 5))))
+    assert options["speculative_config"]["num_speculative_tokens"] == 5
+    assert options["speculative_config"]["method"] == "custom_class"
+    assert "speculative_config" not in vllm_options("none")
+
+
+def test_a_learned_drafter_is_vllms_own_and_others_stand_beside_it():
+    policy = Policy(
+        selector=FixedSpec(strategy=Strategy.chain("head", 3)),
+        drafters={"head": LearnedSpec(method="eagle", model="some/head"), "das": SuffixSpec(window=16)},
+    )
+    options = vllm_options(policy, async_scheduling=True)
+    assert options["speculative_config"] == {"method": "eagle", "model": "some/head", "num_speculative_tokens": 3}
+    assert options["scheduler_cls"].endswith("AsyncPolicyScheduler")
+    assert set(options["additional_config"]["tltlab"]["drafters"]) == {"ngram", "suffix", "head", "das"}
+
+
+def test_vllm_serve_takes_the_same_options():
+    argparse_utils = pytest.importorskip("vllm.utils.argparse_utils")
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    options = vllm_options("beg-mab")
+    parser = AsyncEngineArgs.add_cli_args(argparse_utils.FlexibleArgumentParser())
+    parsed = parser.parse_args(serve_arguments(options))
+    assert parsed.scheduler_cls == options["scheduler_cls"]
+    assert parsed.additional_config == options["additional_config"]
+    assert parsed.speculative_config == options["speculative_config"]
+    assert parsed.async_scheduling is False
+
+
+def test_graphs_are_captured_for_every_depth_the_policy_may_choose():
+    options = vllm_options("table", max_batch=64)
+    assert options["max_num_seqs"] == 64
+    assert {9, 18, 36} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
+    schedule = options["speculative_config"]["num_speculative_tokens_per_batch_size"]
+    assert {depth for _, _, depth in schedule} == {8, 4, 2, 0}
+
+
+def test_options_survive_json():
+    options = vllm_options("beg-mab", worker=1, seed=5)
+    assert json.loads(json.dumps(options)) == options
+
+
+def test_what_vllm_cannot_run_is_refused():
+    tree = Policy(selector=FixedSpec(strategy=Strategy("learned", 4, 4, 16)))
+    with pytest.raises(ConfigError, match="no tree attention"):
+        vllm_options(tree, drafters={"learned": LearnedSpec(method="eagle", model="some/head")})
+    with pytest.raises(ConfigError, match="drafts stay on the device"):
+        vllm_options(load_policy("beg-mab"), async_scheduling=True)
+    with pytest.raises(ConfigError, match="depths up to 2"):
+        vllm_options("beg-mab", max_draft_depth=2)
+    with pytest.raises(ConfigError, match="has the drafters"):
+        vllm_options(Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))))
+
+
+def test_data_parallel_engines_have_workers_and_traces_of_their_own():
+    ours = Attachment(worker=2, record="out/trace")
+    assert [(a.worker, a.record) for a in (ours.of_replica(0), ours.of_replica(1))] == [
+        (2, "out/trace"),
+        (3, "out/trace-1"),
+    ]
+
+
+def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
+    monkeypatch.delenv("VLLM_LOGGING_STREAM")
+    keep_quiet()
+    assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"

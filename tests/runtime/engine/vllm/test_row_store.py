@@ -1,0 +1,132 @@
+"""Rows by request and position: against a dictionary, and against its limit."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.runtime.engine.vllm.row_store import PAGE, RowStore
+
+WIDTH = 3
+CONTEXT = 6 * PAGE
+
+
+class Writer:
+    """Makes rows that are all different, writes them to the store, and remembers them the slow way."""
+
+    def __init__(self, store: RowStore) -> None:
+        self.store = store
+        self.rows: dict[str, dict[int, float]] = {}
+        self.value = 0.0
+
+    def iteration(self, runs: list[tuple[str, int, int]]) -> None:
+        bounds, positions, values = [0], [], []
+        for name, start, count in runs:
+            for position in range(start, start + count):
+                self.value += 1
+                values.append(self.value)
+                positions.append(position)
+                self.rows.setdefault(name, {})[position] = self.value
+            bounds.append(len(positions))
+        # A padded batch is longer than what it holds.
+        hidden = torch.tensor([*values, -1.0])[:, None].expand(-1, WIDTH)
+        names = [name for name, _, _ in runs]
+        self.store.put(names, np.array(bounds), np.array([*positions, 0]), hidden, [hidden + 0.25, hidden + 0.5])
+
+    def expected(self, name: str, num_rows: int) -> tuple[int, list[float]]:
+        """The unbroken run that ends at `num_rows`: its first position and its values."""
+        rows, first = self.rows[name], num_rows
+        while first - 1 in rows:
+            first -= 1
+        return first, [rows[position] for position in range(first, num_rows)]
+
+    def check(self, name: str, num_rows: int) -> None:
+        found = self.store.close(name, num_rows)
+        first, values = self.expected(name, num_rows)
+        assert found is not None
+        assert found.aux is not None
+        assert found.first == first
+        assert found.hidden.tolist() == [[value] * WIDTH for value in values]
+        assert found.aux.tolist() == [[value + 0.25] * WIDTH + [value + 0.5] * WIDTH for value in values]
+
+
+def store(pages: int) -> RowStore:
+    return RowStore(pages * PAGE * WIDTH * 3 * 4, CONTEXT)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_a_request_gets_back_the_last_row_of_each_of_its_positions(data: st.DataObject):
+    writer = Writer(store(10_000))
+    ends: dict[str, int] = {}
+    for number in range(data.draw(st.integers(1, 12))):
+        for _ in range(data.draw(st.integers(0, 3))):
+            name = f"r{number}.{len(ends)}"
+            ends[name] = data.draw(st.sampled_from([0, 0, 5, PAGE]))
+            writer.store.open(name)
+        runs = []
+        for name in data.draw(st.permutations(sorted(ends))):
+            # It goes on, takes back rejected drafts, or after preemption starts again further up.
+            start = max(ends[name] - data.draw(st.sampled_from([0, 0, 1, 4, PAGE + 3])), 0)
+            count = min(data.draw(st.integers(1, PAGE + 4)), CONTEXT - start)
+            if count > 0 and data.draw(st.booleans()):
+                runs.append((name, start, count))
+                ends[name] = start + count
+                writer.rows.setdefault(name, {})
+                writer.rows[name] = {p: v for p, v in writer.rows[name].items() if p < start}
+        writer.iteration([*runs, ("nobody asked for this one", 0, 2)])
+        for name in [name for name, _, _ in runs if data.draw(st.integers(0, 3)) == 0]:
+            writer.check(name, ends.pop(name))
+    assert writer.store.skipped == writer.store.lost == 0
+
+
+def test_a_hole_that_another_requests_cache_left_begins_the_stretch_anew():
+    writer = Writer(store(100))
+    writer.store.open("a")
+    writer.iteration([("a", 0, 10)])
+    # Preempted in its prompt and resumed behind a prefix that another request had computed meanwhile.
+    writer.iteration([("a", 64, 10)])
+    writer.check("a", 74)
+    writer.store.open("b")
+    writer.iteration([("b", 64, 10)])
+    # Resumed when the prefix it came with was gone: now there is more.
+    writer.iteration([("b", 0, 64)])
+    writer.iteration([("b", 64, 12)])
+    writer.check("b", 76)
+
+
+def test_pages_are_used_again_and_what_finds_none_is_counted():
+    writer = Writer(store(3))
+    for name in "abcd":
+        writer.store.open(name)
+    writer.iteration([("a", 0, PAGE), ("b", 0, PAGE), ("c", 0, 5), ("d", 0, 5)])
+    assert (writer.store.skipped, writer.store.lost) == (1, 0)
+    writer.iteration([("a", PAGE, 1), ("b", PAGE, 1), ("c", 5, 1), ("d", 5, 1)])
+    assert (writer.store.skipped, writer.store.lost) == (1, 1)
+    assert writer.store.close("a", PAGE + 1) is None
+    assert writer.store.close("d", 6) is None
+    writer.check("b", PAGE + 1)
+    writer.check("c", 6)
+    writer.store.open("e")
+    writer.iteration([("e", 0, 3 * PAGE)])
+    writer.check("e", 3 * PAGE)
+    assert (writer.store.skipped, writer.store.lost, len(writer.store)) == (1, 1, 0)
+    assert writer.store.peak_bytes == writer.store.max_bytes
+
+
+def test_a_request_whose_last_rows_never_came_is_lost_and_not_handed_over_in_part():
+    writer = Writer(store(10))
+    writer.store.open("a")
+    writer.iteration([("a", 0, 8)])
+    assert writer.store.close("a", 9) is None
+    assert writer.store.lost == 1
+
+
+def test_without_room_for_one_page_all_are_skipped():
+    writer = Writer(RowStore(1, CONTEXT))
+    writer.store.open("a")
+    writer.iteration([("a", 0, 8)])
+    assert writer.store.close("a", 8) is None
+    assert (writer.store.skipped, writer.store.peak_bytes) == (1, 0)

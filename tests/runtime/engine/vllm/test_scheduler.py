@@ -1,0 +1,237 @@
+"""vLLM's asynchronous scheduler under a policy: a real scheduler with real requests, and a worker that is played.
+
+The CPU platform turns asynchronous scheduling off, so no engine runs it here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tltlab.drafters.budget import DraftBudget
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.selector import Selector
+from tltlab.runtime.engine.engine import Engine
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+pytestmark = pytest.mark.engine
+LEARNED = Strategy.chain("learned", 4)
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[Engine]:
+    engine = Engine(
+        str(random_model),
+        drafters={"learned": LearnedSpec(method="draft_model", model=str(random_model))},
+        max_draft_depth=4,
+        vllm_args={"max_model_len": 128, "kv_cache_memory_bytes": 32 << 20},
+    )
+    yield engine
+    engine.close()
+
+
+class Overlapped:
+    """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
+
+    def __init__(self, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> None:
+        from tltlab.runtime.engine.control import Control
+        from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler
+
+        core = engine.llm.llm_engine.engine_core.engine_core
+        stock = core.scheduler
+        self.scheduler = AsyncPolicyScheduler(
+            vllm_config=stock.vllm_config,
+            kv_cache_config=stock.kv_cache_config,
+            structured_output_manager=core.structured_output_manager,
+            block_size=stock.block_size,
+            log_stats=False,
+        )
+        assert isinstance(self.scheduler.control, Control)
+        assert self.scheduler.control.overlapped
+        self.scheduler.control.drafters = engine._pool
+        self.scheduler.control.set_selector(selector, budget)
+        self.scheduler.control.begin(3)
+        self.flight: deque = deque()
+
+    def add(self, name: str, tokens: int, *, resumable: bool = False, key: object = None) -> None:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request
+
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, extra_args={"tltlab": key or [3, name, 0, 0]})
+        self.scheduler.add_request(
+            Request(
+                request_id=name,
+                prompt_token_ids=[1, 5, 6],
+                sampling_params=params,
+                pooling_params=None,
+                resumable=resumable,
+            )
+        )
+
+    def schedule(self) -> object:
+        output = self.scheduler.schedule()
+        self.flight.append(output)
+        return output
+
+    def finish(self, kept: int) -> None:
+        from vllm.v1.outputs import ModelRunnerOutput
+
+        output = self.flight.popleft()
+        ids = list(output.num_scheduled_tokens)
+        drafted = [len(output.scheduled_spec_decode_tokens.get(i, ())) for i in ids]
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={name: n for n, name in enumerate(ids)},
+                sampled_token_ids=[[9] * (min(kept, d) + 1) for d in drafted],
+            ),
+        )
+
+
+class Told(Selector):
+    strategies = (NO_SPECULATION, LEARNED)
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Strategy, StepOutcome]] = []
+        self.turn = 0
+
+    def choose(self, state: StepState) -> Strategy:
+        self.turn += 1
+        return LEARNED if self.turn % 3 else NO_SPECULATION
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        self.told.append((strategy, outcome))
+
+
+class OneEach(DraftBudget):
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        return list(range(state.batch))
+
+
+def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_known(engine: Engine):
+    selector = Told()
+    worker = Overlapped(engine, selector)
+    worker.add("a", 40)
+    worker.add("b", 40)
+    outputs = [worker.schedule(), worker.schedule()]
+    for kept in (0, 3, 1, 0, 2):
+        worker.finish(kept)
+        outputs.append(worker.schedule())
+    depths = [o.num_spec_tokens_to_schedule for o in outputs]
+    assert depths == [4, 4, 0, 4, 4, 0, 4]
+    for before, after in zip(depths, outputs[1:], strict=False):
+        drafts = after.scheduled_spec_decode_tokens
+        assert [len(drafts.get(i, ())) for i in after.num_scheduled_tokens] == [before] * 2
+    rows, _, _ = worker.scheduler.control.end()
+    assert [row["draft_depth"] for row in rows] == [0, 4, 4, 0, 4]
+    assert [row["num_accepted"] for row in rows] == [0, 6, 2, 0, 4]
+    assert [(s.draft_depth, list(o.accepted)) for s, o in selector.told] == [
+        (4, [3, 3]),
+        (4, [1, 1]),
+        (0, [0, 0]),
+        (4, [2, 2]),
+    ]
+    assert all(row["draft_duration"] is None for row in rows)
+    assert all(b["t_start"] >= a["t_start"] + a["duration"] for a, b in pairwise(rows))
+
+
+def test_a_budget_trims_each_requests_placeholders(engine: Engine):
+    worker = Overlapped(engine, Policy(selector=FixedSpec(strategy=LEARNED)).build(None), OneEach())  # type: ignore[arg-type]
+    for name in "abc":
+        worker.add(name, 40)
+    worker.schedule()
+    after = worker.schedule()
+    assert [len(after.scheduled_spec_decode_tokens.get(i, ())) for i in "abc"] == [0, 1, 2]
+
+
+def test_every_token_is_counted_once_and_nothing_stays(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 11)
+    worker.add("b", 7)
+    requests = dict(worker.scheduler.requests)
+    worker.schedule()
+    while worker.flight:
+        if worker.scheduler.has_unfinished_requests():
+            worker.schedule()
+        worker.finish(kept=2)
+    assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
+    assert worker.scheduler.control.live == {}
+
+
+def test_an_iteration_of_what_has_ended_is_of_no_rollout(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 1)
+    worker.schedule()
+    worker.add("b", 2)
+    worker.schedule()
+    worker.finish(kept=0)
+    from vllm.v1.request import RequestStatus
+
+    worker.scheduler.finish_requests("b", RequestStatus.FINISHED_ABORTED)
+    worker.scheduler.control.begin(4)
+    worker.add("c", 1)
+    worker.schedule()
+    worker.finish(kept=0)
+    worker.finish(kept=0)
+    rows, _, first = worker.scheduler.control.end()
+    assert [(row["rl_step"], row["iteration"], row["num_generated"]) for row in rows] == [(4, 0, 1)]
+    assert [key[1] for key in first] == ["c"]
+
+
+def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 20)
+    worker.schedule()
+    worker.add("b", 20)
+    worker.schedule()
+    worker.finish(kept=0)
+    worker.finish(kept=0)
+    rows, _, _ = worker.scheduler.control.end()
+    assert [row["prefill_tokens"] for row in rows] == [3, 3]
+
+
+def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 2, resumable=True)
+    for _ in range(2):
+        worker.schedule()
+        worker.finish(kept=0)
+    (before,) = worker.scheduler.control.live.values()
+    assert (before.key, len(before.output)) == ((3, "a", 0, 0), 2)
+    worker.add("a", 4, resumable=True)
+    (after,) = worker.scheduler.control.live.values()
+    assert (after.key, list(after.output), after.max_response_tokens) == ((3, "a", 0, 1), [], 4)
+    # One of the two tokens has been computed and stays; then the new input.
+    assert list(after.prompt) == [1, 5, 6, 9, 1, 5, 6]
+    worker.schedule()
+    worker.finish(kept=0)
+    assert len(after.output) == 1
+
+
+@pytest.mark.parametrize("key", ["nonsense", [3, "a"], [3, "a", "first", 0], 7])
+def test_a_key_that_is_none_ends_no_engine(engine: Engine, key: object):
+    worker = Overlapped(engine, Told())
+    worker.add("a", 2, key=key)
+    (live,) = worker.scheduler.control.live.values()
+    assert live.key[0] == 3
+    assert live.key[1] not in ("a", "nonsense")
+    worker.schedule()
+    worker.finish(kept=0)
+
+
+def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from tltlab.runtime.engine.vllm import scheduler
+
+    monkeypatch.setattr(scheduler, "NAMELESS_PER_STEP", 3)
+    worker = Overlapped(engine, Told())
+    worker.scheduler.control.end()
+    for n in range(7):
+        worker.add(str(n), 2, key="none")
+    assert [live.key[0] for live in worker.scheduler.control.live.values()] == [3, 3, 3, 4, 4, 4, 5]

@@ -1,0 +1,74 @@
+"""One engine over two processes: the policy stays beside the scheduler, weights reach both halves of the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.vllm import llm as adapter
+from tltlab.strategy import Strategy
+
+pytestmark = pytest.mark.engine
+REQUESTS = [
+    GenerationRequest(key=(0, f"p{n}", 0, 0), prompt_token_ids=[1, 4 + n, 5], max_response_tokens=24, ignore_eos=True)
+    for n in range(4)
+]
+
+
+def texts(rollout: Rollout) -> list[list[int]]:
+    return [response.token_ids for response in rollout.responses]
+
+
+def greedy(model: Any, request: GenerationRequest) -> list[int]:
+    """What a Hugging Face model says, a whole forward pass for every token."""
+    ids = list(request.prompt_token_ids)
+    with torch.no_grad():
+        for _ in range(request.max_response_tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(request.prompt_token_ids) :]
+
+
+def test_two_ranks_generate_draft_and_take_weights_as_one(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+    # Several messages per update, as for a large model.
+    monkeypatch.setattr(adapter, "CHUNK_BYTES", 64 << 10)
+    model = AutoModelForCausalLM.from_pretrained(random_model, dtype="float32")
+    whole = [greedy(model, request) for request in REQUESTS]
+    engine = Engine(
+        str(random_model),
+        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="draft_model", model=str(random_model))},
+        max_draft_depth=4,
+        vllm_args={
+            "tensor_parallel_size": 2,
+            "enable_sleep_mode": True,
+            "max_model_len": 256,
+            "max_num_seqs": 32,
+            "kv_cache_memory_bytes": 32 << 20,
+        },
+    )
+    try:
+        assert texts(engine.generate(REQUESTS, rl_step=0, temperature=0.0)) == whole
+        for number, (name, depth) in enumerate({"suffix": 4, "learned": 2}.items(), 1):
+            engine.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain(name, depth))))
+            drafted = engine.generate(REQUESTS, rl_step=number, temperature=0.0)
+            assert texts(drafted) == whole
+            assert sum(row["num_accepted"] for row in drafted.iterations) > 20
+        engine.set_policy(None)
+        weights = model.state_dict()
+        engine.update_weights(((k, -v if k == "lm_head.weight" else v) for k, v in weights.items()), 1)
+        assert texts(engine.generate(REQUESTS, rl_step=3, temperature=0.0)) != whole
+        engine.update_weights(weights.items(), 2)
+        engine.sleep()
+        engine.wake_up()
+        assert texts(engine.generate(REQUESTS, rl_step=4, temperature=0.0)) == whole
+        with pytest.raises(ConfigError, match="parallelism"):
+            engine.capture(lambda sequence: None)
+    finally:
+        engine.close()

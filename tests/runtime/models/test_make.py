@@ -1,0 +1,176 @@
+"""A model of our own: the folder others load, that a seed fixes it, and what is said about it."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.cli.make_model import make_model as command
+from tltlab.runtime.models.make import NUM_HELDOUT_PROMPTS, NUM_TRAIN_PROMPTS, SIZES, Size, make_model, make_tokenizer
+from tltlab.runtime.models.measure import prompt_share, repeated_ngrams, sample
+from tltlab.runtime.models.tasks import TASKS
+from tltlab.runtime.trainer.muon import orthogonalise
+
+SMALLEST = Size(hidden=64, layers=1, mlp=64, steps=25, tokens_per_batch=512, measured_prompts=2, samples_per_prompt=2)
+
+
+def make(out, *, seed=0, task="subset-sum", size=SMALLEST, progress=lambda message: None):
+    return make_model(out, size=size, task=task, seed=seed, progress=progress)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    torch.set_num_threads(1)
+    out = tmp_path_factory.mktemp("models") / "small"
+    said = []
+    return out, make(out, progress=said.append), said
+
+
+def test_the_folder_loads_as_an_ordinary_model_in_float32(made):
+    out, report, _ = made
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32
+    assert sum(p.numel() for p in model.parameters()) == report["parameters"]
+
+
+def test_a_prompt_is_one_bos_and_one_token_a_word_and_decodes_back(made):
+    tokenizer = AutoTokenizer.from_pretrained(made[0])
+    ids = tokenizer("nums 9 7 goal 16 go")["input_ids"]
+    assert ids[0] == tokenizer.bos_token_id
+    assert len(ids) == 7
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "nums 9 7 goal 16 go"
+
+
+def test_prompts_are_many_and_held_out_ones_are_not_trained_on(made):
+    rows = {split: [json.loads(line) for line in (made[0] / f"{split}.jsonl").open()] for split in ("train", "heldout")}
+    train, heldout = ({row["prompt"] for row in rows[split]} for split in ("train", "heldout"))
+    assert len(train) == NUM_TRAIN_PROMPTS >= 2000
+    assert len(heldout) == NUM_HELDOUT_PROMPTS >= 512
+    assert not train & heldout
+    assert set(rows["train"][0]) == {"prompt_id", "prompt", "answer"}
+
+
+def test_the_report_says_what_the_file_says_and_progress_was_told(made):
+    out, report, said = made
+    assert json.loads((out / "report.json").read_text()) == report
+    assert report["sampled"]["length_share_prompt"] + report["sampled"]["length_share_within"] == pytest.approx(1)
+    assert any("loss" in message for message in said)
+
+
+def test_training_lowers_the_loss_and_leaves_torch_as_it_was(made, tmp_path):
+    torch.manual_seed(3)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    untrained = make(tmp_path / "m", size=replace(SMALLEST, steps=1))
+    assert made[1]["final_loss"] < untrained["final_loss"]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(made, tmp_path):
+    make(tmp_path / "same")
+    make(tmp_path / "other", seed=1)
+    weights = [
+        (folder / "model.safetensors").read_bytes() for folder in (made[0], tmp_path / "same", tmp_path / "other")
+    ]
+    assert weights[0] == weights[1] != weights[2]
+    assert (made[0] / "train.jsonl").read_bytes() == (tmp_path / "same" / "train.jsonl").read_bytes()
+
+
+def test_an_earlier_model_is_replaced_and_nothing_else_is(tmp_path):
+    quick = replace(SMALLEST, steps=1)
+    out = tmp_path / "deep" / "model"
+    make(out, size=quick)
+    make(out, size=quick, task="gcd")
+    assert json.loads((out / "report.json").read_text())["task"] == "gcd"
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match="mine exists"):
+        make(tmp_path / "mine", size=quick)
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path):
+    def full_disk(message):
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError):
+        make(tmp_path / "out", progress=full_disk)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_prints_the_report_as_one_json_object(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SIZES, "tiny", replace(SMALLEST, steps=1))
+    command(size="tiny", out=tmp_path / "m", json=True)
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["out"] == str(tmp_path / "m")
+    assert printed["sampled"]["num_prompts"] == 2
+    command(size="tiny", out=tmp_path / "m")
+    assert "nats per token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [{"size": "huge"}, {"task": "chess"}, {"seed": -1}])
+def test_a_wrong_name_is_said_before_anything_is_done(tmp_path, wrong):
+    with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
+        make(tmp_path / "out", **wrong)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_shipped_sizes_are_small(size):
+    per_layer = size.hidden * (3 * size.hidden + 3 * size.mlp)
+    assert size.layers * per_layer + 2 * 128 * size.hidden < 5e6
+
+
+def test_sampling_with_a_cache_and_padding_follows_the_plain_model():
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer(TASKS["gcd"])
+    config = LlamaConfig(
+        vocab_size=192, hidden_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=32,
+        intermediate_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, initializer_range=0.3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    prompts = [tokenizer(text)["input_ids"] for text in ("gcd 12 18 6 go", "gcd go", "5")]
+    # So cold that only the likeliest token can be drawn.
+    cold = sample(model, prompts, temperature=1e-4, max_tokens=12, seed=0)
+    for prompt, response in zip(prompts, cold, strict=True):
+        ids = list(prompt)
+        for token in response.token_ids:
+            assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids.append(token)
+        assert response.clipped == (response.token_ids[-1] != 2)
+
+
+def test_entropy_is_that_of_the_distribution_sampled_from():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        intermediate_size=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    (response,) = sample(model, [[1, 5, 6]], temperature=1.0, max_tokens=3, seed=0)
+    assert response.entropies == pytest.approx([np.log(64)] * len(response.entropies))
+
+
+def test_the_prompts_share_of_variance_is_recovered():
+    rng = np.random.default_rng(0)
+    values = rng.normal(scale=3.0, size=(400, 1)) + rng.normal(size=(400, 8))
+    assert prompt_share(values) == pytest.approx(0.9, abs=0.03)
+    assert prompt_share(rng.normal(size=(400, 8))) < 0.05
+    assert prompt_share(np.ones((3, 2))) == 0.0
+
+
+def test_repeated_ngrams_counts_what_came_before():
+    assert repeated_ngrams([1, 2, 3, 4, 5, 1, 2, 3, 4]) == 1
+    assert repeated_ngrams([1, 1, 1, 1, 1, 1]) == 2
+    assert repeated_ngrams([1, 2]) == 0
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 8), (8, 32)])
+def test_muon_makes_every_direction_of_a_step_about_equally_long(shape):
+    matrix = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    assert 0.5 < values.min() <= values.max() < 1.3

@@ -1,0 +1,146 @@
+"""Our own tasks: problems can be solved, traces show how, and rewards cannot be talked into anything."""
+
+import itertools
+import math
+from importlib import import_module
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.runtime.models.measure import prompt_share
+from tltlab.runtime.models.tasks import TASKS, both_reward, gcd_reward, subset_sum_reward, try_success
+
+NUMS = "nums 9 7 5 4 goal 20 go"
+
+
+def test_subset_sum_pays_for_the_numbers_of_the_last_try():
+    response = "try 7 + 9 = 16 + 5 = 21 no > 20 so next try 9 + 7 = 16 + 4 = 20 yes"
+    assert subset_sum_reward(NUMS, response, "20") == 1.0
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        "yes",
+        "try yes",
+        "try 20 yes",
+        "try 9 + 7 = 16 + 4 = 20",
+        "try 9 + 7 = 16 + 4 = 20 yes yes",
+        "try 9 + 7 = 16 + 4 = 20 yes so stop",
+        "try 9 + 7 = 16 + 4 yes",
+        "try 9 + 7 = 16 4 = 20 yes",
+        "try 9 + 7 = 16 + 5 = 20 yes",
+        "try 5 + 5 = 10 + 5 = 15 + 5 = 20 yes",
+        "try 9 + 11 = 20 yes",
+        "try 9 + 7 = 16 + 4 = 20 yes try 9 + 7 = 16 no > 20 so stop",
+        "9 + 7 = 16 + 4 = 20 yes",
+    ],
+)
+def test_subset_sum_pays_nothing_for_anything_else(response):
+    assert subset_sum_reward(NUMS, response, "20") == 0.0
+
+
+def test_a_slip_in_a_running_sum_is_forgiven_when_the_numbers_are_right():
+    assert subset_sum_reward(NUMS, "try 9 + 7 = 15 + 4 = 20 yes", "20") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        (", 12 6 6 , 6 6 , 6 ans 6", 1.0),
+        ("ans 6", 1.0),
+        (", 12 6 6 , 6 6 , 6 ans", 0.0),
+        (", 6 ans 3", 0.0),
+        (", 6 ans 6 6", 0.0),
+        (", 6 ans 3 , ans 6", 0.0),
+        (", 12 6 6", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_gcd_pays_for_one_right_answer_at_the_end(response, reward):
+    assert gcd_reward("gcd 12 18 6 go", response, "6") == reward
+
+
+@given(numbers=st.lists(st.integers(1, 8), min_size=1, max_size=5), goal=st.integers(1, 12))
+@settings(max_examples=40, deadline=None)
+def test_the_chance_of_a_try_is_that_over_all_orders(numbers, goal):
+    orders = list(itertools.permutations(numbers))
+    hits = sum(goal in itertools.accumulate(order) for order in orders)
+    assert try_success(numbers, goal) == pytest.approx(hits / len(orders))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_every_word_of_a_problem_and_its_traces_is_in_the_vocabulary(task):
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        problem = task.problem(rng)
+        assert {*problem.prompt.split(), *task.trace(problem, rng).split()} <= set(task.words)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_the_same_generator_state_gives_the_same_problem_and_trace(task):
+    def draw():
+        rng = np.random.default_rng(7)
+        problem = task.problem(rng)
+        return problem, task.trace(problem, rng)
+
+    assert draw() == draw()
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_a_response_cut_short_earns_nothing(task):
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        problem = task.problem(rng)
+        words = task.trace(problem, rng).split()
+        for end in (len(words) // 2, len(words) - 1):
+            assert _reward(task)(problem.prompt, " ".join(words[:end]), problem.answer) == 0.0
+
+
+def test_the_answer_of_a_gcd_problem_is_the_gcd():
+    rng = np.random.default_rng(0)
+    answers = []
+    for _ in range(300):
+        problem = TASKS["gcd"].problem(rng)
+        answers.append(problem.answer)
+        assert int(problem.answer) == math.gcd(*map(int, problem.prompt.split()[1:-1]))
+    assert max(answers.count(answer) for answer in set(answers)) < 0.4 * len(answers)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt_decides", "reward"), [("subset-sum", (0.0, 0.25), (0.25, 0.5)), ("gcd", (0.6, 1.0), (0.75, 0.95))]
+)
+def test_traces_have_a_long_tail_room_to_learn_and_their_own_length_regime(name, prompt_decides, reward):
+    task, rng = TASKS[name], np.random.default_rng(0)
+    problems = [task.problem(rng) for _ in range(200)]
+    traces = [[task.trace(problem, rng) for _ in range(8)] for problem in problems]
+    lengths = np.array([[len(trace.split()) + 1 for trace in group] for group in traces])
+    rewards = [_reward(task)(p.prompt, t, p.answer) for p, group in zip(problems, traces, strict=True) for t in group]
+    assert np.percentile(lengths, 95) > 4 * np.median(lengths)
+    assert prompt_decides[0] <= prompt_share(np.log(lengths)) <= prompt_decides[1]
+    assert reward[0] < np.mean(rewards) < reward[1]
+
+
+def test_one_task_holds_problems_of_both_and_pays_each_as_its_own():
+    rng = np.random.default_rng(0)
+    problems = [TASKS["both"].problem(rng) for _ in range(200)]
+    kinds = [problem.prompt.split()[0] for problem in problems]
+    assert set(kinds) == {"nums", "gcd"}
+    assert 60 < kinds.count("gcd") < 140
+    own = {"nums": subset_sum_reward, "gcd": gcd_reward}
+    paid = 0.0
+    for kind, problem in zip(kinds, problems, strict=True):
+        trace = TASKS["both"].trace(problem, rng)
+        assert trace.split()[0] == {"nums": "try", "gcd": ","}[kind]
+        assert both_reward(problem.prompt, trace, problem.answer) == own[kind](problem.prompt, trace, problem.answer)
+        paid += both_reward(problem.prompt, trace, problem.answer)
+    assert paid > 60
+    assert both_reward("gcd 12 18 6 go", "try 2 + 4 = 6 yes", "6") == 0.0
+
+
+def _reward(task):
+    module, _, name = task.reward.partition(":")
+    return getattr(import_module(module), name)

@@ -1,0 +1,120 @@
+"""What `tltlab train` refuses before anything starts: exit code 2, one line, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tltlab.cli import app as cli
+from tltlab.runtime.run.checkpoints import RunCheckpoints
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+
+SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 24,
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that commands run in: a model's shape, prompts, a recipe and things that are wrong."""
+    monkeypatch.chdir(tmp_path)
+    for model in ("m", "bare"):
+        (tmp_path / model).mkdir()
+        (tmp_path / model / "config.json").write_text(json.dumps(SHAPE))
+    (tmp_path / "m" / "model.safetensors").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "t.jsonl").touch()
+    (tmp_path / "policy.json").write_text("{}")
+    (tmp_path / "recipe.toml").write_text(
+        'model = "m"\nreward = "loud:reward"\ndata = {train = "t.jsonl"}\nrollout = {policy = "beg-mab"}\n'
+    )
+    (tmp_path / "loud.py").write_text("print('imported')\ndef reward(prompt, response, answer): return 0.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", *args])
+    out, err = capsys.readouterr()
+    assert isinstance(ended.value.code, int)
+    return ended.value.code, out, err
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.max_draft_depth=4", "rollout.policy = beg-mab: strategy ngram:8: the engine is built for"),
+        ("rollout.policy=beg-mab-learned", "strategy learned:8: this engine has the drafters ngram, suffix"),
+        ("rollout.policy=policy.json", "policy.json: format: Input should be 'tltlab-policy'"),
+        ("rollout.policy=gone.json", "cannot read gone.json"),
+        ("reward=loud:rewards", "loud has no 'rewards'"),
+        ("reward=silent:reward", "does not import: ModuleNotFoundError"),
+        ("data.train=gone.jsonl", "data.train: cannot read gone.jsonl: there is no such file"),
+        ("data.heldout=/no/such/folder", "data.heldout: cannot read /no/such/folder"),
+        ("data.train=", "data.train is empty"),
+        ("model=/no/Qwen2.5-7B", "model = /no/Qwen2.5-7B: there is no such folder"),
+        ("model=empty", "model = empty is no model: it has no config.json"),
+        ("model=bare", "model = bare has no weights"),
+        ('rollout.drafters={"x":{"kind":"learned","method":"eagle","model":"./head"}}', "x.model = ./head: there"),
+        ("drafter.checkpoint=./head", "drafter.checkpoint = ./head: there is no such folder"),
+        ('cluster={"placement":"colocated","gpus_per_node":2}', "train.ranks = 1: set it to 2"),
+        ("--out=t.jsonl/run", "t.jsonl is a file; name another folder with --out"),
+        ("--replay-decisions=m", "m: no manifest.json"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dry", [True, False])
+def test_what_cannot_be_done_is_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], override: str, said: str, dry: bool
+):
+    before = sorted(place.iterdir())
+    code, out, err = train(capsys, "recipe.toml", override, *["--dry-run"] * dry)
+    told = [line for line in err.splitlines() if line != "imported"]
+    assert (code, out, len(told)) == (2, "", 1)
+    assert said in told[0]
+    assert {path for path in place.iterdir() if path.name != "__pycache__"} == set(before)
+
+
+def test_a_trace_without_decisions_cannot_be_replayed(place: Path, capsys: pytest.CaptureFixture[str]):
+    Recorder(place / "trace", Manifest(kind="recorded")).close()
+    code, _, err = train(capsys, "recipe.toml", "--replay-decisions=trace", "--dry-run")
+    assert code == 2
+    assert "trace has no decisions.parquet" in err
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_with(place: Path, capsys: pytest.CaptureFixture[str]):
+    recipe = {"model": "m", "reward": "loud:reward", "data": {"train": "t.jsonl"}}
+    (place / "run").mkdir()
+    (place / "run" / "run.json").write_text(json.dumps({"recipe": recipe}))
+    state = {"format": "tltlab-checkpoint", "version": 1, "model": "m", "seed": 0, "num_workers": 2}
+    RunCheckpoints(place / "run" / "checkpoints", 2).save(
+        3, lambda folder: (folder / "state.json").write_text(json.dumps(state)) and None
+    )
+    for override in ("seed=7", "rollout.num_workers=3"):
+        code, _, err = train(capsys, "--resume=run", override, "--dry-run")
+        assert code == 2
+        assert "step-000003 is of a run with" in err
+
+
+def test_a_dry_run_prints_its_plan_alone_and_imports_nothing_heavy(place: Path):
+    program = (
+        "import sys; from tltlab.cli import app as cli\ntry: cli.main()\n"
+        "finally: print(*{'torch', 'ray'} & set(sys.modules), file=sys.stderr)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program, "train", "recipe.toml", "--dry-run", "--json"],
+        env=os.environ | {"PYTHONPATH": str(place)}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(ran.stdout)["responses_per_step"] == 192
+    assert ran.stderr.split() == ["imported"]

@@ -1,0 +1,168 @@
+"""What a dry run says: actors, GPUs, memory, and what it refuses; sums worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.dry_run import Plan, plan_of
+from tltlab.runtime.recipe.recipe import Recipe
+
+
+def recipe(model: str = "Qwen/Qwen2.5-7B", **sections: dict[str, Any]) -> Recipe:
+    fields = {"model": model, "reward": "parity:reward", "data": {"train": "t.jsonl", "max_prompt_tokens": 1024}}
+    return Recipe.model_validate(fields | sections)
+
+
+def part(plan: Plan, phase: int, name: str) -> float:
+    return next(part.num_bytes for part in plan.memory[phase].parts if part.name == name)
+
+
+def places(plan: Plan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
+    return [(actor.node, actor.gpus) for actor in plan.actors if actor.kind == kind]
+
+
+def test_colocated_ranks_lie_on_the_workers_gpus():
+    plan = plan_of(
+        recipe(
+            rollout={"num_workers": 4, "tensor_parallel_size": 4},
+            train={"ranks": 16},
+            cluster={"placement": "colocated", "num_nodes": 2, "gpus_per_node": 8},
+        )
+    )
+    assert places(plan, "rollout worker") == [(n, tuple(range(g, g + 4))) for n in (0, 1) for g in (0, 4)]
+    assert places(plan, "trainer rank") == [(n, (g,)) for n in (0, 1) for g in range(8)]
+
+
+def test_separate_actors_get_gpus_of_their_own_and_shares_fill_one():
+    plan = plan_of(
+        recipe(rollout={"tensor_parallel_size": 4}, train={"ranks": 3}, cluster={"num_nodes": 2, "gpus_per_node": 6})
+    )
+    assert places(plan, "rollout worker") == [(0, (0, 1, 2, 3)), (1, (0, 1, 2, 3))]
+    assert places(plan, "trainer rank") == [(0, (4,)), (0, (5,)), (1, (4,))]
+    small = plan_of(recipe(rollout={"gpus_per_worker": 0.3}, train={"gpus": 0.4}, cluster={"gpus_per_node": 1}))
+    assert [gpus for kind in ("rollout worker", "trainer rank") for _, gpus in places(small, kind)] == [(0,)] * 3
+
+
+def test_a_trainer_needs_16_bytes_per_parameter_and_what_it_computes_with():
+    shape = {"layers": 28, "hidden": 3584, "mlp": 18944, "queries": 3584, "keys": 512, "vocab": 152064}
+    embedding = shape["vocab"] * shape["hidden"]
+    layer = shape["hidden"] * (2 * shape["queries"] + 2 * shape["keys"] + 3 * shape["mlp"])
+    params = shape["layers"] * layer + 2 * embedding
+    plan = plan_of(
+        recipe(
+            rollout={"num_workers": 1, "max_response_tokens": 3072},
+            train={"ranks": 2, "tokens_per_microbatch": 8192},
+            cluster={"gpus_per_node": 4, "gpu": "H100"},
+        )
+    )
+    assert plan.num_params == params
+    kept = ("master weights", "Adam moments", "gradients")
+    assert sum(part(plan, 1, name) for name in kept) == pytest.approx(16 * params / 2)
+    assert part(plan, 1, "gathered weights") == pytest.approx(2 * (2 * embedding + 2 * layer))
+    per_token = 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18944) + 8 * 3584
+    assert part(plan, 1, "activations") == pytest.approx(8192 * 28 * per_token)
+    assert not any(p.name == "reference model" for p in plan.memory[1].parts)
+
+
+def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
+    def training(**train: Any) -> float:
+        cluster = {"gpus_per_node": 8, "gpu": "H100"}
+        return plan_of(recipe(rollout={"num_workers": 1}, train=train, cluster=cluster)).memory[1].total_bytes
+
+    plain = training(ranks=2)
+    assert training(ranks=2, activation_checkpointing=True) < 0.9 * plain
+    assert training(ranks=4) < plain < training(ranks=2, kl_coef=0.1)
+
+
+def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
+    plan = plan_of(
+        recipe(
+            rollout={
+                "num_workers": 1,
+                "tensor_parallel_size": 4,
+                "max_response_tokens": 31744,
+                "vllm": {"gpu_memory_utilization": 0.4},
+            },
+            cluster={"gpus_per_node": 5, "gpu": "H100"},
+        )
+    )
+    weights = 2 * plan.num_params / 4
+    kv = 0.4 * 80e9 - weights - 2e9 - 2 * 2**30
+    assert part(plan, 0, "KV cache") == pytest.approx(kv)
+    # 4 KV heads of 128 over 4 GPUs: one each, keys and values in two bytes.
+    held = int(kv // (32768 * 28 * 2 * 128 * 2))
+    assert any(f"holds {held} responses of full length, up to 192 run" in note for note in plan.notes)
+
+
+def test_colocated_only_fits_while_the_other_one_sleeps():
+    def plan(**more: Any) -> Plan:
+        return plan_of(
+            recipe(
+                rollout={"num_workers": 8, "vllm": {"gpu_memory_utilization": 0.9}},
+                train={"ranks": 8, "activation_checkpointing": True, **more},
+                cluster={"placement": "colocated", "gpus_per_node": 8, "gpu": "H100"},
+            )
+        )
+
+    assert plan().fits is False
+    assert plan(offload=True).fits is True
+    assert "it DOES NOT FIT" in plan().text()
+    assert not any(p.name == "KV cache" for p in plan().memory[1].parts), "the engine sleeps while trainers train"
+
+
+def test_options_are_marked_on_or_off_policy():
+    def marks(**rollout: Any) -> dict[str, bool]:
+        return {o.name: o.on_policy for o in plan_of(recipe(rollout=rollout, train={"minibatches": 1})).options}
+
+    assert marks() == {"rollout.policy = none": True}
+    assert marks(partial={"concurrency": 64})["rollout.partial"] is False
+    assert marks(reuse={"residual": "exact"})["rollout.reuse"] is True
+    assert marks(reuse={"residual": "exact", "leniency": 2.0})["rollout.reuse"] is False
+    assert marks(reuse={})["rollout.reuse"] is False
+
+
+def test_a_plan_is_json_and_a_cpu_has_no_gpu_to_fit_into(random_model: Any):
+    plan = plan_of(recipe(model=str(random_model)))
+    found = json.loads(json.dumps(plan.as_json(), allow_nan=False))
+    assert found["fits"] is None
+    assert found["num_params"] == 2 * (64 * (4 * 64 + 3 * 128)) + 2 * 24 * 64
+    assert found["memory"][0]["total_bytes"] == pytest.approx(sum(p["num_bytes"] for p in found["memory"][0]["parts"]))
+    assert {actor["gpus"] == [] for actor in found["actors"]} == {True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"model": "someone/unheard-of"}, "cannot tell the shape of model 'someone/unheard-of'"),
+        ({"cluster": {"gpu": "H100"}}, "nothing takes a GPU"),
+        ({"cluster": {"gpu": "H1", "gpus_per_node": 8}}, "unknown GPU 'H1'"),
+        ({"rollout": {"tensor_parallel_size": 3, "num_workers": 1}, "cluster": {"gpus_per_node": 8}},
+         "rollout.tensor_parallel_size: tp 3 does not divide the 28 heads"),
+        ({"rollout": {"tensor_parallel_size": 8}, "cluster": {"gpus_per_node": 4, "num_nodes": 8}},
+         "does not cross nodes"),
+        ({"rollout": {"tensor_parallel_size": 4, "num_workers": 3}, "cluster": {"gpus_per_node": 6, "num_nodes": 2}},
+         "workers ask for 12 GPUs and trainer ranks for 1"),
+        ({"rollout": {"tensor_parallel_size": 4, "num_workers": 2}, "cluster": {"gpus_per_node": 7, "num_nodes": 2},
+          "train": {"ranks": 7}}, "workers ask for 8 GPUs and trainer ranks for 7"),
+        ({"rollout": {"tensor_parallel_size": 4, "num_workers": 3}, "cluster": {"gpus_per_node": 7, "num_nodes": 2}},
+         "do not fit onto 2 x 7 GPUs"),
+        ({"rollout": {"tensor_parallel_size": 2, "gpus_per_worker": 0.5}}, "a worker that spans several GPUs"),
+        ({"rollout": {"gpus_per_worker": 2}}, "set rollout.tensor_parallel_size to use them"),
+        ({"train": {"gpus": 2}}, "raise train.ranks"),
+        ({"rollout": {"gpus_per_worker": 1.5}}, "a whole number of GPUs, or a share of one"),
+        ({"cluster": {"placement": "colocated", "gpus_per_node": 2}}, "train.ranks = 1: set it to 2"),
+        ({"cluster": {"placement": "colocated", "gpus_per_node": 8}, "train": {"ranks": 2}}, "they must be as many"),
+        ({"cluster": {"placement": "colocated", "gpus_per_node": 2}, "train": {"gpus": 0.5}}, "leave out rollout.gpus"),
+        ({"rollout": {"tensor_parallel_size": 2}, "cluster": {"gpus_per_node": 8}, "drafter": {}},
+         "leave .drafter. out"),
+        ({"rollout": {"max_response_tokens": 2_000_000}, "cluster": {"gpus_per_node": 8, "gpu": "H100"}},
+         "one response of full length"),
+    ],
+)  # fmt: skip
+def test_what_does_not_add_up_is_refused(sections: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        plan_of(recipe(**sections))

@@ -1,0 +1,92 @@
+"""What a run is told: recipes, and what is said when they are wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import load_recipe
+
+RECIPE = """
+model = "m"
+reward = "a:b"
+[data]
+train = "t.jsonl"
+[train]
+steps = 3
+"""
+
+
+def written(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_an_override_replaces_a_field_by_its_dotted_name(tmp_path: Path):
+    recipe = load_recipe(written(tmp_path / "r.toml", RECIPE), ["train.lr=1e-3", "rollout.policy=beg-mab"])
+    assert (recipe.train.steps, recipe.train.lr, recipe.rollout.policy) == (3, 1e-3, "beg-mab")
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("train.stepz=3", "train.stepz"),
+        ("train.steps=0", "train.steps"),
+        ("train.steps", "not key=value"),
+        ("model.x=1", "not a section"),
+        ("=3", "no name before the ="),
+        ("train=5", "train: should be a section of fields, got int"),
+        ("rollout=[]", "rollout: should be a section of fields, got list"),
+        ("faults.collective_timeout_s=0", "faults.collective_timeout_s"),
+        ("train.algorithm=[1]", "train.algorithm: Input should be"),
+        ("train.kl_coef=Infinity", "train.kl_coef: Input should be a finite number"),
+        ("reward_pool.on_failure=NaN", "reward_pool.on_failure: Input should be a finite number"),
+        ("train.betas=[0.9,2]", r"train.betas.1: Input should be less than 1"),
+        ("seed=-1", "seed: Input should be greater"),
+        ("rollout.vllm.max_num_seqs=many", r"rollout.vllm: max_num_seqs = 'many' is not a whole number above 0"),
+        ("rollout.vllm.kv_cache_memory_bytes=1G", "is not a whole number"),
+        ("rollout.vllm.gpu_memory_utilization=90", "up to 1"),
+        ("rollout.vllm.swap_space=NaN", "not a finite number"),
+        ("rollout.top_p=0.9", r"r.toml: rollout.top_p = 0.9 cuts tokens off"),
+        ('rollout={"partial":{"concurrency":8},"prompts_per_step":1}', r"2 workers for rollout\.prompts_per_step = 1"),
+    ],
+)
+def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        load_recipe(written(tmp_path / "r.toml", RECIPE), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
+        ('rollout.drafters={"learned":{"kind":"ngram"}}', "'learned' is in both rollout.drafters and"),
+    ],
+)
+def test_a_drafter_to_train_needs_drafts_and_a_name_of_its_own(tmp_path: Path, override: str, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        load_recipe(written(tmp_path / "r.toml", RECIPE + "[drafter]"), [override])
+
+
+@pytest.mark.parametrize("options", ['{"api_key":"x"}', '{"hf_overrides":{"a":[{"HF_TOKEN":"x"}]}}'])
+def test_a_secret_among_vllms_options_is_refused_and_not_repeated(tmp_path: Path, options: str):
+    with pytest.raises(ConfigError, match="by an environment variable") as refused:
+        load_recipe(written(tmp_path / "r.toml", RECIPE), [f"rollout.vllm={options}".replace('"x"', '"sk-1234"')])
+    assert "sk-1234" not in str(refused.value)
+
+
+def test_all_faults_of_a_recipe_are_told_at_once(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"model.*reward.*data"):
+        load_recipe(written(tmp_path / "r.toml", "seed = 1"))
+
+
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_recipe(written(tmp_path / "r.toml", "model = "))
+    (tmp_path / "latin.toml").write_bytes(b'model = "\xe9"')
+    with pytest.raises(ConfigError, match="not TOML"):
+        load_recipe(tmp_path / "latin.toml")
+    with pytest.raises(ConfigError, match="cannot read recipe"):
+        load_recipe(tmp_path / "none.toml")

@@ -1,0 +1,119 @@
+"""Engines that say what a script says, one token per request and iteration, for tests of what is built around them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tltlab.runtime.data.order import DataOrder
+from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.worker import enough
+
+END = 2
+
+
+def prompts(num: int) -> list[Prompt]:
+    return [Prompt(prompt_id=f"p{n}", text=f"text {n}", answer="", token_ids=[1, 10 + n, 5]) for n in range(num)]
+
+
+def recipe(rollout: dict[str, Any], train: dict[str, Any] | None = None, model: str | Path = "none") -> Recipe:
+    return Recipe.model_validate(
+        {"model": str(model), "reward": "a:b", "data": {"train": "none"}, "rollout": rollout, "train": train or {}}
+    )
+
+
+class ScriptedEngines:
+    """Workers whose response to (prompt, sample) has `length(prompt_id, sample)` tokens of which the last is END.
+
+    Token i is 100 + i, with log-prob -(version + i / 100). An engine runs `concurrency` requests at a time, in order,
+    an iteration a second; `asked` keeps every share, `running` how many ran in each iteration.
+    """
+
+    def __init__(self, num_workers: int, length: Callable[[str, int], int], concurrency: int = 1000) -> None:
+        self.num_workers = num_workers
+        self.length = length
+        self.concurrency = concurrency
+        self.version = 0
+        self.asked: list[list[list[GenerationRequest]]] = []
+        self.running: list[list[int]] = [[] for _ in range(num_workers)]
+
+    def share(self, requests: list[GenerationRequest]) -> list[list[GenerationRequest]]:
+        cuts = [-(-w * len(requests) // self.num_workers) for w in range(self.num_workers + 1)]
+        return [requests[cuts[w] : cuts[w + 1]] for w in range(self.num_workers)]
+
+    def generate(
+        self, shares: list[list[GenerationRequest]], number: int, quotas: Sequence[int] | None
+    ) -> list[Rollout]:
+        self.asked.append(shares)
+        return [self._run(n, share, None if quotas is None else quotas[n]) for n, share in enumerate(shares)]
+
+    def _run(self, worker: int, share: list[GenerationRequest], quota: int | None) -> Rollout:
+        made: dict[Any, list[int]] = {request.key: [] for request in share}
+        ended: dict[Any, tuple[str, float]] = {}
+        waiting, running = deque(share), deque[GenerationRequest]()
+        iterations = []
+        stop = enough(share, quota) if quota is not None else lambda keys: False
+        while (waiting or running) and not stop(list(ended)):
+            while waiting and len(running) < self.concurrency:
+                running.append(waiting.popleft())
+            self.running[worker].append(len(running))
+            clock = float(len(iterations))
+            iterations.append(
+                {"rl_step": share[0].key[0], "worker": worker, "iteration": len(iterations), "t_start": clock}
+            )
+            for request in list(running):
+                place = len(request.prompt_token_ids) + len(made[request.key]) - 3
+                last = place + 1 == self.length(request.key[1], request.key[2])
+                made[request.key].append(END if last else 100 + place)
+                if last or len(made[request.key]) == request.max_response_tokens:
+                    ended[request.key] = ("stop" if last else "length", clock + 1)
+                    running.remove(request)
+        responses = []
+        for request in share:
+            first = len(request.prompt_token_ids) - 3
+            reason, finish = ended.get(request.key, ("abort", float(len(iterations))))
+            responses.append(
+                Response(
+                    key=request.key,
+                    token_ids=made[request.key],
+                    logprobs=[-(self.version + (first + i) / 100) for i in range(len(made[request.key]))],
+                    finish_reason=reason,
+                    t_first_token=0.5,
+                    t_finish=finish,
+                )
+            )
+        return Rollout(
+            responses=responses,
+            iterations=iterations,
+            decisions=[{"iteration": row["iteration"]} for row in iterations],
+            duration_s=float(len(iterations)),
+            recorder_s=0.0,
+            policy_s=0.0,
+        )
+
+    def tools(self, rl_step: int, rewards: Callable[[Trajectory], float], score: Any = None) -> RolloutTools:
+        self.version = rl_step
+        return RolloutTools(
+            generate=self.generate,
+            share=self.share,
+            rewards=lambda trajectories: [rewards(t) for t in trajectories],
+            score=score or _no_score,
+            rl_step=rl_step,
+            policy_version=rl_step,
+        )
+
+
+def _no_score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+    raise AssertionError("nothing is to be scored")
+
+
+def data_order(num: int) -> DataOrder:
+    return DataOrder(num, seed=0)

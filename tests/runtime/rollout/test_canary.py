@@ -1,0 +1,168 @@
+"""The canary in a pool of drafters: whom it keeps from serving, and what the report says, without an engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import pytest
+
+from tltlab.coordination.canary import CanaryConfig
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
+from tltlab.runtime.engine.control import Control, Scheduled
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.strategy import Strategy
+
+KEY: Key = (0, "p", 0, 0)
+LEARNED = Strategy.chain("learned", 3)
+
+
+def pool(fallback: str | None = "ngram", **config: object) -> DrafterPool:
+    drafters = {"learned": LearnedSpec(method="eagle", model="a/head", fallback=fallback), "ngram": NgramSpec()}
+    pool = DrafterPool(drafters | {"hybrid": HybridSpec(first="ngram")}, 4)
+    pool.guard(CanaryConfig(min_drafts=20, **config))  # type: ignore[arg-type]
+    return pool
+
+
+def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
+    for _ in range(drafts):
+        pool.observe("learned", KEY, 3, kept)
+
+
+class Repeating(Sequence[int]):
+    """A response of the same four tokens over and over, `length` long."""
+
+    length = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return [5 + n % 4 for n in range(self.length)][index]
+
+
+def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stood_in_for():
+    """Depth, proposal and verification of one iteration are three moments; the canary may trip at any of them."""
+    drafters = pool()
+    drafters.updated([0.9])
+    control = Control(drafters)
+    control.set_selector(Fixed(LEARNED))
+    control.begin(0)
+    output = Repeating()
+    live = control.add("r", KEY, [1], output, 1000)
+    depths, makers, draft = [], [], []
+    for n in range(24):
+        control.iteration_starts()
+        drafts = {"r": draft} if draft else {}
+        what = Scheduled(
+            request_ids=["r"], drafts=drafts, waiting=0, context_tokens=9, prefill_tokens=0, free_kv_tokens=9
+        )
+        depths.append(control.scheduled(what))
+        if draft:
+            makers.append(live.drafter)
+        control.sampled(what, {"r": 1})
+        output.length += 9 if n == 0 else 1
+        (draft,) = control.drafts(["r"], [[7, 7, 7]], 0.0)
+    assert makers == ["learned"] * 20 + ["ngram"] * 3
+    assert depths == [3] * 21 + [0] * 3, "the workers' last draft is made while its first one is judged"
+    counts = drafters.report().positions
+    assert (counts["learned"].drafted, counts["ngram"].drafted[0]) == ((20, 20, 20), 3)
+
+
+def test_new_weights_bring_it_back_and_begin_all_counts_anew():
+    drafters = pool()
+    drafters.updated([0.9, 0.8])
+    verified(drafters, 0)
+    assert drafters.worker_depth(LEARNED) == 0
+    assert not drafters.report().serves
+    drafters.updated([0.5, 0.4])
+    report = drafters.report()
+    assert (report.serves, report.updates, report.predicted, report.positions) == (True, 2, (0.5, 0.4), {})
+    verified(drafters, 2, drafts=10)
+    assert drafters.report().measured == (1.0, 1.0, 0.0)
+
+
+def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
+    drafters = pool(fallback=None)
+    drafters.updated([0.9])
+    hybrid = Strategy.chain("hybrid", 3)
+    drafters.use([LEARNED, hybrid])
+    drafters.open(KEY, [5, 6, 5, 6, 5, 6])
+    verified(drafters, 0)
+    assert drafters.propose(LEARNED, KEY, 3, [7, 7, 7]) == ("learned", [])
+    assert (drafters.worker_depth(LEARNED), drafters.worker_depth(hybrid)) == (0, 0)
+    assert drafters.propose(hybrid, KEY, 2, [7, 7]) == ("ngram", [5, 6])
+
+
+def test_only_a_collapse_where_it_is_to_stop_the_run_is_complained_of():
+    assert pool().complaint == ""
+    for config, predicted, said in (
+        ({"on_collapse": "stop"}, 0.9, "has collapsed"),
+        ({"on_collapse": "stop"}, 0.02, ""),
+        ({"on_collapse": "fallback"}, 0.9, ""),
+    ):
+        drafters = pool(**config)
+        drafters.updated([predicted])
+        verified(drafters, 0)
+        assert not drafters.report().trusted
+        assert bool(drafters.complaint) == bool(said)
+        assert said in drafters.complaint
+
+
+def test_a_verdict_names_what_happened_before():
+    drafters = pool()
+    drafters.begin(4)
+    drafters.updated([0.9])
+    verified(drafters, 3)
+    drafters.begin(5)
+    drafters.target_updated("6")
+    verified(drafters, 3)
+    drafters.woke()
+    verified(drafters, 0)
+    assert [(v.kind, v.why) for v in drafters.report().verdicts] == [
+        ("fine", "weights of 1 updates were swapped in at RL step 4"),
+        ("fine", "the sync of weights 6 at RL step 5"),
+        ("collapsed", "the engine woke at RL step 5"),
+    ]
+
+
+def test_a_report_is_json_with_and_without_a_learned_drafter():
+    drafters = pool()
+    drafters.updated([0.9])
+    verified(drafters, 1)
+    row = json.loads(json.dumps(asdict(drafters.report())))
+    assert row["positions"]["learned"] == {"drafted": [20, 20, 20], "tried": [20, 20, 0], "kept": [20, 0, 0]}
+    assert row["measured"] == [1.0, 0.0, None]
+    assert row["verdicts"][0]["kind"] == "fine"
+    none = DrafterPool({"ngram": NgramSpec()}, 4)
+    none.target_updated("1")
+    none.observe("ngram", KEY, 2, 1)
+    report = none.report()
+    assert (report.drafter, report.serves, list(report.positions)) == ("", False, ["ngram"])
+
+
+def test_predictions_that_are_no_chances_leave_the_drafter_in_service_as_it_is():
+    drafters = pool()
+    drafters.updated([0.9])
+    with pytest.raises(ConfigError, match="must be chances"):
+        drafters.updated([math.nan])
+    assert drafters["learned"].updates == 1
+    assert drafters.report().predicted == (0.9,)
+
+
+def test_going_back_to_a_state_takes_the_canary_along_unless_other_weights_serve_now():
+    drafters = pool()
+    drafters.updated([0.9])
+    before = drafters.state_dict()
+    verified(drafters, 0)
+    assert not drafters.report().trusted
+    drafters.load_state_dict(before)
+    assert drafters.report().trusted
+    drafters.updated([0.6])
+    drafters.load_state_dict(before)
+    assert drafters.report().predicted == (0.6,)

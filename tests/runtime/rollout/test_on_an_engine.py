@@ -1,0 +1,182 @@
+"""Partial rollouts and reuse on a real engine: log-probs and distributions are the exact model's, whoever drew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+from transformers import AutoModelForCausalLM
+
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.data.prompts import Prompt
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.ways import rollouts_of
+from tltlab.runtime.rollout.worker import enough
+from tltlab.strategy import Strategy
+
+from .scripted_engines import END, data_order, recipe
+
+pytestmark = pytest.mark.engine
+TEMPERATURE = 0.9
+CONCURRENCY = 8
+
+
+@pytest.fixture(scope="module")
+def engine(random_model: Path) -> Iterator[Engine]:
+    engine = Engine(
+        str(random_model),
+        max_draft_depth=3,
+        vllm_args={"max_num_seqs": CONCURRENCY, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20},
+    )
+    engine.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3))))
+    yield engine
+    engine.close()
+
+
+class Versions:
+    """The exact policies: version 0 is the random model, each later one some noise away from it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.models: dict[int, Any] = {}
+
+    def __getitem__(self, version: int) -> Any:
+        if version not in self.models:
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            noise = torch.Generator().manual_seed(version)
+            with torch.no_grad():
+                for weight in model.parameters() if version else ():
+                    weight.add_(0.5 * weight.std() * torch.randn(weight.shape, generator=noise))
+            self.models[version] = model
+        return self.models[version]
+
+    def rows(self, version: int, prompt: Sequence[int], response: Sequence[int]) -> np.ndarray:
+        """[N, V] log-probs at the temperature of the response's N places."""
+        with torch.no_grad():
+            logits = self[version](torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return torch.log_softmax(logits / TEMPERATURE, -1).numpy()
+
+    def score(self, version: int) -> Callable[..., list[np.ndarray]]:
+        def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+            rows = [self.rows(version, prompt, response) for prompt, response in pairs]
+            return [
+                r if distributions else r[np.arange(len(r)), list(t)] for r, (_, t) in zip(rows, pairs, strict=True)
+            ]
+
+        return score
+
+
+@pytest.fixture(scope="module")
+def versions(random_model: Path) -> Versions:
+    return Versions(random_model)
+
+
+def tools(engine: Engine, versions: Versions, rl_step: int, version: int) -> RolloutTools:
+    """One engine as the only worker, with the weights of `version`."""
+    engine.update_weights(versions[version].state_dict().items(), version)
+
+    def generate(shares: list[list[GenerationRequest]], number: int, quotas: Sequence[int] | None) -> list[Rollout]:
+        until = None if quotas is None else enough(shares[0], quotas[0])
+        return [engine.generate(shares[0], rl_step=rl_step, temperature=TEMPERATURE, until=until)]
+
+    return RolloutTools(
+        generate=generate,
+        share=lambda requests: [requests],
+        rewards=lambda trajectories: [float(len(t.token_ids)) for t in trajectories],
+        score=versions.score(version),
+        rl_step=rl_step,
+        policy_version=version,
+    )
+
+
+def some_prompts(num: int) -> list[Prompt]:
+    return [
+        Prompt(prompt_id=f"p{n}", text="", answer="", token_ids=[1, *(4 + (n * 3 + i * 7) % 20 for i in range(6))])
+        for n in range(num)
+    ]
+
+
+def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_policy_that_drew_it(
+    engine: Engine, versions: Versions
+):
+    rollout = {
+        "num_workers": 1, "prompts_per_step": 2, "group_size": 2, "max_response_tokens": 40,
+        "temperature": TEMPERATURE, "partial": {"concurrency": CONCURRENCY},
+    }  # fmt: skip
+    rollouts = rollouts_of(recipe(rollout), some_prompts(32), data_order(32))
+    spans = 0
+    for rl_step in range(5):
+        got = rollouts.collect(tools(engine, versions, rl_step, rl_step))
+        assert len(got.trajectories) >= 4
+        ran = [row["batch"] for row in got.parts[0].iterations]
+        assert max(ran) <= CONCURRENCY
+        for t in got.trajectories:
+            drawn_by = sorted(set(t.token_versions))
+            spans += len(drawn_by) > 1
+            exact = {v: versions.rows(v, t.prompt.token_ids, t.token_ids) for v in drawn_by}
+            expected = [
+                exact[v][i, token] for i, (v, token) in enumerate(zip(t.token_versions, t.token_ids, strict=True))
+            ]
+            assert t.logprobs == pytest.approx(expected, abs=1e-3)
+            assert t.truncated == (t.token_ids[-1] != END)
+            assert len(t.token_ids) == 40 if t.truncated else END not in t.token_ids[:-1]
+    assert spans > 1
+
+
+def test_exact_reuse_keeps_everything_while_the_policy_stands_still(
+    engine: Engine, versions: Versions, random_model: Path
+):
+    """After the policy moved, some is kept and the rest drawn anew, and every log-prob is that of the new one."""
+    rollout = {
+        "num_workers": 1, "prompts_per_step": 4, "group_size": 4, "max_response_tokens": 40,
+        "temperature": TEMPERATURE, "reuse": {"residual": "exact"},
+    }  # fmt: skip
+    rollouts = rollouts_of(recipe(rollout, model=random_model), some_prompts(4), data_order(4))
+    first = rollouts.collect(tools(engine, versions, 0, 0))
+    texts = {(t.prompt.prompt_id, t.sample): t.token_ids for t in first.trajectories}
+    second = rollouts.collect(tools(engine, versions, 1, 0))
+    assert second.requests == [[]]
+    assert {(t.prompt.prompt_id, t.sample): t.token_ids for t in second.trajectories} == texts
+    third = rollouts.collect(tools(engine, versions, 2, 1))
+    new = sum(len(r.token_ids) for r in third.parts[0].responses)
+    assert 0 < new < sum(len(t.token_ids) for t in third.trajectories)
+    for t in third.trajectories:
+        rows = versions.rows(1, t.prompt.token_ids, t.token_ids)
+        assert t.logprobs == pytest.approx(rows[np.arange(len(rows)), t.token_ids], abs=1e-3)
+        assert t.token_versions == [1] * len(t.token_ids)
+        assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
+
+
+def test_exact_reuse_leaves_the_distribution_of_the_policy_in_force(
+    engine: Engine, versions: Versions, random_model: Path
+):
+    """First and second tokens of 512 responses to one prompt, many of them kept from the policy before."""
+    rollout = {
+        "num_workers": 1, "prompts_per_step": 1, "group_size": 512, "max_response_tokens": 2,
+        "temperature": TEMPERATURE, "reuse": {"residual": "exact"},
+    }  # fmt: skip
+    (prompt,) = some_prompts(1)
+    rollouts = rollouts_of(recipe(rollout, model=random_model), [prompt], data_order(1))
+    rollouts.collect(tools(engine, versions, 0, 0))
+    got = rollouts.collect(tools(engine, versions, 1, 9))
+    words = range(24)
+    first, second = np.zeros(24), np.zeros(24)
+    for t in got.trajectories:
+        first[t.token_ids[0]] += 1
+        second[t.token_ids[1] if len(t.token_ids) > 1 else END] += 1
+
+    def chances(version: int) -> tuple[float, float]:
+        """The chi-square test's for both tokens; a response that has ended goes on ending."""
+        one = np.exp(versions.rows(version, prompt.token_ids, [0])[0].astype(np.float64))
+        two = np.stack([np.exp(versions.rows(version, prompt.token_ids, [w, 0])[1].astype(np.float64)) for w in words])
+        two[END] = np.eye(24)[END]
+        return tuple(chisquare(seen, 512 * p / p.sum()).pvalue for seen, p in ((first, one), (second, one @ two)))  # type: ignore[return-value]
+
+    assert min(chances(9)) > 1e-4
+    assert min(chances(0)) < 1e-6

@@ -1,0 +1,168 @@
+"""Partial rollouts: what is cut goes on, nothing is lost or drawn twice, and every token remembers who drew it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.rollout.collected import Collected
+from tltlab.runtime.rollout.partial import PartialRollouts
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.ways import rollouts_of
+
+from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
+
+PROMPTS, GROUP, STEP_GROUPS, CAP, WORKERS, CONCURRENCY = 200, 4, 6, 60, 2, 10
+
+
+def length(prompt_id: str, sample: int) -> int:
+    """A long tail: most responses are short, some reach the cap."""
+    rng = np.random.default_rng([int(prompt_id[1:]), sample])
+    return min(1 + int(rng.pareto(1.0) * 5), 2 * CAP)
+
+
+def reward(trajectory: Trajectory) -> float:
+    return float(len(trajectory.token_ids))
+
+
+def made(max_age: int | None = None) -> tuple[ScriptedEngines, PartialRollouts]:
+    rollout = {
+        "num_workers": WORKERS,
+        "prompts_per_step": STEP_GROUPS,
+        "group_size": GROUP,
+        "max_response_tokens": CAP,
+        "partial": {"concurrency": CONCURRENCY, "max_age": max_age},
+    }
+    rollouts = rollouts_of(recipe(rollout), prompts(PROMPTS), data_order(PROMPTS))
+    assert isinstance(rollouts, PartialRollouts)
+    return ScriptedEngines(WORKERS, length, CONCURRENCY // WORKERS), rollouts
+
+
+def run(engines: ScriptedEngines, rollouts: PartialRollouts, steps: range) -> list[Collected]:
+    return [rollouts.collect(engines.tools(rl_step, reward)) for rl_step in steps]
+
+
+def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token():
+    engines, rollouts = made()
+    spans = Counter[int]()
+    for got in run(engines, rollouts, range(20)):
+        assert len(got.trajectories) >= STEP_GROUPS * GROUP
+        assert set(Counter(got.groups).values()) == {GROUP}
+        for t in got.trajectories:
+            true = length(t.prompt.prompt_id, t.sample)
+            assert len(t.token_ids) == min(true, CAP)
+            assert t.truncated == (true > CAP)
+            ends = [] if t.truncated else [END]
+            assert t.token_ids == [100 + i for i in range(len(t.token_ids) - len(ends))] + ends
+            assert t.logprobs == [-(v + i / 100) for i, v in enumerate(t.token_versions)]
+            assert t.token_versions == sorted(t.token_versions)
+            assert t.reward == len(t.token_ids)
+            spans[len(set(t.token_versions))] += 1
+    assert max(spans) > 2, f"no response spans RL steps: {spans}"
+    assert not rollouts.on_policy
+
+
+def test_no_token_is_lost_or_drawn_twice_between_rl_steps():
+    """The rows of a response put together, over the RL steps that it took, are the response."""
+    engines, rollouts = made()
+    parts: dict[tuple[str, int], list[list[int]]] = defaultdict(list)
+    trained = set()
+    for got in run(engines, rollouts, range(20)):
+        for requests, rollout in zip(got.requests, got.parts, strict=True):
+            for request, response in zip(requests, rollout.responses, strict=True):
+                assert request.key == response.key
+                assert response.token_ids
+                slot = request.key[1], request.key[2]
+                drawn = [token for part in parts[slot] for token in part]
+                assert request.prompt_token_ids[3:] == drawn
+                assert len(drawn) + request.max_response_tokens == CAP
+                assert (response.finish_reason == "abort") == (response.key not in got.rewards)
+                assert response.key in got.epochs
+                parts[slot].append(response.token_ids)
+        for t in got.trajectories:
+            slot = t.prompt.prompt_id, t.sample
+            assert slot not in trained
+            assert [x for part in parts[slot] for x in part] == t.token_ids
+            trained.add(slot)
+
+
+def test_engines_are_full_until_the_last_group_is_whole():
+    engines, rollouts = made()
+    run(engines, rollouts, range(30))
+    assert {n for running in engines.running for n in running} == {CONCURRENCY // WORKERS}
+
+
+def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path):
+    engines, rollouts = made()
+    before: list[str] = []
+    for got in run(engines, rollouts, range(8)):
+        shares = engines.asked[-1]
+        assert len(shares) == WORKERS
+        for share in shares:
+            started = [len(r.prompt_token_ids) > 3 for r in share]
+            assert started == sorted(started, reverse=True)
+            for resumed in (True, False):
+                names = [r.key[1] for r in share if (len(r.prompt_token_ids) > 3) is resumed and r.key[1] in before]
+                assert [before.index(name) for name in names] == sorted(before.index(name) for name in names)
+        done = {t.prompt.prompt_id for t in got.trajectories}
+        asked = [group["prompt_id"] for group in rollouts.state_dict(tmp_path)["pending"]]
+        assert not done & set(asked)
+        assert asked[: len(before) - len(done & set(before))] == [name for name in before if name not in done]
+        before = asked
+
+
+def test_groups_that_are_too_old_are_dropped():
+    engines, rollouts = made(max_age=1)
+    steps = run(engines, rollouts, range(12))
+    ages = [rl_step - t.token_versions[0] for rl_step, got in enumerate(steps) for t in got.trajectories]
+    assert max(ages) == 1
+    assert any("older than 1 RL steps dropped" in note for got in steps for note in got.notes)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
+    engines, unbroken = made(max_age=3)
+    expected = run(engines, unbroken, range(steps + 4))
+    engines, first = made(max_age=3)
+    run(engines, first, range(steps))
+    state = json.loads(json.dumps([first.state_dict(tmp_path), first.order.state_dict()]))
+    engines, second = made(max_age=3)
+    second.load_state_dict(state[0], tmp_path)
+    second.order.load_state_dict(state[1])
+    for got, wanted in zip(run(engines, second, range(steps, steps + 4)), expected[steps:], strict=True):
+        assert got.trajectories == wanted.trajectories
+        assert got.notes == wanted.notes
+        assert (got.requests, got.rewards, got.epochs) == (wanted.requests, wanted.rewards, wanted.epochs)
+    if steps:
+        second.prompts = prompts(3)
+        with pytest.raises(ConfigError, match="resume with the data"):
+            second.load_state_dict(state[0], tmp_path)
+
+
+def test_a_checkpoint_of_another_way_to_roll_out_has_nothing_to_go_on_with(tmp_path: Path):
+    _, rollouts = made()
+    rollouts.load_state_dict({}, tmp_path)
+    assert rollouts.state_dict(tmp_path) == {"pending": []}
+
+
+def test_a_response_that_goes_on_must_fit_under_the_cap(tmp_path: Path):
+    engines, rollouts = made()
+    run(engines, rollouts, range(2))
+    state = rollouts.state_dict(tmp_path)
+    rollouts.recipe = recipe({"max_response_tokens": 1, "partial": {"concurrency": 8}})
+    with pytest.raises(ConfigError, match=r"rollout\.max_response_tokens is 1: resume with more"):
+        rollouts.load_state_dict(state, tmp_path)
+
+
+def test_few_prompts_are_no_reason_to_stop():
+    rollout = {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": CAP, "partial": {"concurrency": 64}}
+    rollouts = rollouts_of(recipe(rollout), prompts(3), data_order(3))
+    engines = ScriptedEngines(2, length, 32)
+    for rl_step in range(6):
+        got = rollouts.collect(engines.tools(rl_step, reward))
+        assert len({t.prompt.prompt_id for t in got.trajectories}) >= 2

@@ -1,0 +1,272 @@
+"""Rollout workers that die and come back. One pool of two real engines serves most of the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import ray
+import torch
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from safetensors.torch import load_file
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS
+from tltlab.errors import ConfigError, RunError
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.rollout.pool import WorkerPool, later, why_lost
+from tltlab.runtime.rollout.worker import engine_args, enough
+from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.trainer.group import TrainerDied
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+pytestmark = pytest.mark.engine
+PROMPTS, GROUP, CAP = 6, 4, 100
+RESTARTED: list[int] = []
+NGRAM = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)))
+SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
+
+
+def nobody(number: int) -> None:
+    """What a drafter's training is told of a worker that was started again: nothing here."""
+
+
+def anywhere(number: int) -> dict[str, object]:
+    return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": "DEFAULT", "env_vars": {}}
+
+
+def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = nobody) -> WorkerPool:
+    events = RunEvents(out / "events.jsonl")
+    return WorkerPool(recipe, DEFAULT_DRAFTERS, lambda number: None, anywhere, events=events, on_restart=on_restart)
+
+
+@pytest.fixture(scope="module")
+def on_ray() -> Iterator[None]:
+    started = start_ray()
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recipe(recipe_file: Path) -> Recipe:
+    return load_recipe(recipe_file, ["faults.max_restarts=100"])
+
+
+@pytest.fixture(scope="module")
+def pool(on_ray: None, recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+    pool = pool_of(recipe, tmp_path_factory.mktemp("pool"), RESTARTED.append)
+    pool.start()
+    yield pool
+    pool.close()
+
+
+def requests(rl_step: int, num_prompts: int = PROMPTS) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            key=(rl_step, f"p{n}", sample, 0), prompt_token_ids=[1, 4 + n, 9, 4 + n, 9], max_response_tokens=CAP
+        )
+        for n in range(num_prompts)
+        for sample in range(GROUP)
+    ]
+
+
+def told(parts: list[Rollout]) -> list[tuple[object, ...]]:
+    return [(r.key, r.token_ids, r.finish_reason) for part in parts for r in part.responses]
+
+
+def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Rollout], list[dict[str, object]]]:
+    """A rollout, and the state that it began in: drafters learn in it, so it is to be loaded before another try."""
+    pool.set_policy(policy, rl_step)
+    before = pool.state_dicts()
+    pool.load_state_dicts(before)
+    return pool.generate(pool.share(requests(rl_step)), rl_step), before
+
+
+def kill(pool: WorkerPool, number: int) -> None:
+    os.kill(pool.pids[number], signal.SIGKILL)
+
+
+def events(pool: WorkerPool) -> list[str]:
+    return [json.loads(line)["event"] for line in pool.events.path.read_text().splitlines()]
+
+
+def test_requests_are_shared_out_in_order(pool: WorkerPool):
+    shares = pool.share(requests(0, 3))
+    assert [r.key for share in shares for r in share] == [r.key for r in requests(0, 3)]
+    assert [len(share) for share in shares] == [6, 6]
+
+
+def test_a_quota_ends_a_rollout_once_so_many_prompts_are_answered(pool: WorkerPool):
+    pool.set_policy(NGRAM, 0)
+    (part, other) = pool.generate(pool.share(requests(0)), 0, quotas=[1, PROMPTS])
+    whole = [sum(r.finish_reason != "abort" for r in part.responses[i : i + GROUP]) for i in range(0, 12, GROUP)]
+    assert max(whole) == GROUP
+    assert any(r.finish_reason == "abort" for r in part.responses)
+    assert all(r.finish_reason != "abort" for r in other.responses)
+
+
+def test_a_worker_that_is_killed_at_a_random_moment_changes_nothing_but_time(pool: WorkerPool):
+    rng = random.Random(7)
+    expected, before = undisturbed(pool, NGRAM, 1)
+    seconds = max(part.duration_s for part in expected)
+    pool.load_state_dicts(before)
+    pids, number = list(pool.pids), rng.randrange(2)
+    killer = threading.Timer(rng.random() * seconds, kill, (pool, number))
+    killer.start()
+    disturbed = pool.generate(pool.share(requests(1)), 1)
+    killer.join()
+    # Who was killed after its last token is back after the next call.
+    pool.evaluate(requests(0, 1))
+    assert told(disturbed) == told(expected)
+    assert pool.pids[number] != pids[number]
+    assert pool.pids[1 - number] == pids[1 - number]
+    parts = pool.generate(pool.share(requests(2)), 2)
+    assert [key for key, _, _ in told(parts)] == [request.key for request in requests(2)]
+
+
+def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_in_the_clock(pool: WorkerPool):
+    first, _ = undisturbed(pool, SUFFIX, 4)
+    pool.remember_others(pool.share(requests(4)), first)
+    expected, before = undisturbed(pool, SUFFIX, 5)
+    pool.load_state_dicts(before)
+    pool.events.rl_step = 5
+    kill(pool, 1)
+    start = time.perf_counter()
+    disturbed = fine, late = pool.generate(pool.share(requests(5)), 5)
+    elapsed = time.perf_counter() - start
+    drafted = [[sum(row["num_drafted"] for row in part.iterations) for part in p] for p in (expected, disturbed)]
+    assert min(drafted[0]) > 0
+    assert drafted[0] == drafted[1]
+    assert told(disturbed) == told(expected)
+    assert fine.duration_s < late.duration_s <= elapsed
+    assert late.iterations[0]["t_start"] > 0.5 * elapsed > fine.duration_s
+    assert all(late.iterations[0]["t_start"] < r.t_finish <= elapsed for r in late.responses)
+    assert events(pool)[-1].startswith("rollout worker 1 died in RL step 5 (")
+    assert events(pool)[-1].endswith("; started again, 12 requests re-issued")
+    assert RESTARTED[-1] == 1
+
+
+def test_weights_outlive_the_trainer_that_made_them_and_reach_a_new_worker(pool: WorkerPool, random_model: Path):
+    @ray.remote(num_cpus=0)
+    class Trainer:
+        def weights(self) -> dict[str, torch.Tensor]:
+            state = load_file(random_model / "model.safetensors")
+            return {name: -value if name == "lm_head.weight" else value for name, value in state.items()}
+
+    old, before = undisturbed(pool, NGRAM, 6)
+    trainer = Trainer.remote()
+    pool.update_weights(trainer.weights.remote(), 1)
+    pool.load_state_dicts(before)
+    new = pool.generate(pool.share(requests(6)), 6)
+    ray.kill(trainer)
+    kill(pool, 0)
+    kill(pool, 1)
+    pool.load_state_dicts(before)
+    again = pool.generate(pool.share(requests(6)), 6)
+    assert told(old) != told(new) == told(again)
+    with pytest.raises(TrainerDied, match="an actor died"):
+        pool.update_weights(trainer.weights.remote(), 2)
+    pool.update_weights(ray.put(load_file(random_model / "model.safetensors")), 2)
+
+
+def test_a_rehearsal_and_its_repetition_are_the_same_also_on_a_new_worker(pool: WorkerPool):
+    shares = pool.share(requests(7))
+    pool.set_policy(NGRAM, 7)
+    pool.load_state_dicts(pool.state_dicts())
+    rehearsed = pool.rehearse(shares, 7)
+    assert told(pool.repeat(shares, 7)) == told(rehearsed)
+    kill(pool, 0)
+    assert told(pool.repeat(shares, 7)) == told(rehearsed)
+
+
+def test_who_dies_while_engines_sleep_is_back_when_they_wake(pool: WorkerPool):
+    expected, before = undisturbed(pool, NGRAM, 8)
+    pool.sleep()
+    kill(pool, 0)
+    known = pool.state_dicts()
+    assert known[0]
+    assert known[0] != known[1]
+    pool.load_state_dicts(before)
+    pool.wake_up()
+    assert told(pool.generate(pool.share(requests(8)), 8)) == told(expected)
+
+
+def test_a_mistake_of_the_user_restarts_nobody(pool: WorkerPool):
+    pids = list(pool.pids)
+    with pytest.raises(ConfigError, match="depths up to 8"):
+        pool.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))), 9)
+    assert pool.pids == pids
+    pool.set_policy(Policy(selector=ExploreSpec(strategies=(NO_SPECULATION,))), 9)
+
+
+def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file: Path):
+    patient, pool.recipe = pool.recipe, load_recipe(recipe_file, ["faults.max_restarts=0"])
+    try:
+        kill(pool, 0)
+        with pytest.raises(RunError, match=r"rollout worker 0 died \d+ times, and faults\.max_restarts is 0"):
+            pool.evaluate(requests(0, 1))
+    finally:
+        pool.recipe = patient
+
+
+def test_a_start_that_takes_too_long_ends_the_run(on_ray: None, recipe_file: Path, tmp_path: Path):
+    recipe = load_recipe(recipe_file, ["rollout.num_workers=1", "faults.start_timeout_s=0.2"])
+    pool = pool_of(recipe, tmp_path)
+    try:
+        with pytest.raises(RunError, match=r"rollout worker 0 did not start within 0\.2 s"):
+            pool.start()
+    finally:
+        pool.close()
+
+
+def test_a_later_rollout_has_the_same_responses_at_later_times():
+    rollout = Rollout(
+        responses=[],
+        iterations=[{"iteration": 0, "t_start": 0.25, "duration": 0.5}],
+        decisions=[{"iteration": 0}],
+        duration_s=1.0,
+        recorder_s=0.1,
+        policy_s=0.2,
+    )
+    moved = later(rollout, 2.0)
+    assert moved.iterations == [{"iteration": 0, "t_start": 2.25, "duration": 0.5}]
+    assert (moved.duration_s, moved.recorder_s, moved.policy_s) == (3.0, 0.1, 0.2)
+    assert later(rollout, 0.0) == rollout
+
+
+def test_a_worker_is_lost_when_its_process_or_its_engine_is():
+    handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "aa"))
+    assert why_lost(RayActorError("aa", "The actor died\n  pid: 7\nEnd of file"), handle) == "End of file"
+    assert why_lost(RayTaskError("generate", "", EngineDied("it lost 3 of 4 responses")), handle)
+    assert why_lost(OutOfMemoryError("too much memory"), handle)
+    for error in (RayActorError("bb"), RayTaskError("generate", "", ConfigError("no such drafter"))):
+        assert not why_lost(error, handle)
+
+
+def test_a_quota_counts_prompts_and_not_responses():
+    until = enough(requests(0, 2), 1)
+    ended: list[tuple[int, str, int, int]] = []
+    said = []
+    for key in [(0, "p0", 0, 0), (0, "p1", 0, 0), (0, "p0", 2, 0), (0, "p0", 1, 0), (0, "p0", 3, 0)]:
+        ended.append(key)
+        said.append(until(ended))
+    assert said == [False, False, False, False, True]
+
+
+def test_engines_are_told_the_concurrency_and_what_the_recipe_says_of_vllm(recipe_file: Path):
+    recipe = load_recipe(recipe_file, ["rollout.partial={\"concurrency\": 9}", "cluster.placement=colocated",
+                                       "rollout.repeat_every=0"])  # fmt: skip
+    args = engine_args(recipe, cuda=True)
+    assert (args["max_num_seqs"], args["max_model_len"], args["enable_sleep_mode"]) == (5, 128, True)
+    assert "enable_sleep_mode" not in engine_args(recipe, cuda=False)

@@ -1,0 +1,351 @@
+"""Prefixes from the epoch before: what is kept, that the residual makes it exact, and what a later visit knows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.ragged import save_ragged
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.rollout.collected import RolloutTools
+from tltlab.runtime.rollout.prefix_reuse import (
+    EARLIER_FILE,
+    ReusingRollouts,
+    end_tokens,
+    keep_chances,
+    kept_prefix,
+    residual,
+)
+from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.ways import rollouts_of
+
+from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
+
+Tokens = tuple[int, ...]
+CAP = 3
+
+
+class ToyPolicy:
+    """A policy over `num_words` words, END (2) among them, for responses of up to 3 tokens: log-probs [V] by prefix."""
+
+    def __init__(self, seed: int, num_words: int) -> None:
+        rng = np.random.default_rng(seed)
+        self.num_words = num_words
+        self.rows = {
+            prefix: np.log(rng.dirichlet(np.full(num_words, 2.0)))
+            for length in range(CAP)
+            for prefix in product(range(num_words), repeat=length)
+        }
+
+    def responses(self) -> dict[Tokens, float]:
+        """Every whole response and its probability."""
+        return self.continuations((), 1.0)
+
+    def continuations(self, prefix: Tokens, chance: float) -> dict[Tokens, float]:
+        if len(prefix) == CAP or prefix[-1:] == (END,):
+            return {prefix: chance}
+        out: dict[Tokens, float] = {}
+        for token in range(self.num_words):
+            out |= self.continuations((*prefix, token), chance * float(np.exp(self.rows[prefix][token])))
+        return out
+
+    def scored(self, tokens: Tokens) -> np.ndarray:
+        return np.stack([self.rows[tokens[:i]] for i in range(len(tokens))])
+
+
+def test_a_token_is_kept_by_the_ratio_of_its_probabilities():
+    now, then = np.log([0.2, 0.5, 0.1]), np.log([0.4, 0.25, 0.5])
+    assert keep_chances(now, then, 1.0) == pytest.approx([0.5, 1.0, 0.2])
+    assert keep_chances(now, then, 1.5) == pytest.approx([0.75, 1.0, 0.3])
+    assert keep_chances(now, then, 1e9) == pytest.approx([1.0, 1.0, 1.0])
+    assert kept_prefix(now, then, 1.0, np.array([0.49, 0.99, 0.19])) == 3
+    assert kept_prefix(now, then, 1.0, np.array([0.49, 0.99, 0.21])) == 2
+    assert kept_prefix(now, then, 1.0, np.array([0.51, 0.0, 0.0])) == 0
+    assert kept_prefix(np.array([-np.inf]), np.array([-1.0]), 1.0, np.array([0.0])) == 0
+    assert kept_prefix(now, now, 1.0, np.full(3, np.nextafter(1, 0))) == 3
+
+
+def test_the_residual_is_what_the_policy_before_gave_too_little():
+    now, then = np.log([0.5, 0.3, 0.2]), np.log([0.2, 0.2, 0.6])
+    assert residual(now, then) == pytest.approx([0.75, 0.25, 0.0])
+    assert residual(now, now) == pytest.approx([0.5, 0.3, 0.2])
+    assert residual(now.astype(np.float32), then.astype(np.float32)).sum() == pytest.approx(1.0, abs=1e-15)
+
+
+def after_reuse(now: ToyPolicy, then: ToyPolicy, exact: bool) -> dict[Tokens, float]:
+    """The distribution of whole responses after reuse, by summing over all that can happen."""
+    out: Counter[Tokens] = Counter()
+    for tokens, chance in then.responses().items():
+        p, q = now.scored(tokens), then.scored(tokens)
+        at = np.arange(len(tokens)), list(tokens)
+        keep = keep_chances(p[at], q[at], 1.0)
+        for cut in range(len(tokens)):
+            reached = chance * np.prod(keep[:cut]) * (1 - keep[cut])
+            drawn = residual(p[cut], q[cut]) if exact else np.exp(p[cut])
+            for token, share in enumerate(drawn):
+                for whole, total in now.continuations((*tokens[:cut], token), float(reached * share)).items():
+                    out[whole] += total
+        out[tokens] += float(chance * np.prod(keep))
+    return out
+
+
+def test_the_residual_makes_reuse_exact():
+    now, then = ToyPolicy(0, 3), ToyPolicy(1, 3)
+    true = now.responses()
+    exact, plain = after_reuse(now, then, True), after_reuse(now, then, False)
+    assert sum(true.values()) == pytest.approx(1.0)
+    assert max(abs(exact[r] - true[r]) for r in true) < 1e-12
+    assert max(abs(plain[r] - true[r]) for r in true) > 0.01
+
+
+class ToyTools:
+    """An engine that samples from a toy policy, and a trainer that scores with it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.num_generated = 0
+
+    def __call__(self, rl_step: int, policy: ToyPolicy) -> RolloutTools:
+        self.policy = policy
+        return RolloutTools(
+            generate=self.generate,
+            share=lambda requests: [requests],
+            rewards=lambda trajectories: [0.0] * len(trajectories),
+            score=self.score,
+            rl_step=rl_step,
+            policy_version=rl_step,
+        )
+
+    def score(self, pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+        rows = [self.policy.scored(tuple(tokens)) for _, tokens in pairs]
+        return [
+            (r if distributions else r[np.arange(len(tokens)), tokens]).astype(np.float32)
+            for r, (_, tokens) in zip(rows, pairs, strict=True)
+        ]
+
+    def generate(self, shares: list[list[GenerationRequest]], number: int, quotas: Any) -> list[Rollout]:
+        responses = []
+        for request in shares[0]:
+            prefix = tuple(request.prompt_token_ids[3:])
+            tokens, logprobs = prefix, []
+            while len(tokens) < CAP and tokens[-1:] != (END,):
+                row = self.policy.rows[tokens]
+                tokens += (int(self.rng.choice(len(row), p=np.exp(row))),)
+                logprobs.append(float(row[tokens[-1]]))
+            assert len(prefix) < len(tokens) <= len(prefix) + request.max_response_tokens
+            self.num_generated += len(tokens) - len(prefix)
+            responses.append(
+                Response(
+                    key=request.key,
+                    token_ids=list(tokens[len(prefix) :]),
+                    logprobs=logprobs,
+                    finish_reason="stop" if tokens[-1] == END else "length",
+                    t_first_token=0.0,
+                    t_finish=0.0,
+                )
+            )
+        return [Rollout(responses=responses, iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0)]
+
+
+def reusing(model: Path, num_prompts: int, reuse: dict[str, Any], **rollout: Any) -> ReusingRollouts:
+    settings = {"prompts_per_step": num_prompts, "group_size": 8, "max_response_tokens": CAP} | rollout
+    made = rollouts_of(recipe(settings | {"reuse": reuse}, model=model), prompts(num_prompts), data_order(num_prompts))
+    assert isinstance(made, ReusingRollouts)
+    return made
+
+
+@pytest.mark.parametrize("residual_kind", ["exact", "none"])
+def test_a_rollout_with_reuse_is_drawn_from_the_policy_in_force(random_model: Path, residual_kind: str):
+    """Policies alternate, so each visit reuses what another drew; only with the residual nobody can tell."""
+    policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
+    rollouts = reusing(random_model, 10, {"residual": residual_kind}, group_size=200)
+    tools = ToyTools(5)
+    counts = Counter[Tokens](), Counter[Tokens]()
+    num_tokens = 0
+    for rl_step in range(5):
+        got = rollouts.collect(tools(rl_step, policies[rl_step % 2]))
+        for t in got.trajectories:
+            num_tokens += len(t.token_ids)
+            counts[rl_step % 2][tuple(t.token_ids)] += bool(rl_step)
+            expected = policies[rl_step % 2].scored(tuple(t.token_ids))[np.arange(len(t.token_ids)), t.token_ids]
+            assert t.logprobs == pytest.approx(expected, abs=1e-6)
+            assert t.token_versions == [rl_step] * len(t.token_ids)
+            assert t.truncated == (t.token_ids[-1] != END)
+    chances = []
+    for policy, seen in zip(policies, counts, strict=True):
+        true = policy.responses()
+        assert set(seen) <= set(true)
+        chances.append(chisquare([seen[r] for r in true], [chance * seen.total() for chance in true.values()]).pvalue)
+    assert all(c > 1e-3 for c in chances) if residual_kind == "exact" else all(c < 1e-9 for c in chances)
+    assert tools.num_generated < 0.7 * num_tokens
+    assert rollouts.on_policy == (residual_kind == "exact")
+
+
+def one_group(reuse: dict[str, Any], length: Callable[[str, int], int], **rollout: Any) -> tuple[Any, ReusingRollouts]:
+    """Scripted engines on two workers and one prompt of two samples."""
+    rollouts = reusing(Path("none"), 1, reuse, group_size=2, max_response_tokens=20, **rollout)
+    return ScriptedEngines(2, length), rollouts
+
+
+def scoring(logprobs: Callable[[list[int]], np.ndarray]) -> Callable[..., list[np.ndarray]]:
+    return lambda pairs, distributions=False: [logprobs(tokens) for _, tokens in pairs]
+
+
+def no_reward(trajectory: Trajectory) -> float:
+    return 0.0
+
+
+def test_an_engine_goes_on_behind_the_last_token_kept():
+    """Sample 0 keeps all and needs no engine; sample 1 loses its fifth token, and the engine gets what is before."""
+    engines, rollouts = one_group({}, lambda prompt, sample: 30 if sample else 6)
+    first = rollouts.collect(engines.tools(0, no_reward))
+    assert [(len(t.token_ids), t.truncated) for t in first.trajectories] == [(6, False), (20, True)]
+
+    def then_but_fifth(tokens: list[int]) -> np.ndarray:
+        logprobs = np.array([-(i / 100) for i in range(len(tokens))])
+        return logprobs - 50.0 * ((np.arange(len(tokens)) == 4) & (len(tokens) == 20))
+
+    second = rollouts.collect(engines.tools(1, no_reward, scoring(then_but_fifth)))
+    (request,) = [r for share in second.requests for r in share]
+    assert request.key == (1, "p0", 1, 0)
+    assert request.prompt_token_ids == [*prompts(1)[0].token_ids, *first.trajectories[1].token_ids[:4]]
+    assert request.max_response_tokens == 16
+    assert [t.token_ids for t in second.trajectories] == [t.token_ids for t in first.trajectories]
+    assert second.trajectories[1].logprobs == [-(i / 100) for i in range(4)] + [-(1 + i / 100) for i in range(4, 20)]
+    assert [t.truncated for t in second.trajectories] == [False, True]
+    assert all(t.token_versions == [1] * len(t.token_ids) for t in second.trajectories)
+    assert second.notes == ["10 of 26 tokens of earlier responses kept, 1 of 2 responses whole"]
+    assert set(second.rewards) == {(1, "p0", 0, 0), (1, "p0", 1, 0)}
+    assert second.groups == [0, 0]
+
+
+def test_nothing_known_is_a_state_too(tmp_path: Path):
+    engines, rollouts = one_group({}, lambda prompt, sample: 6)
+    state = json.loads(json.dumps(rollouts.state_dict(tmp_path)))
+    for nothing in (state, {}):
+        rollouts.load_state_dict(nothing, tmp_path)
+        assert len(rollouts.collect(engines.tools(0, no_reward)).trajectories) == 2
+    state = rollouts.state_dict(tmp_path)
+    rollouts.recipe = recipe({"max_response_tokens": 5, "reuse": {}})
+    with pytest.raises(ConfigError, match=r"response of 6 tokens to use again, and .* is 5"):
+        rollouts.load_state_dict(state, tmp_path)
+
+
+def test_draws_differ_between_samples_and_rl_steps():
+    engines, rollouts = one_group({}, lambda prompt, sample: 15)
+    rollouts.collect(engines.tools(0, no_reward))
+    cuts = []
+    for rl_step in range(1, 6):
+        # Every token is half as likely as when it was drawn.
+        got = rollouts.collect(
+            engines.tools(
+                rl_step,
+                no_reward,
+                lambda pairs, distributions=False: [
+                    np.asarray(rollouts._earlier["p0", n].logprobs) + np.log(0.5) for n in range(len(pairs))
+                ],
+            )
+        )
+        cuts.append([20 - r.max_response_tokens for share in got.requests for r in share])
+    assert len({cut for pair in cuts for cut in pair}) > 2, cuts
+    assert any(a != b for a, b in cuts)
+
+
+def test_leniency_keeps_more():
+    kept = []
+    for leniency in (1.0, 1.6, 1e9):
+        engines, rollouts = one_group({"leniency": leniency}, lambda prompt, sample: 15)
+        first = rollouts.collect(engines.tools(0, no_reward))
+        assert len(first.trajectories) == 2
+        half = scoring(lambda tokens: np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5))
+        got = rollouts.collect(engines.tools(1, no_reward, half))
+        kept.append(sum(20 - r.max_response_tokens for share in got.requests for r in share))
+        assert not rollouts.on_policy
+    assert kept[0] < kept[1]
+    assert got.requests == [[], []]
+
+
+def certain(token: int) -> np.ndarray:
+    """[V]: all but 1e-9 on `token`."""
+    row = np.full(128, np.log(1e-9 / 127), np.float32)
+    row[token] = 0.0
+    return row
+
+
+@pytest.mark.parametrize(("drawn", "place", "whole"), [(END, 3, True), (20, 3, False), (20, 19, True), (END, 19, True)])
+def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Path, drawn: int, place: int, whole: bool):
+    """The policy in force wants `drawn` at `place` of a response of 20 tokens, the cap: END and the cap end it."""
+    tokens = [4 + i % 10 for i in range(20)]
+    rollouts = reusing(random_model, 1, {"residual": "exact"}, group_size=2, max_response_tokens=20)
+    earlier = np.stack([certain(token) for token in tokens])
+    save_ragged(
+        tmp_path / EARLIER_FILE,
+        token_ids=[np.array(tokens, np.int32)] * 2,
+        logprobs=[np.zeros(20, np.float32)] * 2,
+        rows=[earlier] * 2,
+    )
+    rollouts.load_state_dict({"earlier": [["p0", sample, True] for sample in range(2)]}, tmp_path)
+
+    def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
+        assert distributions
+        return [np.stack([certain(drawn if i == place else t) for i, t in enumerate(ids)]) for _, ids in pairs]
+
+    engines = ScriptedEngines(2, lambda prompt, sample: 6)
+    got = rollouts.collect(engines.tools(1, no_reward, score))
+    goes_on = [] if whole else [104, END]
+    for t in got.trajectories:
+        assert t.token_ids == [*tokens[:place], drawn, *goes_on]
+        assert t.logprobs[: place + 1] == [0.0] * (place + 1)
+        assert t.truncated == (drawn == 20 and place == 19)
+    assert [len(share) for share in got.requests] == ([0, 0] if whole else [1, 1])
+
+
+@pytest.mark.parametrize("kind", ["none", "exact"])
+def test_a_resumed_run_reuses_as_the_unbroken_one(random_model: Path, tmp_path: Path, kind: str):
+    policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
+
+    def run(rollouts: ReusingRollouts, steps: range) -> list[Any]:
+        out = []
+        for rl_step in steps:
+            got = rollouts.collect(ToyTools(rl_step)(rl_step, policies[rl_step % 2]))
+            out.append((got.trajectories, got.requests, got.notes))
+        return out
+
+    expected = run(reusing(random_model, 3, {"residual": kind}), range(4))
+    first = reusing(random_model, 3, {"residual": kind})
+    run(first, range(2))
+    state = json.loads(json.dumps([first.state_dict(tmp_path), first.order.state_dict()]))
+    second = reusing(random_model, 3, {"residual": kind})
+    second.load_state_dict(state[0], tmp_path)
+    second.order.load_state_dict(state[1])
+    assert run(second, range(2, 4)) == expected[2:]
+    if kind == "none":
+        with pytest.raises(ConfigError, match="has no distributions"):
+            reusing(random_model, 3, {"residual": "exact"}).load_state_dict(state[0], tmp_path)
+
+
+def test_exact_refuses_what_it_cannot_keep(random_model: Path):
+    with pytest.raises(ConfigError, match=r"over 24 tokens for up to 78,643,200 tokens .* 7\.0 GiB"):
+        reusing(random_model, 200, {"residual": "exact"}, group_size=512, max_response_tokens=768)
+    train = {"correction": "none"}
+    rollout = {"reuse": {"residual": "exact"}, "top_k": 5}
+    with pytest.raises(ConfigError, match="whole distribution"):
+        rollouts_of(recipe(rollout, train, random_model), prompts(2), data_order(2))
+
+
+def test_end_tokens_are_those_of_tokenizer_and_generation_configuration(random_model: Path, tmp_path: Path):
+    assert end_tokens(str(random_model)) == {END}
+    folder = tmp_path / "model"
+    shutil.copytree(random_model, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert end_tokens(str(folder)) == {END, 7, 9}

@@ -1,0 +1,221 @@
+"""Rewards in processes of their own: what hangs, raises or crashes costs its response the reward, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.reward_pool import RewardPool
+
+# The response says what the reward function does.
+MODULE = """
+import ctypes, os, signal, sys, time
+
+def reward(prompt, response, answer):
+    print("a reward says something")
+    if response == "hang":
+        while True:
+            pass
+    if response == "hang in C":
+        ctypes.PyDLL(None).sleep(600)
+    if response == "raise":
+        raise ValueError(f"the key is SECRET and the response {response}")
+    if response == "leave":
+        sys.exit(3)
+    if response == "exit":
+        os._exit(7)
+    if response == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "nan":
+        return float("nan")
+    if response == "none":
+        return None
+    if response == "where":
+        return os.getpid()
+    if response == "heavy":
+        return sum(name in sys.modules for name in ("torch", "ray", "vllm", "transformers"))
+    if response.startswith("sleep"):
+        time.sleep(float(response.split()[1]))
+    return len(response)
+
+def half(prompt, response, answer):
+    return 0.5
+"""
+
+KILLED = """
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.reward_pool import RewardPool
+
+if __name__ == "__main__":
+    settings = {"processes": 2, "timeout_s": 600}
+    recipe = Recipe.model_validate(
+        {"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}, "reward_pool": settings}
+    )
+    with RewardPool(recipe) as pool:
+        pool.rewards([("", "", "")])
+        print("ready", flush=True)
+        pool.rewards([("", "hang in C", "")] * 4)
+"""
+
+UNGUARDED = """
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.reward_pool import RewardPool
+
+recipe = Recipe.model_validate({"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}})
+with RewardPool(recipe) as pool:
+    pool.rewards([("", "", "")])
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder on the path with the module of rewards."""
+    folder = tmp_path_factory.mktemp("rewards")
+    (folder / "pool_rewards.py").write_text(MODULE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield folder
+
+
+def recipe_of(processes: int, *, reward: Any = "pool_rewards:reward", timeout_s: float = 1.5) -> Recipe:
+    settings = {"processes": processes, "timeout_s": timeout_s, "on_failure": -1.0}
+    return Recipe.model_validate({"model": "m", "reward": reward, "data": {"train": "x"}, "reward_pool": settings})
+
+
+@pytest.fixture(scope="module")
+def two_processes(folder: Path) -> Iterator[RewardPool]:
+    with RewardPool(recipe_of(2)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def pool(two_processes: RewardPool) -> RewardPool:
+    """A pool of two processes that has not failed yet."""
+    two_processes.take_failures()
+    return two_processes
+
+
+def of(pool: RewardPool, *responses: str) -> list[float]:
+    return pool.rewards([("a prompt", response, "an answer") for response in responses])
+
+
+def test_rewards_come_in_the_order_of_the_responses(pool: RewardPool):
+    assert of(pool, "sleep 0.1", *("x" * n for n in range(100))) == [9.0, *map(float, range(100))]
+    assert of(pool) == []
+    assert pool.take_failures() == []
+
+
+def both(pool: RewardPool) -> set[int]:
+    """The two processes that compute rewards, once both do."""
+    found: set[int] = set()
+    deadline = time.monotonic() + 60
+    while len(found) < 2 and time.monotonic() < deadline:
+        found |= {int(place) for place in of(pool, *["where", "sleep 0.06"] * 8)} - {len("sleep 0.06")}
+    return found
+
+
+def test_rewards_are_computed_by_all_processes_which_import_no_more_than_they_need(pool: RewardPool):
+    assert len(both(pool) - {os.getpid()}) == 2
+    assert of(pool, "heavy") == [0.0]
+
+
+def test_a_slow_reward_does_not_take_the_time_of_those_after_it(folder: Path):
+    with RewardPool(recipe_of(1, timeout_s=0.8)) as pool:
+        assert of(pool, *["sleep 0.15"] * 12) == [10.0] * 12
+
+
+def test_a_reward_that_takes_too_long_costs_its_response_alone(pool: RewardPool):
+    assert of(pool, "a", "hang", "bb", "sleep 0.3", "ccc", "hang in C", "dddd") == [1, -1, 2, 9, 3, -1, 4]
+    assert pool.take_failures() == ["2 of 7 rewards took more than 1.5 s: -1 instead"]
+    assert pool.take_failures() == []
+
+
+def test_a_reward_that_raises_is_told_by_its_place_and_not_by_its_words(pool: RewardPool):
+    assert of(pool, "raise", "a", "leave", "nan", "none", "raise") == [-1, 1, -1, -1, -1, -1]
+    said = pool.take_failures()
+    assert said[0].startswith("2 of 6 rewards raised ValueError (pool_rewards.py, line 12): -1 instead")
+    assert {" ".join(sentence.split()[4:6]).rstrip(":") for sentence in said[1:]} == {
+        "raised SystemExit",
+        "returned nan",
+        "returned a",
+    }
+    assert "SECRET" not in " ".join(said)
+
+
+def test_a_reward_that_ends_its_process_costs_its_response_alone(pool: RewardPool):
+    assert of(pool, "exit", "a", "crash", "bb") == [-1, 1, -1, 2]
+    assert sorted(pool.take_failures()) == [
+        "1 of 4 rewards ended their process (exit code 7): -1 instead",
+        "1 of 4 rewards ended their process (signal 11): -1 instead",
+    ]
+
+
+def test_processes_that_die_between_rewards_are_replaced(pool: RewardPool):
+    for number in both(pool):
+        os.kill(number, signal.SIGKILL)
+    assert of(pool, "a", "bb") == [1, 2]
+
+
+def test_without_processes_rewards_are_computed_here(folder: Path, capsys: pytest.CaptureFixture[str]):
+    with RewardPool(recipe_of(0)) as pool:
+        assert of(pool, "a", "where", "raise", "nan", "leave") == [1, os.getpid(), -1, -1, -1]
+        assert len(pool.take_failures()) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_a_list_of_rewards_is_summed_by_weight(folder: Path):
+    terms = [{"path": "pool_rewards:reward", "weight": 2.0}, {"path": "pool_rewards:half"}]
+    for processes in (0, 1):
+        with RewardPool(recipe_of(processes, reward=terms)) as pool:
+            assert of(pool, "a", "raise") == [2.5, -1]
+
+
+def test_a_reward_that_does_not_import_is_refused_before_anything_starts(folder: Path):
+    with pytest.raises(ConfigError, match="has no 'none'"):
+        RewardPool(recipe_of(1, reward="pool_rewards:none"))
+
+
+def test_a_reward_that_imports_here_but_not_there_ends_the_run_with_its_fault(folder: Path):
+    name = "gone_rewards"
+    (folder / f"{name}.py").write_text("def reward(prompt, response, answer): return 1.0")
+    pool = RewardPool(recipe_of(1, reward=f"{name}:reward"))
+    (folder / f"{name}.py").unlink()
+    with pool, pytest.raises(RunError, match=r"reward process cannot start: .*gone_rewards"):
+        of(pool, "a")
+
+
+def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
+    script = folder / "killed.py"
+    script.write_text(KILLED)
+    driver = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        children = psutil.Process(driver.pid).children(recursive=True)
+        assert len(children) >= 2
+    finally:
+        driver.kill()
+        driver.communicate()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+
+
+def test_a_script_without_a_main_guard_is_told_so(folder: Path):
+    script = folder / "unguarded.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "RunError: reward processes ended" in done.stderr

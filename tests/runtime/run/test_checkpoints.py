@@ -1,0 +1,170 @@
+"""Checkpoints of a run: whole or not there, the newest stay, whatever kills the writer or fills the disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import random
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.run.checkpoints import MOST_HASHED_BYTES, RunCheckpoints, checkpoints_in, step_of
+
+
+def writer(number: int, size: int = 100):
+    def write(folder: Path) -> None:
+        (folder / "trainer").mkdir()
+        (folder / "state.json").write_text(json.dumps({"number": number}))
+        (folder / "trainer" / "weights.bin").write_bytes(bytes([number % 256]) * size)
+
+    return write
+
+
+def names(checkpoints: RunCheckpoints) -> list[str]:
+    return [path.name for path in checkpoints.all()]
+
+
+def test_the_newest_stay(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path / "c", keep=2)
+    assert checkpoints.latest() is None
+    for step in (2, 4, 6):
+        assert checkpoints.save(step, writer(step)).name == f"step-{step:06d}"
+    assert names(checkpoints) == ["step-000004", "step-000006"]
+    assert json.loads((checkpoints.latest() / "state.json").read_text()) == {"number": 6}
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == names(checkpoints)
+    assert step_of(checkpoints.latest()) == 6
+
+
+def test_a_run_that_went_back_leaves_its_other_future(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path, keep=3)
+    for step in (2, 4, 6):
+        checkpoints.save(step, writer(step))
+    checkpoints.save(4, writer(40))
+    assert names(checkpoints) == ["step-000002", "step-000004"]
+    assert json.loads((checkpoints.latest() / "state.json").read_text()) == {"number": 40}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda c: (c / "trainer" / "weights.bin").write_bytes(b"1" * 99), "weights.bin has 99 bytes instead of 100"),
+        (lambda c: (c / "trainer" / "weights.bin").write_bytes(b"x" * 100), "weights.bin is not what was written"),
+        (lambda c: (c / "state.json").unlink(), "state.json is missing"),
+        (lambda c: (c / "checkpoint.json").unlink(), "checkpoint.json is missing"),
+        (lambda c: (c / "checkpoint.json").write_text('{"files": '), "Expecting value"),
+    ],
+)
+def test_a_damaged_one_is_passed_over_with_a_sentence(tmp_path: Path, damage, says: str):
+    checkpoints = RunCheckpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, writer(step))
+    damage(checkpoints.latest())
+    assert checkpoints.latest().name == "step-000001"
+    assert len(checkpoints.complaints) == 1
+    assert says in checkpoints.complaints[0]
+    # It is worth nothing, so it does not count among those that stay.
+    checkpoints.save(3, writer(3))
+    assert names(checkpoints) == ["step-000001", "step-000003"]
+    assert checkpoints.complaints == []
+
+
+def test_a_large_file_that_was_cut_off_is_noticed(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    path = checkpoints.save(1, writer(1, MOST_HASHED_BYTES + 1))
+    assert checkpoints.latest() == path
+    os.truncate(path / "trainer" / "weights.bin", MOST_HASHED_BYTES)
+    assert checkpoints.latest() is None
+
+
+def test_a_full_disk_and_a_writer_that_fails_leave_those_before(tmp_path: Path):
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(1, writer(1))
+
+    def full(folder: Path) -> None:
+        writer(2)(folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def failing(folder: Path) -> None:
+        writer(2)(folder)
+        raise KeyError("weights")
+
+    with pytest.raises(RunError, match="the disk is full; those before it are as they were"):
+        checkpoints.save(2, full)
+    with pytest.raises(KeyError):
+        checkpoints.save(2, failing)
+    assert names(checkpoints) == ["step-000001"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path):
+    with pytest.raises(RunError, match="cannot write the checkpoint"):
+        RunCheckpoints(tmp_path, keep=1).save(1, lambda folder: Path("/dev/full").write_bytes(b"1" * 10_000))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_things_in_the_folder_are_left_alone(tmp_path: Path):
+    for name in ("final", "step-1", "step-000009.old"):
+        (tmp_path / name).mkdir()
+    checkpoints = RunCheckpoints(tmp_path, keep=1)
+    checkpoints.save(3, writer(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["final", "step-000003", "step-000009.old", "step-1"]
+    assert checkpoints_in(tmp_path) == [tmp_path / "step-000003"]
+    assert checkpoints_in(tmp_path / "none") == []
+    with pytest.raises(ConfigError, match="step-NNNNNN"):
+        step_of(tmp_path / "final")
+    with pytest.raises(ConfigError, match="at least 1"):
+        RunCheckpoints(tmp_path, keep=0)
+
+
+def keep_saving(folder: Path, first: int, again: bool, told: Connection) -> None:
+    checkpoints = RunCheckpoints(folder, keep=1)
+
+    def write(partial: Path) -> None:
+        for part in range(4):
+            (partial / f"part-{part}").mkdir()
+            (partial / f"part-{part}" / "step.json").write_text(json.dumps(step))
+
+    for number in range(1_000_000):
+        step = first if again else first + number
+        checkpoints.save(step, write)
+        told.send(step)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, again: bool):
+    """With `again` each one takes the place of one of the same RL step, and is the only one there."""
+    moments = random.Random(0)
+    forking = multiprocessing.get_context("fork")
+    step = 0
+    for _ in range(20):
+        ours, theirs = forking.Pipe(duplex=False)
+        child = forking.Process(target=keep_saving, args=(tmp_path, step, again, theirs))
+        child.start()
+        theirs.close()
+        time.sleep(moments.uniform(0.0, 0.08))
+        child.kill()
+        child.join()
+        told = []
+        with contextlib.suppress(EOFError):
+            while True:
+                told.append(ours.recv())
+        checkpoints = RunCheckpoints(tmp_path, keep=1)
+        whole = checkpoints.all()
+        assert checkpoints.complaints == []
+        if told or step:
+            # One may be done that was not told yet.
+            least = told[-1] if told else step - (not again)
+            assert step_of(whole[-1]) in (least, least + (not again))
+        for path in whole:
+            assert [json.loads((path / f"part-{n}" / "step.json").read_text()) for n in range(4)] == [step_of(path)] * 4
+        if whole:
+            step = step_of(whole[-1]) + (not again)
+    checkpoints.save(step, lambda folder: None)
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:06d}"]

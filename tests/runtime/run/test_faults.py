@@ -1,0 +1,227 @@
+"""A run whose processes are killed at random moments, against one that nobody disturbs.
+
+`TLTLAB_FAULTS=30 pytest tests/runtime/run/test_faults.py` kills thirty times; by default each kind dies once.
+The run trains a drafter and never drafts with it, so that its responses are those of a run that trains none.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from itertools import cycle, islice
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+import tltlab
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.strategy import Strategy
+from tltlab.traces.recorder import repair
+
+SEED = int(os.environ.get("TLTLAB_FAULTS_SEED", "2"))
+VICTIMS = {
+    "worker": "ray::RolloutWorker",
+    "trainer": "ray::TrainerActor",
+    "drafter's trainer": "ray::SpotTrainer",
+    "driver": "",
+}
+NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", len(VICTIMS)))
+NUM_STEPS, PROMPTS, GROUP = 4 + 3 * NUM_KILLS, 4, 2
+MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 2, 0.5
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
+PATIENCE_S = 300.0
+LEFT_S = 30.0
+# Agents of Ray's that hold nothing; they end by themselves, a minute after the driver.
+LINGER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+
+
+class Driver:
+    """`tltlab train` in a process of its own."""
+
+    def __init__(self, run: Path, log: Path, *arguments: str, path: Path) -> None:
+        self.run = run
+        self.log = log
+        self._since = time.time_ns()
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tltlab", "train", *arguments],
+                env=os.environ | {"PYTHONPATH": str(path)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+
+    def under_way(self) -> None:
+        """Wait until everything is started; the run is over where it ends before."""
+        told, end = self.run / "run.json", time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and not (told.exists() and told.stat().st_mtime_ns > self._since):
+            assert time.monotonic() < end, self.log.read_text()[-2000:]
+            time.sleep(0.02)
+
+    def gets_on(self, steps: int) -> None:
+        """Wait for so many RL steps more, or for the end."""
+        before, end = self.steps, time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and self.steps < before + steps:
+            assert time.monotonic() < end, self.log.read_text()[-2000:]
+            time.sleep(0.02)
+
+    @property
+    def steps(self) -> int:
+        return len(re.findall(r"^step \d+:", self.log.read_text(), re.MULTILINE))
+
+    def offspring(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def kill(self, victim: str, rng: random.Random) -> bool:
+        """Kill -9; whether there was somebody to kill."""
+        assert self.process.poll() is None, f"the run was over too soon: {self.log.read_text()[-3000:]}"
+        if victim == "driver":
+            family = self.offspring()
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+            gone(family)
+            return True
+        found = [process for process in self.offspring() if title(process).startswith(VICTIMS[victim])]
+        if not found:
+            return False
+        os.kill(rng.choice(found).pid, signal.SIGKILL)
+        return True
+
+    def finish(self) -> None:
+        """Wait for the end of the run, which must be a good one."""
+        family = self.offspring()
+        code = self.process.wait(PATIENCE_S)
+        assert code == 0, self.log.read_text()[-3000:]
+        gone(family)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+def title(process: psutil.Process) -> str:
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.Error:
+        return ""
+
+
+def gone(family: list[psutil.Process]) -> None:
+    """Wait until all of them have ended."""
+    _, alive = psutil.wait_procs(family, timeout=LEFT_S)
+    left = [t for t in map(title, alive) if t and not t.startswith(LINGER)]
+    assert not left, f"still there after {LEFT_S:g} s: {left}"
+
+
+def check_what_is_left(run: Path, copy: Path) -> None:
+    """The recording of a killed run becomes a valid trace of whole RL steps."""
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("checkpoints", "drafter"))
+    if any((copy / "trace.recording").glob("*.arrow")):
+        trace = repair(copy / "trace")
+        assert trace.rl_steps == list(range(len(trace.rl_steps)))
+        assert len(trace.outcomes) == len(trace.rl_steps) * PROMPTS * GROUP
+        assert "repaired" in (trace.manifest.notes or "")
+        assert tltlab.read(copy).rl_steps == trace.rl_steps
+
+
+@pytest.fixture(scope="module")
+def arguments(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    policy = tmp_path_factory.mktemp("policy") / "policy.json"
+    Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))).write(policy)
+    return [
+        str(recipe_file),
+        f"train.steps={NUM_STEPS}",
+        # So few and so long that one worker often waits for the other, and trains.
+        "rollout.max_response_tokens=100",
+        f"rollout.policy={policy}",
+        "rollout.repeat_every=0",
+        f"rollout.prompts_per_step={PROMPTS}",
+        f"rollout.group_size={GROUP}",
+        "eval.num_prompts=0",
+        "checkpoint.every=2",
+        f"faults.max_restarts={NUM_KILLS + 1}",
+        "log.tensorboard=false",
+    ]
+
+
+LEARNING = [
+    "drafter.name=learned",
+    'drafter.schedule={"kind": "always"}',
+    "drafter.tokens_per_update=128",
+    "drafter.checkpoint_every=5",
+    "drafter.nice=0",
+]
+
+
+def test_nothing_is_lost_or_doubled_whoever_is_killed_when(arguments: list[str], recipe_file: Path, tmp_path: Path):
+    rng = random.Random(SEED)
+    calm, killed = tmp_path / "calm", tmp_path / "killed"
+    path = recipe_file.parent
+    driver = Driver(killed, tmp_path / "killed.log", *arguments, *LEARNING, "--out", str(killed), path=path)
+    runs = [driver]
+    try:
+        # A start keeps all cores busy; one that replaces what was killed leaves some to the calm run.
+        driver.under_way()
+        undisturbed = Driver(calm, tmp_path / "calm.log", *arguments, "--out", str(calm), path=path)
+        runs.append(undisturbed)
+        for victim in islice(cycle(rng.sample(sorted(VICTIMS), len(VICTIMS))), NUM_KILLS):
+            driver.under_way()
+            driver.gets_on(rng.randint(0, MOST_STEPS_BETWEEN))
+            time.sleep(rng.uniform(0.0, MOST_BETWEEN_S))
+            while not driver.kill(victim, rng):
+                # Just now another one is started in its place.
+                time.sleep(0.05)
+            if victim == "driver":
+                check_what_is_left(killed, tmp_path / "left")
+                driver = Driver(killed, tmp_path / "killed.log", "--resume", str(killed), path=path)
+                runs.append(driver)
+        driver.finish()
+        undisturbed.finish()
+    finally:
+        for run in runs:
+            run.end()
+
+    trace = tltlab.read(killed)
+    assert trace.rl_steps == list(range(NUM_STEPS))
+    key = ["rl_step", "prompt_id", "sample"]
+    assert not trace.outcomes.duplicated(key).any()
+    for _, rows in trace.outcomes.groupby("rl_step"):
+        assert rows["prompt_id"].nunique() == PROMPTS
+        assert (rows.groupby("prompt_id")["sample"].agg(set) == set(range(GROUP))).all()
+    assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
+    assert list(trace.steps["policy_version"]) == list(range(NUM_STEPS))
+    assert not trace.iterations.duplicated(["rl_step", "worker", "iteration"]).any()
+
+    # What the drafter was is told of the RL steps that count, once each: it went back with the run.
+    assert trace.steps["drafter_updates"].is_monotonic_increasing
+    assert trace.steps["drafter_updates"].iloc[-1] > 0
+    swapped = trace.steps["drafter_version"].diff().fillna(0)
+    assert set(swapped) <= {0, 1}
+    ages = list(trace.steps["drafter_age"])
+    assert ages == [0, *(0 if swap else age + 1 for age, swap in zip(ages, swapped.iloc[1:], strict=False))]
+    acceptance = trace.table("acceptance")
+    assert acceptance is not None
+    assert not acceptance.duplicated([*key, "drafter_age"]).any()
+
+    expected = tltlab.read(calm)
+    columns = [*key, "prompt_token_ids", "token_ids", "logprobs"]
+    ours, theirs = (t.tokens[columns].sort_values(key).reset_index(drop=True) for t in (trace, expected))
+    for column in columns:
+        assert [list(v) if column not in key else v for v in ours[column]] == [
+            list(v) if column not in key else v for v in theirs[column]
+        ], column
+    last, same = (load_file(run / "checkpoints" / "final" / "model.safetensors") for run in (killed, calm))
+    assert all((last[name] == same[name]).all() for name in same)

@@ -1,0 +1,418 @@
+"""What a run says and where its metrics go."""
+
+import contextlib
+import json
+import os
+import pty
+import struct
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import LogConfig
+from tltlab.runtime.run import logging as run_log
+from tltlab.runtime.run.logging import RunLog
+from tltlab.runtime.run.rows import StepReport
+from tltlab.runtime.run.screen import PACE_STEPS, step_text
+
+RECORDS = """
+import json, os
+CALLS = os.environ["CALLS"]
+
+def called(*call):
+    with open(CALLS, "a") as file:
+        file.write(json.dumps(call) + "\\n")
+"""
+
+WANDB = (
+    RECORDS
+    + """
+class Settings:
+    def __init__(self, console, quiet):
+        pass
+
+class Run:
+    def __init__(self, id):
+        self.id = id
+
+    def define_metric(self, name, step_metric):
+        pass
+
+    def log(self, metrics, step, commit):
+        assert commit
+        if metrics.get("fail"):
+            raise ConnectionError("no answer from https://me:hunter2@example.org/api")
+        called("log", metrics, step)
+
+    def finish(self, exit_code):
+        called("finish", exit_code)
+
+def init(project, name, dir, id, resume, config, settings):
+    assert os.path.isdir(dir)
+    if project == "locked":
+        raise RuntimeError("no login")
+    called("init", project, name, id, config)
+    return Run(id or "w-1")
+"""
+)
+
+MLFLOW = (
+    RECORDS
+    + """
+from types import SimpleNamespace
+
+LOGGED = os.path.join(os.path.dirname(CALLS), "logged")
+
+class MlflowClient:
+    def create_run(self, experiment_id, run_name):
+        called("create_run", experiment_id, run_name)
+        return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
+
+    def update_run(self, run_id, status):
+        called("update_run", run_id, status)
+
+    def get_metric_history(self, run_id, key):
+        steps = open(LOGGED).read().split() if os.path.exists(LOGGED) else []
+        return [SimpleNamespace(step=int(step)) for step in steps]
+
+    def set_terminated(self, run_id, status):
+        called("set_terminated", run_id, status)
+
+def set_experiment(project):
+    return SimpleNamespace(experiment_id=project)
+
+def log_params(params, run_id):
+    called("log_params", params)
+
+def log_metrics(metrics, step, run_id):
+    if metrics.get("fail"):
+        raise ConnectionError("no answer")
+    called("log_metrics", metrics, step)
+    with open(LOGGED, "a") as file:
+        file.write(f"{step} ")
+"""
+)
+
+
+MEASURES = {
+    "rollout/bubble_fraction": 0.25, "rollout/mean_accept_length": 2.31, "mismatch/kl": 2.2e-13,
+    "length/p50": 20.0, "length/p90": 117.5, "length/p99": 128.0, "length/truncated_fraction": 0.125,
+}  # fmt: skip
+
+
+def report(rl_step: int = 0, reward: float = 0.5) -> StepReport:
+    return StepReport(
+        rl_step=rl_step, policy="none", reward_mean=reward, num_tokens=100, rollout_s=2.0, reward_s=0.1,
+        inference_s=0.2, train_s=0.3, sync_s=0.1, recorder_s=0.01, metrics={}, notes=["worker 1 was started again"],
+    )  # fmt: skip
+
+
+def scalars(out: Path, name: str) -> dict[int, float]:
+    """What TensorBoard reads back: value by RL step."""
+    events = EventAccumulator(str(out / "tensorboard"))
+    events.Reload()
+    return {event.step: event.value for event in events.Scalars(name)}
+
+
+@pytest.fixture
+def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stand-ins for W&B and MLflow that note their calls; returns what reads the notes."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "wandb.py").write_text(WANDB)
+    (folder / "mlflow.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    for name in ("wandb", "mlflow"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    for name in ("wandb", "mlflow"):
+        sys.modules.pop(name, None)
+
+
+def test_tensorboard_shows_each_metric_at_its_rl_step(tmp_path: Path):
+    with RunLog(LogConfig(), tmp_path, 2) as log:
+        log.step(report(0), {"reward/mean": 0.5, "time/step_s": 2.5})
+        assert scalars(tmp_path, "reward/mean") == {0: 0.5}  # it is there as soon as the step is done
+        log.step(report(1), {"reward/mean": 0.75})
+    assert scalars(tmp_path, "reward/mean") == {0: 0.5, 1: 0.75}
+    assert scalars(tmp_path, "time/step_s") == {0: 2.5}
+
+
+def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats(tmp_path: Path):
+    with RunLog(LogConfig(), tmp_path, 4) as log:
+        for rl_step in range(3):
+            log.step(report(rl_step), {"reward/mean": float(rl_step)})
+    with RunLog(LogConfig(), tmp_path, 4, resume_from=1) as log:
+        log.step(report(1), {"reward/mean": 10.0})
+    assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
+
+
+def test_so_does_a_run_that_went_back_when_a_trainer_died(tmp_path: Path):
+    with RunLog(LogConfig(), tmp_path, 4) as log:
+        for rl_step, reward in ((0, 0.0), (1, 1.0), (2, 2.0), (1, 10.0)):
+            log.step(report(rl_step), figures(reward))
+            log.measured(rl_step, {"reward/heldout": reward})
+    assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
+    assert scalars(tmp_path, "reward/heldout") == {0: 0.0, 1: 10.0}
+
+
+def test_without_loggers_nothing_is_written(tmp_path: Path):
+    with RunLog(LogConfig(tensorboard=False), tmp_path, 1) as log:
+        log.step(report(), {"reward/mean": 0.5})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("forced", ["", "1"])
+def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, forced: str, monkeypatch, capfd):
+    monkeypatch.setenv("FORCE_COLOR", forced)  # as CI services do
+    monkeypatch.setenv("TERM", "xterm-256color")
+    with RunLog(LogConfig(), tmp_path, 1) as log:
+        log.say("held-out reward before training 0.500")
+        log.step(report(), MEASURES)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err == (
+        f"RL steps 0 to 0 into {tmp_path}: starting workers and trainer\n"
+        "held-out reward before training 0.500\n"
+        f"{step_text(report(), MEASURES, '0:00:00')}\n"
+    )
+
+
+def test_a_run_that_has_no_step_left_says_so(tmp_path: Path, capfd):
+    with RunLog(LogConfig(tensorboard=False), tmp_path, 3, resume_from=3):
+        pass
+    assert capfd.readouterr().err == f"all 3 RL steps are in {tmp_path}: starting workers and trainer\n"
+
+
+def test_a_step_says_its_time_by_stage_and_what_the_measures_have():
+    assert step_text(report(3), MEASURES, "0:01:20").splitlines() == [
+        "step 3: reward 0.500, 100 tokens in 2.70 s, policy none, 0:01:20 left",
+        "  seconds: rollout 2.00, reward 0.10, inference 0.20, train 0.30, sync 0.10",
+        "  50 tokens/s, bubble 25%, accept length 2.31, mismatch KL 2.2e-13",
+        "  length p50 20, p90 118, p99 128, cut 12%",
+        "  worker 1 was started again",
+    ]
+    assert len(step_text(report(), {}, "0:00:00").splitlines()) == 4  # nothing is made up
+
+
+def test_the_time_left_follows_from_the_newest_steps(tmp_path: Path, capfd):
+    with RunLog(LogConfig(tensorboard=False), tmp_path, 40) as log:
+        for rl_step in range(1 + PACE_STEPS):
+            log.step(replace(report(rl_step), step_s=1000.0 if rl_step == 0 else 90.0), {})
+    lefts = [line.split(", ")[-1] for line in capfd.readouterr().err.splitlines() if line.startswith("step")]
+    assert lefts[0] == "10:50:00 left"
+    assert lefts[-1] == "0:46:30 left"  # 31 steps of 90 s
+
+
+def test_on_a_terminal_lines_pass_above_a_progress_bar_and_stdout_stays_clean(tmp_path: Path, monkeypatch, capsys):
+    terminal, its_end = pty.openpty()
+    seen: list[bytes] = []
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):  # which says that the other end was closed
+            while chunk := os.read(terminal, 4096):
+                seen.append(chunk)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    with os.fdopen(its_end, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        with RunLog(LogConfig(tensorboard=False), tmp_path, 3, resume_from=1) as log:
+            log.say("[bold]not markup[/bold]")
+            log.step(report(1, reward=0.625), {})
+            print('{"only": "json"}')
+        monkeypatch.undo()
+    watching.join(timeout=30)
+    os.close(terminal)
+    text = b"".join(seen).decode()
+    assert capsys.readouterr().out == '{"only": "json"}\n'
+    assert "[bold]not markup[/bold]" in text
+    assert "step 1: reward 0.625, 100 tokens" in text
+    assert text.index("1/3") < text.index("2/3")
+    end = text[text.rindex("RL steps") :]
+    assert "reward 0.625" in end
+    assert "left 0:00:03" in end  # nothing is cut off at 80 columns
+
+
+def figures(reward: float) -> dict[str, float]:
+    return {"time/step_s": 2.0, "reward/mean": reward}
+
+
+def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
+    out = tmp_path / "run"
+    config = LogConfig(tensorboard=False, wandb="tails")
+    with RunLog(config, out, 3, settings={"lr": 0.1}) as log:
+        log.measured(0, {"reward/heldout": 0.4})
+        log.step(report(0), figures(0.5))
+        log.measured(0, {"reward/heldout": 0.6})
+        log.step(report(1), figures(0.6))
+        log.step(report(1), figures(0.65))  # a trainer had died
+    with contextlib.suppress(KeyboardInterrupt), RunLog(config, out, 3, resume_from=1) as log:
+        log.step(report(1), figures(0.7))
+        log.step(report(2), figures(0.8))
+        raise KeyboardInterrupt
+    assert services() == [
+        ["init", "tails", "run", None, {"lr": 0.1}],
+        ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
+        ["log", figures(0.5) | {"rl_step": 0}, 1],
+        ["log", {"reward/heldout": 0.6, "rl_step": 0}, 2],
+        ["log", figures(0.6) | {"rl_step": 1}, 3],
+        ["finish", 0],
+        ["init", "tails", "run", "w-1", {}],
+        ["log", figures(0.8) | {"rl_step": 2}, 6],
+        ["finish", 1],
+    ]
+
+
+def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tmp_path: Path, services):
+    out = tmp_path / "run"
+    config = LogConfig(tensorboard=False, mlflow="tails")
+    with RunLog(config, out, 3, settings={"recipe": {"train": {"lr": 0.1}, "drafters": {}}, "argv": ["x"]}) as log:
+        log.step(report(0), figures(0.5))
+        log.step(report(1), figures(0.6))
+        log.step(report(1), figures(0.65))  # a trainer had died
+    with contextlib.suppress(KeyboardInterrupt), RunLog(config, out, 3, resume_from=1, settings={"lr": 0.1}) as log:
+        log.step(report(1), figures(0.7))
+        log.step(report(2), figures(0.8))
+        raise KeyboardInterrupt
+    assert services() == [
+        ["create_run", "tails", "run"],
+        ["log_params", {"recipe.train.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
+        ["log_metrics", figures(0.5), 0],
+        ["log_metrics", figures(0.6), 1],
+        ["set_terminated", "m-1", "FINISHED"],
+        ["update_run", "m-1", "RUNNING"],
+        ["log_metrics", figures(0.8), 2],
+        ["set_terminated", "m-1", "FAILED"],
+    ]
+
+
+def wandb_rows(path: Path) -> list[dict[str, float]]:
+    """The rows of an offline run's file: a LevelDB log of protobuf records after seven bytes of its own."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, part, rows = path.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):  # whole, or the last of several
+            record = Record.FromString(part)
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+            rows += [{name: value for name, value in row.items() if name[0] != "_"}] if row else []
+            part = b""
+    return rows
+
+
+def test_the_real_wandb_keeps_every_step_once(tmp_path: Path, monkeypatch):
+    pytest.importorskip("wandb", reason="W&B is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = LogConfig(tensorboard=False, wandb="tails")
+    with RunLog(config, tmp_path / "run", 3, settings={"recipe": {"lr": 0.1}}) as log:
+        for rl_step in (0, 1):
+            log.step(report(rl_step), {"time/step_s": 1.0 + rl_step})
+        log.measured(1, {"reward/heldout": 0.5})
+    with RunLog(config, tmp_path / "run", 3, resume_from=1) as log:
+        for rl_step in (1, 2):
+            log.step(report(rl_step), {"time/step_s": 10.0 + rl_step})
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.parent.name)
+    assert len({path.name for path in files}) == 1  # one run of W&B's, of two processes
+    deadline = time.monotonic() + 30
+    # W&B's own process writes the end a little later.
+    while len(rows := [row for path in files for row in wandb_rows(path)]) < 4 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert rows == [
+        {"time/step_s": 1.0, "rl_step": 0},
+        {"time/step_s": 2.0, "rl_step": 1},
+        {"reward/heldout": 0.5, "rl_step": 1},
+        {"time/step_s": 12.0, "rl_step": 2},
+    ]
+
+
+def test_the_real_mlflow_keeps_every_step_once(tmp_path: Path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    monkeypatch.chdir(tmp_path)
+    config = LogConfig(tensorboard=False, mlflow="tails")
+    settings = {"recipe": {f"setting_{number}": "x" * 7000 for number in range(150)}}
+    with RunLog(config, tmp_path / "run", 3, settings=settings) as log:
+        for rl_step in (0, 1):
+            log.step(report(rl_step), {"time/step_s": 1.0 + rl_step})
+    with contextlib.suppress(KeyboardInterrupt), RunLog(config, tmp_path / "run", 3, resume_from=1) as log:
+        for rl_step in (1, 2):
+            log.step(report(rl_step), {"time/step_s": 10.0 + rl_step})
+        raise KeyboardInterrupt
+    (run,) = mlflow.search_runs(experiment_names=["tails"], output_format="list")
+    assert (run.info.status, run.info.run_name, len(run.data.params)) == ("FAILED", "run", 150)
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "time/step_s")
+    assert {metric.step: metric.value for metric in history} == {0: 1.0, 1: 2.0, 2: 12.0}
+    assert len(history) == 3
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_logger_that_is_not_installed_is_named_before_anything_starts(tmp_path: Path, name: str, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        RunLog(LogConfig(**{name: "tails"}), tmp_path, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_logger_that_does_not_start_is_an_error_and_ends_the_others(tmp_path: Path, services):
+    with pytest.raises(ConfigError, match=r"W&B did not start: RuntimeError: no login; check log\.wandb"):
+        RunLog(LogConfig(wandb="locked"), tmp_path / "run", 1)
+    (tmp_path / "run" / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match="TensorBoard did not start"):
+        RunLog(LogConfig(), tmp_path / "run" / "file", 1)
+
+
+def test_a_logger_that_fails_later_is_left_out_and_the_run_goes_on(tmp_path: Path, services, capfd):
+    with RunLog(LogConfig(wandb="tails"), tmp_path / "run", 3) as log:
+        log.step(report(0), {"fail": 1.0})
+        log.step(report(1), {"fail": 1.0})
+    err = capfd.readouterr().err
+    assert err.count("W&B failed and gets nothing more: ConnectionError") == 1
+    assert "hunter2" not in err
+    assert scalars(tmp_path / "run", "fail") == {0: 1.0, 1: 1.0}
+    assert [call[0] for call in services()] == ["init"]
+
+
+def test_what_mlflow_fails_at_in_its_thread_is_said_and_the_run_goes_on(tmp_path: Path, services, capfd):
+    with RunLog(LogConfig(tensorboard=False, mlflow="tails"), tmp_path / "run", 3) as log:
+        log.step(report(0), {"fail": 1.0})
+    assert capfd.readouterr().err.count("MLflow failed and gets nothing more: ConnectionError: no answer") == 1
+    assert [call[0] for call in services()] == ["create_run", "log_params"]
+
+
+def test_a_full_disk_costs_the_event_file_and_not_the_run(tmp_path: Path, capfd, monkeypatch):
+    with RunLog(LogConfig(), tmp_path, 3) as log:
+        log.step(report(0), {"reward/mean": 0.5})
+        full = open("/dev/full", "wb")  # noqa: SIM115
+        monkeypatch.setattr(log._loggers["TensorBoard"], "_records", run_log.RecordWriter(full))
+        monkeypatch.setattr(log._loggers["TensorBoard"], "_file", full)
+        log.step(report(1), {"reward/mean": 0.6})
+        log.step(report(2), {"reward/mean": 0.7})
+    err = capfd.readouterr().err
+    assert err.count("TensorBoard failed and gets nothing more: OSError: [Errno 28]") == 1
+    assert "step 2" in err
+    assert scalars(tmp_path, "reward/mean") == {0: 0.5}
+    full.raw.close()
+
+
+def test_a_terminal_that_is_gone_does_not_stop_the_run(tmp_path: Path, monkeypatch):
+    with RunLog(LogConfig(), tmp_path, 1) as log, open("/dev/full", "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        log.step(report(), {"reward/mean": 0.5})
+        monkeypatch.undo()
+        gone.buffer.raw.close()
+    assert scalars(tmp_path, "reward/mean") == {0: 0.5}

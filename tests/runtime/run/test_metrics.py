@@ -1,0 +1,168 @@
+"""The figures of an RL step, from rows as a run makes them."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.run.metrics import step_metrics
+from tltlab.runtime.run.rows import Row, StepReport, step_rows
+from tltlab.traces import metrics
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+LENGTHS = [[4, 8], [16, 2]]
+"""Response tokens of the two samples of prompts p0, on worker 0, and p1, on worker 1."""
+
+
+def report(**fields) -> StepReport:
+    settings = {
+        "rl_step": 3, "policy": "none", "reward_mean": 0.5, "num_tokens": 30, "rollout_s": 10.0, "reward_s": 0.5,
+        "inference_s": 1.0, "train_s": 2.0, "sync_s": 0.5, "recorder_s": 0.07,
+        "metrics": {"mismatch_kl": 0.001, "mismatch_abs": 0.02, "loss": -0.1, "drift_kl": 0.01},
+    }  # fmt: skip
+    return StepReport(**settings | fields)
+
+
+def iteration(worker: int, number: int, t_start: float, duration: float, accepted: list[int] | None) -> Row:
+    speculates = accepted is not None
+    return {
+        "rl_step": 3, "worker": worker, "iteration": number, "t_start": t_start, "duration": duration, "batch": 2,
+        "context_tokens": 20, "prefill_tokens": 0, "draft_depth": 4 if speculates else 0,
+        "top_k": 1 if speculates else 0, "tokens_to_verify": 5 if speculates else 1,
+        "drafter": "ngram" if speculates else None, "num_drafted": 8 if speculates else 0,
+        "num_accepted": sum(accepted or []), "num_generated": 2 + sum(accepted or []),
+        "accepted_per_request": accepted,
+    }  # fmt: skip
+
+
+def rows_of(step: StepReport, *, speculates: bool = False, drafter: dict[str, list[Row]] | None = None):
+    """Worker 0 decodes for 5 s of the rollout's 10, worker 1 for all of it."""
+    requests = [
+        GenerationRequest(key=(3, f"p{n}", sample, 0), prompt_token_ids=[1, 2, 3], max_response_tokens=16)
+        for n in range(2)
+        for sample in range(2)
+    ]
+    busy = [5.0, 10.0]
+    parts = [
+        Rollout(
+            responses=[
+                Response(
+                    key=(3, f"p{n}", sample, 0),
+                    token_ids=list(range(length)),
+                    logprobs=[-1.0] * length,
+                    finish_reason="length" if length == 16 else "stop",
+                    t_first_token=0.1,
+                    t_finish=busy[n] * (sample + 1) / 2,
+                )
+                for sample, length in enumerate(LENGTHS[n])
+            ],
+            iterations=[iteration(n, 0, 0.0, busy[n], [3, 1] if speculates else None)],
+            decisions=[],
+            duration_s=busy[n],
+            recorder_s=0.01,
+            policy_s=0.0,
+        )
+        for n in range(2)
+    ]
+    return step_rows(
+        step, requests, parts, [1.0, 0.0, 1.0, 1.0], epochs=[0] * 4, policy_version=3, t_start=1.0,
+        drafter=drafter or {},
+    )  # fmt: skip
+
+
+def test_a_steps_figures_are_those_of_its_rows():
+    found = step_metrics(report(), rows_of(report()))
+    lengths = [4, 8, 16, 2]
+    assert found["rollout/bubble_fraction"] == pytest.approx(0.25)
+    assert found["rollout/tokens_per_s"] == pytest.approx(3.0)
+    assert found["length/mean"] == pytest.approx(7.5)
+    assert found["length/max"] == 16
+    assert [found[f"length/p{p}"] for p in (50, 90, 99)] == pytest.approx(list(np.percentile(lengths, [50, 90, 99])))
+    assert found["length/truncated_fraction"] == 0.25
+    assert found["reward/mean"] == 0.5
+    assert found["reward/std"] == pytest.approx(np.std([1, 0, 1, 1]))
+    assert found["reward/mixed_groups"] == 0.5
+    assert (found["time/rollout_s"], found["time/train_s"], found["time/step_s"]) == (10.0, 2.0, 14.0)
+    assert found["recorder/share"] == pytest.approx(0.07 / 14)
+    assert (found["mismatch/kl"], found["mismatch/abs"]) == (0.001, 0.02)
+    assert (found["train/loss"], found["train/drift_kl"]) == (-0.1, 0.01)
+
+
+@pytest.mark.parametrize("case", ["as they are", "late", "aborted", "beyond the rollout", "not drafting"])
+def test_the_rollouts_figures_are_those_of_its_trace(case):
+    rows = rows_of(report(), speculates=case != "not drafting")
+    if case == "late":
+        for row in rows["outcomes"]:
+            row["t_submit"] = 0.25
+    elif case == "aborted":
+        rows["outcomes"][2] |= {"finish_reason": "abort", "reward": None}
+    elif case == "beyond the rollout":
+        # Spans may overlap, and a worker may end later than the driver's clock says.
+        rows["spans"].append(rows["spans"][0] | {"kind": "prefill", "t_start": 4.5, "duration": 1.5})
+        rows["spans"].append(rows["spans"][0] | {"kind": "decode", "t_start": 9.5, "duration": 1.0})
+        rows["outcomes"][0]["t_finish"] = 10.5
+    tables = {name: rows[name] for name in ("workload", "outcomes", "iterations", "steps", "spans")}
+    trace = Trace.from_tables(
+        Manifest(kind="recorded", num_workers=2),
+        {name: pd.DataFrame(part) for name, part in tables.items()},
+    )
+    found = step_metrics(report(), rows)
+    expected = {
+        "rollout/tokens_per_s": metrics.tokens_per_s(trace),
+        "rollout/bubble_fraction": metrics.bubble_fraction(trace),
+        "rollout/tail_fraction": metrics.tail_fraction(trace),
+        "rollout/mean_accept_length": metrics.mean_accept_length(trace),
+    }
+    known = {name: value for name, value in expected.items() if value is not None}
+    assert {name: value for name, value in found.items() if name.startswith("rollout/")} == pytest.approx(known)
+    assert known.get("rollout/mean_accept_length") == (None if case == "not drafting" else 3.0)
+
+
+def test_an_rl_step_without_a_request_to_the_engines_has_figures_too():
+    """As where every response is known from an epoch before."""
+    idle = Rollout(responses=[], iterations=[], decisions=[], duration_s=0.0, recorder_s=0.0, policy_s=0.0)
+    rows = step_rows(report(), [], [idle, idle], [], epochs=[], policy_version=3, t_start=1.0, drafter={})
+    found = step_metrics(report(), rows)
+    assert (found["reward/mean"], found["time/step_s"]) == (0.5, 14.0)
+    assert not any(name.startswith(("rollout/", "length/")) for name in found)
+
+
+def test_what_is_unknown_or_not_finite_is_not_there():
+    step = report(metrics={"mismatch_kl": math.nan, "loss": math.inf, "drift_kl": 0.0})
+    found = step_metrics(step, rows_of(step))
+    assert found.keys().isdisjoint({"rollout/mean_accept_length", "drafter/age", "mismatch/kl", "train/loss"})
+    assert all(isinstance(value, float) and math.isfinite(value) for value in found.values())
+
+
+def test_the_drafter_in_service_has_an_age():
+    step = report()
+    rows = rows_of(step, drafter={"steps": [{"drafter_version": 2, "drafter_age": 1, "drafter_updates": 40}]})
+    found = step_metrics(step, rows)
+    assert (found["drafter/age"], found["drafter/updates"]) == (1, 40)
+
+
+def test_the_steps_own_time_comes_before_the_sum_of_its_stages():
+    step = report(step_s=20.0, record_s=0.13)
+    found = step_metrics(step, rows_of(step))
+    assert found["time/step_s"] == 20.0
+    assert found["recorder/share"] == pytest.approx(0.2 / 20)
+
+
+def test_a_response_that_was_cut_has_no_length_yet():
+    rows = rows_of(report())
+    rows["outcomes"][2] |= {"finish_reason": "abort", "reward": None}
+    found = step_metrics(report(), rows)
+    assert found["length/max"] == 8
+    assert found["length/truncated_fraction"] == 0
+    assert found["rollout/tokens_per_s"] == pytest.approx(3.0)
+
+
+def test_a_worker_without_anything_to_do_idles_in_the_bubble():
+    rows = rows_of(report())
+    rows["outcomes"] = [row | {"worker": 0} for row in rows["outcomes"]]
+    rows["iterations"] = [row for row in rows["iterations"] if row["worker"] == 0]
+    rows["spans"] = [row for row in rows["spans"] if not (row["lane"] == "worker 1" and row["kind"] == "decode")]
+    assert step_metrics(report(), rows)["rollout/bubble_fraction"] == pytest.approx(0.75)

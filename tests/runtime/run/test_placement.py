@@ -1,0 +1,195 @@
+"""Where actors go: on a Ray cluster of two nodes with eight GPUs each, which are numbers here, and on loopback."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.ray.start import MOST_STARTS, start_ray
+from tltlab.runtime.recipe.recipe import ClusterConfig, DataConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.runtime.run.placement import Placement
+
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@ray.remote
+class Here:
+    def seen(self) -> tuple[str, list[str]]:
+        return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+
+
+def recipe(*, tp: int = 1, workers: int, ranks: int, placement: str = "separate", nodes: int = 2, gpus: int = 8):
+    return Recipe(
+        model="model",
+        reward="parity:reward",
+        data=DataConfig(train="train.jsonl"),
+        rollout=RolloutConfig(num_workers=workers, tensor_parallel_size=tp),
+        train=TrainConfig(ranks=ranks),
+        cluster=ClusterConfig(placement=placement, num_nodes=nodes, gpus_per_node=gpus),
+    )
+
+
+def options_of(placement: Placement, workers: int, ranks: int) -> list[dict[str, Any]]:
+    return [placement.worker_options(n) for n in range(workers)] + [placement.trainer_options(r) for r in range(ranks)]
+
+
+def started(asked: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
+    """Node and GPUs of an actor each, all running at the same time."""
+    actors = [
+        Here.options(
+            runtime_env={"env_vars": options["env_vars"]}, **{k: options[k] for k in options if k != "env_vars"}
+        ).remote()
+        for options in asked
+    ]
+    try:
+        return ray.get([actor.seen.remote() for actor in actors], timeout=90)
+    finally:
+        for actor in actors:
+            ray.kill(actor)
+
+
+def servers() -> set[tuple[str, str]]:
+    """Name and address of every socket that this process or one below it listens on."""
+    found = set()
+    me = psutil.Process()
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            name, connections = process.name(), process.net_connections("inet")
+            found |= {(name, each.laddr.ip) for each in connections if each.status == psutil.CONN_LISTEN}
+    return found
+
+
+def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_blocks_it(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    too_late(monkeypatch, times=1)
+    assert start_ray()
+    try:
+        with Placement(recipe(workers=4, ranks=2, nodes=1, gpus=0)) as placement:
+            assert len(started(options_of(placement, 4, 2))) == 6
+            alive = Here.remote()
+            ray.get(alive.seen.remote())
+        listening = servers()
+        assert {"gcs_server", "raylet", "ray::Here"} <= {name for name, _ in listening}
+        assert {address for _, address in listening} <= LOOPBACK
+        assert not start_ray()
+        with pytest.raises(ConfigError, match=r"Ray's nodes have .* 4 rollout workers of 1 GPUs and 2 trainer ranks"):
+            Placement(recipe(workers=4, ranks=2, nodes=1)).__enter__()
+    finally:
+        ray.shutdown()
+
+
+def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
+    """Let the server that Ray starts first have no time to answer, so many times; what is said of that."""
+    said: list[str] = []
+
+    def once_more(message: str) -> None:
+        said.append(message)
+        if len(said) == times:
+            monkeypatch.delenv("RAY_gcs_server_port_wait_time_s")
+
+    monkeypatch.setenv("RAY_gcs_server_port_wait_time_s", "0")
+    monkeypatch.setattr("tltlab.runtime.ray.start.progress", once_more)
+    return said
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
+    said = too_late(monkeypatch, times=MOST_STARTS)
+    with pytest.raises(RunError, match=r"Ray did not start on this machine, 3 times; at last: Timed out"):
+        start_ray()
+    assert len(said) == MOST_STARTS - 1
+    assert not ray.is_initialized()
+    assert not [child for child in psutil.Process().children() if "gcs_server" in child.name()]
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no host"])
+def test_ray_listens_at_an_address_of_this_machine(host: str):
+    with pytest.raises(ConfigError, match=rf"cluster.host = '{host}' is no address of this machine"):
+        start_ray(ClusterConfig(host=host))
+
+
+@pytest.mark.parametrize("address", ["", "local"])
+def test_several_nodes_need_a_cluster(address: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match="RAY_ADDRESS"):
+        start_ray(ClusterConfig(num_nodes=2))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    ray.shutdown()
+    cluster = Cluster()
+    for _ in range(2):
+        cluster.add_node(num_cpus=1, num_gpus=8, object_store_memory=80 << 20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_separate_actors_have_gpus_of_their_own_and_a_worker_stays_on_one_node(cluster: Cluster):
+    with Placement(recipe(tp=4, workers=3, ranks=2)) as placement:
+        seen = started(options_of(placement, 3, 2))
+    assert [len(gpus) for _, gpus in seen] == [4, 4, 4, 1, 1]
+    taken = [(node, gpu) for node, gpus in seen for gpu in gpus]
+    assert len(taken) == len(set(taken)) == 14
+    assert len({node for node, _ in seen}) == 2
+
+
+def test_colocated_ranks_share_the_gpus_of_the_workers(cluster: Cluster):
+    with Placement(recipe(tp=8, workers=2, ranks=16, placement="colocated")) as placement:
+        workers = [placement.worker_options(n) for n in range(2)]
+        ranks = [placement.trainer_options(r) for r in range(16)]
+        seen = started([*workers, ranks[0], ranks[15]])
+        # A worker that is started again finds the same GPUs.
+        assert started([placement.worker_options(1)]) == [seen[1]]
+    assert seen[0][0] != seen[1][0]
+    assert [sorted(gpus) for _, gpus in seen[:2]] == [list("01234567")] * 2
+    assert seen[2] == (seen[0][0], seen[0][1][:1])
+    assert seen[3] == (seen[1][0], seen[1][1][7:])
+    told = [options["env_vars"]["CUDA_VISIBLE_DEVICES"] for options in ranks]
+    assert told == [gpu for _, gpus in seen[:2] for gpu in gpus]
+
+
+def test_shares_of_a_gpu_are_seen_as_one_each(cluster: Cluster):
+    asked = recipe(workers=2, ranks=1)
+    shared = asked.model_copy(
+        update={
+            "rollout": asked.rollout.model_copy(update={"gpus_per_worker": 0.3}),
+            "train": asked.train.model_copy(update={"gpus": 0.4}),
+        }
+    )
+    with Placement(shared) as placement:
+        seen = started(options_of(placement, 2, 1))
+    assert len({(node, *gpus) for node, gpus in seen}) == 1
+    assert [len(gpus) for _, gpus in seen] == [1, 1, 1]
+
+
+def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(cluster: Cluster):
+    asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
+    with Placement(asked):
+        begun = time.monotonic()
+        with pytest.raises(ConfigError, match=r"4 rollout workers of 4 GPUs are not free within 2 s"):
+            Placement(asked, ready_s=2.0).__enter__()
+        assert time.monotonic() - begun < 10
+    with Placement(asked):
+        pass
+
+
+def test_more_than_the_cluster_has_is_refused_at_once(cluster: Cluster):
+    begun = time.monotonic()
+    for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
+        with pytest.raises(ConfigError, match=r"Ray's nodes have 8, 8 GPUs, and .* are more than that"):
+            Placement(asked).__enter__()
+    with pytest.raises(ConfigError, match=r"num_nodes = 3, and Ray knows 2 nodes"):
+        Placement(recipe(workers=1, ranks=1, nodes=3)).__enter__()
+    assert time.monotonic() - begun < 5

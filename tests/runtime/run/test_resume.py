@@ -1,0 +1,175 @@
+"""Runs that stop and go on: the same as if they never had, on real engines."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from safetensors.torch import load_file
+
+import tltlab
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
+from tltlab.runtime.run.train import train
+from tltlab.strategy import Strategy
+
+pytestmark = pytest.mark.engine
+STEPS = 4
+COMMON = [
+    f"train.steps={STEPS}",
+    "checkpoint.every=2",
+    "checkpoint.keep=9",
+    "rollout.repeat_every=0",
+    "eval.num_prompts=0",
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_ray(recipe_file: Path) -> Iterator[None]:
+    """One Ray for all runs of the file, and the reward's module."""
+    sys.path.insert(0, str(recipe_file.parent))
+    started = start_ray()
+    yield
+    if started:
+        ray.shutdown()
+    sys.path.remove(str(recipe_file.parent))
+
+
+def whole_run(recipe_file: Path, out: Path, *overrides: str) -> Path:
+    train(load_recipe(recipe_file, [*COMMON, *overrides]), out)
+    return out
+
+
+def as_it_was_at(run: Path, step: int, out: Path) -> Path:
+    """The folder that a run would have left had it been killed after the checkpoint of `step`."""
+    shutil.copytree(run, out, ignore=shutil.ignore_patterns("final", "summary.json"))
+    for checkpoint in (out / "checkpoints").iterdir():
+        if checkpoint.name != f"step-{step:06d}":
+            shutil.rmtree(checkpoint)
+    return out
+
+
+def resumed(run: Path, **options: Path) -> Path:
+    train(resumed_recipe(run), run, resume=True, **options)
+    return run
+
+
+def texts(run: Path) -> list[tuple[object, ...]]:
+    rows = tltlab.read(run / "trace").table("tokens")
+    assert rows is not None
+    return [
+        (r.rl_step, r.prompt_id, r.sample, tuple(r.token_ids), tuple(r.logprobs), tuple(r.token_versions))
+        for r in rows.sort_values(["rl_step", "prompt_id", "sample"]).itertuples()
+    ]
+
+
+def assert_equal_bitwise(run: Path, other: Path) -> None:
+    assert texts(run) == texts(other)
+    weights, others = (load_file(r / "checkpoints" / "final" / "model.safetensors") for r in (run, other))
+    assert weights.keys() == others.keys()
+    assert all((weights[name] == others[name]).all() for name in weights)
+    rewards = [[step["reward"] for step in json.loads((r / "summary.json").read_text())["steps"]] for r in (run, other)]
+    assert rewards[0] == rewards[1]
+    assert len(rewards[0]) == STEPS
+
+
+@pytest.fixture(scope="module")
+def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unbroken run that always drafts four tokens from suffix trees, on two engines."""
+    folder = tmp_path_factory.mktemp("fixed")
+    Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4))).write(folder / "policy.json")
+    return whole_run(recipe_file, folder / "run", f"rollout.policy={folder / 'policy.json'}")
+
+
+def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_else_is_there(
+    fixed: Path, tmp_path: Path
+):
+    run = as_it_was_at(fixed, 2, tmp_path / "run")
+    shutil.copytree(fixed / "checkpoints" / "step-000004", run / "checkpoints" / "step-000004")
+    state = run / "checkpoints" / "step-000004" / "state.json"
+    state.write_text(state.read_text()[:-20])
+    (run / "checkpoints" / ".step-000003.partial").mkdir()
+    assert_equal_bitwise(resumed(run), fixed)
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    assert any("step-000004 is passed over" in event["event"] for event in events)
+    assert [event["rl_step"] for event in events if event["event"] == "goes on with RL step 2"] == [2]
+
+
+def test_with_decisions_replayed_so_does_one_whose_policy_learns(recipe_file: Path, tmp_path: Path):
+    unbroken = whole_run(recipe_file, tmp_path / "unbroken", "rollout.policy=explore", "rollout.num_workers=1")
+    again = resumed(as_it_was_at(unbroken, 2, tmp_path / "run"), replay=unbroken / "trace")
+    assert_equal_bitwise(again, unbroken)
+
+
+def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_path: Path):
+    run = as_it_was_at(fixed, 2, tmp_path / "run")
+    with pytest.raises(ConfigError, match="seed"):
+        train(resumed_recipe(run, ["seed=7"]), run, resume=True)
+    assert len(tltlab.read(run / "trace").rl_steps) == STEPS
+    with pytest.raises(ConfigError, match=r"run\.json"):
+        resumed_recipe(tmp_path / "none")
+
+
+def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Path):
+    run = as_it_was_at(fixed, 2, tmp_path / "run")
+    before = files(run)
+    other = f"from tltlab.traces.recording import *; held = lock(Path({str(run)!r})); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", other], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        with pytest.raises(ConfigError, match="this run is in progress in another process"):
+            resumed(run)
+        holder.kill()
+    assert files(run) == before, "a logger's file would hide steps of the other process"
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_engines_and_trainers_on_the_same_devices_with_two_ranks_and_partial_rollouts(
+    recipe_file: Path, tmp_path: Path
+):
+    out = whole_run(
+        recipe_file,
+        tmp_path / "run",
+        "cluster.placement=colocated",
+        "train.ranks=2",
+        'rollout.partial={"concurrency": 8}',
+        "rollout.max_response_tokens=64",
+    )
+    trace = tltlab.read(out / "trace")
+    assert set(trace.outcomes["finish_reason"]) >= {"abort"}
+    again = resumed(as_it_was_at(out, 2, tmp_path / "again"))
+    assert texts(again) == texts(out), "what was cut before the checkpoint goes on after it as it would have"
+    rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
+    rows = rows.set_index(["rl_step", "prompt_id", "sample"])
+    cut = rows[(rows["finish_reason"] == "abort") & (rows.index.get_level_values("rl_step") < STEPS - 1)]
+    assert len(cut)
+    for (rl_step, prompt_id, sample), row in cut.iterrows():
+        goes_on = rows.loc[(rl_step + 1, prompt_id, sample)]
+        assert goes_on["prompt_tokens"] == row["prompt_tokens"] + row["response_tokens"], "its tokens are its prefix"
+
+
+def test_prefixes_of_the_epoch_before_are_kept_where_the_policy_still_agrees(recipe_file: Path, tmp_path: Path):
+    out = whole_run(
+        recipe_file,
+        tmp_path / "run",
+        "rollout.num_workers=1",
+        "rollout.prompts_per_step=32",
+        "rollout.group_size=2",
+        'rollout.reuse={"residual": "exact"}',
+        "checkpoint.every=0",
+    )
+    assert (out / "checkpoints" / f"step-{STEPS:06d}").is_dir(), "a run that has ended can go on with more steps"
+    trace = tltlab.read(out / "trace")
+    generated = trace.outcomes.groupby("rl_step")["response_tokens"].sum()
+    assert generated[1] < 0.9 * generated[0], "the second epoch generates less"

@@ -1,0 +1,119 @@
+"""The loop on Ray: two engines, a trainer, a trace. One run serves most of the file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import tltlab
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.run.rows import StepReport
+from tltlab.runtime.run.train import GrpoRun, train
+
+pytestmark = pytest.mark.engine
+POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]
+
+
+@pytest.fixture(scope="module")
+def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport], dict[str, float]]:
+    """Four GRPO steps, the last under a user's own policy; the run's folder, its reports and held-out rewards."""
+    sys.path.insert(0, str(recipe_file.parent))
+    out = tmp_path_factory.mktemp("run")
+    with GrpoRun(load_recipe(recipe_file), out) as run:
+        rewards = {"first": run.evaluate()}
+        for name in POLICIES:
+            run.set_policy(load_policy(name), name)
+            run.step()
+        rewards["last"] = run.evaluate()
+        assert run.trace().rl_steps == [0, 1, 2, 3]
+        run.save()
+    sys.path.remove(str(recipe_file.parent))
+    return out, run.reports, rewards
+
+
+def test_every_table_that_applies_is_recorded_and_valid(run):
+    trace = tltlab.read(run[0] / "trace")
+    assert trace.rl_steps == [0, 1, 2, 3]
+    assert len(trace.outcomes) == 4 * 4 * 4
+    assert trace.manifest.kind == "recorded"
+    assert trace.manifest.num_workers == 2
+    for name in ("tokens", "iterations", "decisions", "steps", "spans"):
+        assert trace.table(name) is not None, name
+    assert list(trace.steps["policy"]) == POLICIES
+    assert list(trace.steps["policy_version"]) == [0, 1, 2, 3]
+    assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
+
+
+def test_requests_go_to_workers_in_order_and_groups_stay_together(run):
+    outcomes = tltlab.read(run[0] / "trace").outcomes
+    for _, step in outcomes.groupby("rl_step"):
+        assert list(step["worker"]) == [0] * 8 + [1] * 8
+
+
+def test_iterations_account_for_the_rollout(run):
+    trace = tltlab.read(run[0] / "trace")
+    for rl_step, rows in trace.iterations.groupby("rl_step"):
+        rollout_s = trace.steps.set_index("rl_step")["rollout_s"][rl_step]
+        assert rows.groupby("worker")["duration"].sum().max() <= rollout_s
+        tokens = trace.outcomes.query("rl_step == @rl_step")["response_tokens"].sum()
+        assert rows["num_generated"].sum() >= tokens
+
+
+def test_the_trainer_sees_the_distribution_that_the_engines_sampled_from(run):
+    for report in run[1]:
+        assert abs(report.metrics["mismatch_kl"]) < 1e-6
+        assert report.metrics["mismatch_abs"] < 1e-4
+
+
+def test_the_policy_moves(run):
+    assert any(report.metrics["trained_responses"] > 0 and report.metrics["grad_norm"] > 0 for report in run[1])
+
+
+def test_the_saved_policy_is_a_model_folder(run, random_model: Path):
+    from safetensors.torch import load_file
+
+    saved = load_file(run[0] / "checkpoints" / "final" / "model.safetensors")
+    before = load_file(random_model / "model.safetensors")
+    assert saved.keys() == before.keys()
+    assert any((saved[name] != before[name]).any() for name in saved)
+    assert (run[0] / "checkpoints" / "final" / "tokenizer.json").exists()
+
+
+def test_a_repeated_rollout_is_the_same_work_and_leaves_no_trace(run):
+    repeats = json.loads((run[0] / "repeats.json").read_text())["repeats"]
+    assert [r["rl_step"] for r in repeats] == [0, 2]
+    assert repeats[0]["same_tokens"]
+    assert all(r["repeat_s"] > 0 for r in repeats)
+    assert not tltlab.read(run[0] / "trace").outcomes.duplicated(["rl_step", "prompt_id", "sample"]).any()
+
+
+def test_the_run_says_which_policy_was_in_force_when(run):
+    policies = json.loads((run[0] / "policies.json").read_text())
+    assert [(p["rl_step"], p["name"]) for p in policies["policies"]] == list(enumerate(POLICIES))
+    assert Policy.model_validate(policies["policies"][2]["policy"]).selector.kind == "beg-mab"
+
+
+def test_recording_costs_little(run):
+    spent = sum(report.recorder_s for report in run[1])
+    assert spent < 0.05 * sum(report.rollout_s for report in run[1])
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("reward=no_such_module:f", "does not import"),
+        ("model=/no/such/folder", "no tokenizer that loads"),
+        ("data.train=/no/such.jsonl", "cannot read"),
+        ("rollout.policy=no-such-policy", "no policy named"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(recipe_file, tmp_path, monkeypatch, override, complaint):
+    monkeypatch.syspath_prepend(str(recipe_file.parent))
+    with pytest.raises(ConfigError, match=complaint):
+        train(load_recipe(recipe_file, [override]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,186 @@
+"""Two trainer ranks as Ray actors compute what one does, and the death of one is an error, not an endless wait."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.ray import calls as ray_calls
+from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.rollout.samples import Sample
+from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
+from tltlab.runtime.trainer.trainer import Trainer
+
+SETTINGS = (
+    "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"
+)  # fmt: skip
+
+
+def samples() -> list[Sample]:
+    rng = np.random.default_rng(1)
+    return [
+        Sample(
+            prompt_token_ids=rng.integers(4, 24, 3).tolist(),
+            token_ids=(tokens := rng.integers(4, 24, 2 + 3 * n).tolist()),
+            logprobs=[-3.0] * len(tokens),
+            reward=float(n % 3 == 0),
+            group=n // 4,
+        )
+        for n in range(12)
+    ]
+
+
+def pids(group: TrainerGroup) -> list[int]:
+    return ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in group.handles])
+
+
+def update_for_ever(group: TrainerGroup) -> None:
+    for rl_step in itertools.count():
+        group.update(rl_step)
+
+
+def one_rank(recipe: Recipe) -> Trainer:
+    return Trainer(recipe.model, recipe.train, temperature=1.0, max_response_tokens=48, seed=recipe.seed)
+
+
+def patience_s(group: TrainerGroup) -> list[float]:
+    """How long each rank waits for the others in a collective."""
+
+    def of_rank(actor: Any) -> float:
+        world = torch.distributed.group.WORLD
+        return float(world._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+
+    return ray.get([actor.__ray_call__.remote(of_rank) for actor in group.handles])
+
+
+def flat(weights: dict[str, torch.Tensor]) -> np.ndarray:
+    return torch.cat([tensor.float().flatten() for tensor in weights.values()]).numpy()
+
+
+@pytest.fixture(scope="module")
+def started_ray() -> Iterator[None]:
+    started = start_ray()
+    yield
+    if started:
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def recipe(recipe_file: Path, random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    """Of a model whose embedding is its LM head: ranks must gather it once, all of them."""
+    folder = tmp_path_factory.mktemp("tied-model")
+    torch.manual_seed(3)
+    config = AutoConfig.from_pretrained(random_model, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(random_model).save_pretrained(folder)
+    return load_recipe(recipe_file, [*SETTINGS, "train.ranks=2", f"model={folder}"])
+
+
+@pytest.fixture(scope="module")
+def group(started_ray: None, recipe: Recipe) -> Iterator[TrainerGroup]:
+    group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0, "env_vars": {"TLTLAB_RANK": str(rank)}})
+    group.start()
+    yield group
+    group.close()
+
+
+def test_two_ranks_train_what_one_does_and_go_on_bit_by_bit_from_a_checkpoint(
+    group: TrainerGroup, recipe: Recipe, tmp_path: Path
+):
+    alone = one_rank(recipe)
+    # Of two samples in three mini-batches a rank has none to work on.
+    for rl_step, drawn in enumerate((samples(), samples()[:2])):
+        measured = group.old_logprobs(drawn) | group.update(rl_step)
+        expected = alone.old_logprobs(drawn) | alone.update(rl_step)
+        assert measured == pytest.approx(expected, abs=1e-4, rel=1e-4)
+        assert flat(ray.get(group.weights())) == pytest.approx(flat(alone.weights()), abs=1e-5)
+    pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
+    for whole in (False, True):
+        for found, wanted in zip(
+            group.score(pairs, distributions=whole), alone.score(pairs, distributions=whole), strict=True
+        ):
+            assert found == pytest.approx(wanted, abs=1e-4)
+
+    group.save_checkpoint(tmp_path / "two")
+    group.old_logprobs(samples())
+    group.update(2)
+    went_on = flat(ray.get(group.weights()))
+    group.load_checkpoint(tmp_path / "two")
+    resumed = one_rank(recipe)
+    resumed.load_checkpoint(str(tmp_path / "two"))
+    assert (flat(ray.get(group.weights())) == flat(resumed.weights())).all()
+    group.old_logprobs(samples())
+    group.update(2)
+    assert (flat(ray.get(group.weights())) == went_on).all()
+
+    resumed.save_checkpoint(str(tmp_path / "one"))
+    group.load_checkpoint(tmp_path / "one")
+    assert (flat(ray.get(group.weights())) == flat(resumed.weights())).all()
+
+
+def test_a_drafter_gets_whole_tensors_and_a_folder_the_whole_policy(group: TrainerGroup, tmp_path: Path):
+    weights = ray.get(group.weights())
+    frozen = ray.get(group.frozen())
+    assert torch.equal(frozen.embedding, weights["model.embed_tokens.weight"])
+    assert torch.equal(frozen.lm_head, weights["lm_head.weight"])
+    assert frozen.lm_head is frozen.embedding
+    group.save(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "model.safetensors").exists()
+
+
+def test_a_rank_waits_for_the_others_as_long_as_the_recipe_says(group: TrainerGroup):
+    assert patience_s(group) == [1234.0, 1234.0]
+
+
+def test_a_dead_rank_ends_the_others_and_the_group_starts_again(group: TrainerGroup, tmp_path: Path):
+    group.save_checkpoint(tmp_path)
+    before = flat(ray.get(group.weights()))
+    processes = pids(group)
+    group.old_logprobs(samples() * 20)
+    threading.Timer(0.3, os.kill, (processes[0], signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(TrainerDied, match="rank died during update"):
+        update_for_ever(group)
+    assert time.monotonic() - start < 20
+    with pytest.raises(TrainerDied, match="no trainer"):
+        group.update(0)
+
+    group.restart()
+    group.load_checkpoint(tmp_path)
+    assert (flat(ray.get(group.weights())) == before).all()
+    assert not set(processes) & set(pids(group))
+
+
+def test_an_error_of_a_ranks_work_arrives_as_itself_and_ends_the_group(group: TrainerGroup, tmp_path: Path):
+    with pytest.raises(RunError, match="no whole checkpoint"):
+        group.load_checkpoint(tmp_path / "nothing")
+    assert not group.handles
+
+
+def test_a_call_names_what_failed_in_an_actor(started_ray: None):
+    @ray.remote
+    def fails() -> None:
+        raise ZeroDivisionError("by nothing")
+
+    @ray.remote
+    def refuses() -> None:
+        raise ConfigError("not so")
+
+    with pytest.raises(RunError, match="ZeroDivisionError: by nothing"):
+        ray_calls.get(fails.remote())
+    with pytest.raises(ConfigError, match=r"^not so$"):
+        ray_calls.get(refuses.remote())

@@ -1,0 +1,321 @@
+"""The losses against their papers' formulas, written out as loops over responses and tokens."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.trainer.algorithms import ALGORITHMS
+from tltlab.runtime.trainer.losses import (
+    advantages,
+    correction_weights,
+    kl_estimate,
+    mismatch,
+    policy_loss,
+    shape_rewards,
+    token_weights,
+)
+
+CAP = 10
+LENGTHS = [3, 5, 10, 2, 4, 6]
+GROUPS = [0, 0, 0, 1, 1, 1]
+REWARDS = [1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+TRUNCATED = [False, False, True, False, False, False]
+
+
+def batch(seed: int = 0) -> dict[str, list[np.ndarray]]:
+    """Log-probs of six responses under the policy, the one before, the engine's and the reference: one array each."""
+    rng = np.random.default_rng(seed)
+    old = [rng.uniform(-3, -0.1, n) for n in LENGTHS]
+    return {
+        "new": [o + rng.normal(0, 0.4, len(o)) for o in old],
+        "old": old,
+        "engine": [o + rng.normal(0, 0.2, len(o)) for o in old],
+        "ref": [o + rng.normal(0, 0.3, len(o)) for o in old],
+    }
+
+
+def packed(rows: list[np.ndarray]) -> torch.Tensor:
+    return torch.tensor(np.concatenate(rows), dtype=torch.float64)
+
+
+def loss_of(algorithm: str, data: dict[str, list[np.ndarray]]) -> float:
+    """What this package makes of the batch by an algorithm's name, as the trainer puts it together."""
+    config = TrainConfig(algorithm=algorithm)  # type: ignore[arg-type]
+    lengths, truncated = torch.tensor(LENGTHS), torch.tensor(TRUNCATED)
+    rewards = shape_rewards(
+        torch.tensor(REWARDS), lengths, truncated,
+        overlong=config.overlong, buffer=config.overlong_buffer, max_response_tokens=CAP,
+    )  # fmt: skip
+    each = advantages(rewards, torch.tensor(GROUPS), scale=config.advantage_scale)
+    weights = token_weights(
+        lengths, torch.ones(6, dtype=torch.bool), aggregation=config.aggregation, max_response_tokens=CAP
+    )
+    terms = policy_loss(
+        packed(data["new"]),
+        packed(data["old"]),
+        each.repeat_interleave(lengths),
+        weights.repeat_interleave(lengths),
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        correction=correction_weights(packed(data["old"]), packed(data["engine"]), config.correction_cap),
+        kl_coef=config.kl_coef,
+        ref_logp=packed(data["ref"]) if config.kl_coef else None,
+    )
+    return float(terms.loss)
+
+
+def surrogate(new: float, old: float, engine: float, advantage: float, low: float, high: float) -> float:
+    """One token of the clipped objective, to be maximised, with its importance weight truncated at 2."""
+    ratio = math.exp(new - old)
+    kept = min(max(ratio, 1 - low), 1 + high)
+    return min(math.exp(old - engine), 2.0) * min(ratio * advantage, kept * advantage)
+
+
+def group_rewards(i: int, rewards: list[float]) -> list[float]:
+    return [r for r, g in zip(rewards, GROUPS, strict=True) if g == GROUPS[i]]
+
+
+def tokens_of(data: dict[str, list[np.ndarray]], i: int) -> list[tuple[float, float, float]]:
+    return list(zip(data["new"][i], data["old"][i], data["engine"][i], strict=True))
+
+
+def grpo(data: dict[str, list[np.ndarray]]) -> float:
+    """arXiv 2402.03300, Eqs. 3 and 4, mean over the two questions."""
+    total = 0.0
+    for i in range(6):
+        mine = group_rewards(i, REWARDS)
+        advantage = (REWARDS[i] - np.mean(mine)) / np.std(mine, ddof=1)
+        inner = 0.0
+        for (new, old, engine), ref in zip(tokens_of(data, i), data["ref"][i], strict=True):
+            k3 = math.exp(ref - new) - (ref - new) - 1
+            inner += surrogate(new, old, engine, advantage, 0.2, 0.2) - 0.04 * k3
+        total += inner / LENGTHS[i] / 3
+    return -total / 2
+
+
+def dr_grpo(data: dict[str, list[np.ndarray]]) -> float:
+    """arXiv 2503.20783: no division by the standard deviation nor by the length, but by the generation cap."""
+    total = 0.0
+    for i in range(6):
+        advantage = REWARDS[i] - np.mean(group_rewards(i, REWARDS))
+        total += sum(surrogate(*token, advantage, 0.2, 0.2) for token in tokens_of(data, i))
+    return -total / (6 * CAP)
+
+
+def dapo(data: dict[str, list[np.ndarray]]) -> float:
+    """arXiv 2503.14476, Eqs. 8, 9 and 13 with a buffer of a fifth of the cap."""
+    shaped = []
+    for reward, length in zip(REWARDS, LENGTHS, strict=True):
+        buffer = 0.2 * CAP
+        penalty = 0.0 if length <= CAP - buffer else ((CAP - buffer) - length) / buffer
+        shaped.append(reward + penalty)
+    total = 0.0
+    for i in range(6):
+        mine = group_rewards(i, shaped)
+        advantage = (shaped[i] - np.mean(mine)) / np.std(mine, ddof=1)
+        total += sum(surrogate(*token, advantage, 0.2, 0.28) for token in tokens_of(data, i))
+    return -total / sum(LENGTHS)
+
+
+def dler(data: dict[str, list[np.ndarray]]) -> float:
+    """arXiv 2510.15110: a truncated response gets 0; centred in the group, scaled over the batch."""
+    shaped = [0.0 if cut else reward for reward, cut in zip(REWARDS, TRUNCATED, strict=True)]
+    centred = [shaped[i] - np.mean(group_rewards(i, shaped)) for i in range(6)]
+    scaled = [(a - np.mean(centred)) / np.std(centred, ddof=1) for a in centred]
+    total = sum(surrogate(*token, scaled[i], 0.2, 0.28) for i in range(6) for token in tokens_of(data, i))
+    return -total / sum(LENGTHS)
+
+
+FORMULAS = {"grpo": grpo, "dr-grpo": dr_grpo, "dapo": dapo, "dler": dler}
+
+
+@pytest.mark.parametrize(("name", "formula"), FORMULAS.items(), ids=FORMULAS)
+def test_each_algorithm_is_its_papers_formula(name: str, formula):
+    for seed in range(3):
+        data = batch(seed)
+        assert loss_of(name, data) == pytest.approx(formula(data), rel=1e-6)
+
+
+def test_every_algorithm_says_all_that_tells_it_from_the_others():
+    names = {frozenset(row) for row in ALGORITHMS.values()}
+    assert len(names) == 1
+    assert names.pop() <= TrainConfig.model_fields.keys()
+    assert len({tuple(row.values()) for row in ALGORITHMS.values()}) == len(ALGORITHMS)
+
+
+def test_where_all_responses_are_equally_long_tokens_and_sequences_weigh_the_same():
+    lengths, kept = torch.tensor([7, 7, 7]), torch.ones(3, dtype=torch.bool)
+    token = token_weights(lengths, kept, aggregation="token", max_response_tokens=7)
+    sequence = token_weights(lengths, kept, aggregation="sequence", max_response_tokens=7)
+    constant = token_weights(lengths, kept, aggregation="constant", max_response_tokens=7)
+    assert token.tolist() == pytest.approx([1 / 21] * 3)
+    assert torch.equal(token, sequence)
+    assert torch.equal(token, constant)  # at the cap
+
+
+def test_the_weights_of_all_tokens_sum_to_one_and_what_is_filtered_weighs_nothing():
+    lengths, kept = torch.tensor([1, 3, 10]), torch.tensor([True, True, False])
+    for aggregation, expected in (("token", [0.25, 0.25, 0]), ("sequence", [1 / 2, 1 / 6, 0])):
+        weights = token_weights(lengths, kept, aggregation=aggregation, max_response_tokens=CAP)
+        assert weights.tolist() == pytest.approx(expected)
+        assert float((weights * lengths).sum()) == pytest.approx(1)
+    constant = token_weights(lengths, kept, aggregation="constant", max_response_tokens=CAP)
+    assert constant.tolist() == pytest.approx([0.05, 0.05, 0])
+    none = token_weights(lengths, torch.zeros(3, dtype=torch.bool), aggregation="token", max_response_tokens=CAP)
+    assert none.tolist() == [0, 0, 0]
+
+
+def test_an_advantage_is_the_distance_to_the_groups_mean_in_standard_deviations():
+    rewards, groups = torch.tensor([1.0, 0.0, 0.0, 5.0, 5.0]), torch.tensor([7, 7, 7, 9, 9])
+    std = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
+    expected = [2 / 3 / std, -1 / 3 / std, -1 / 3 / std, 0.0, 0.0]
+    assert advantages(rewards, groups, scale="group").tolist() == pytest.approx(expected)
+    assert advantages(rewards, groups, scale="none").tolist() == pytest.approx([2 / 3, -1 / 3, -1 / 3, 0, 0])
+
+
+def test_a_group_of_equal_rewards_has_no_advantage_though_its_mean_is_rounded():
+    rewards, groups = torch.tensor([0.1, 0.1, 0.1, 0.7, 0.7], dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1])
+    assert float(rewards[:3].sum() / 3) != 0.1
+    for scale in ("group", "batch", "none"):
+        assert advantages(rewards, groups, scale=scale).abs().max() == 0
+
+
+def test_groups_of_equal_rewards_do_not_change_the_scale_of_a_batch():
+    mixed = advantages(torch.tensor([1.0, 0.0, 3.0, 0.0]), torch.tensor([0, 0, 1, 1]), scale="batch")
+    diluted = advantages(torch.tensor([1.0, 0.0, 3.0, 0.0, 2.0, 2.0]), torch.tensor([0, 0, 1, 1, 2, 2]), scale="batch")
+    centred = np.array([0.5, -0.5, 1.5, -1.5])
+    assert mixed.tolist() == pytest.approx((centred / centred.std(ddof=1)).tolist())
+    assert diluted.tolist() == [*mixed.tolist(), 0.0, 0.0]
+
+
+def test_a_group_of_512_has_mean_zero_and_deviation_one():
+    rewards = torch.tensor(np.random.default_rng(1).binomial(1, 0.02, 512), dtype=torch.float32)
+    of_512 = advantages(rewards, torch.zeros(512, dtype=torch.long), scale="group")
+    assert float(of_512.mean()) == pytest.approx(0, abs=1e-6)
+    assert float(of_512.std()) == pytest.approx(1, rel=1e-6)
+
+
+def shaped(overlong: str, buffer: int = 0) -> list[float]:
+    rewards, lengths = torch.tensor([1.0, 1.0, 1.0, -0.5, 1.0]), torch.tensor([80, 90, 100, 100, 60])
+    truncated = torch.tensor([False, False, False, True, True])  # the last one by a smaller cap of its own
+    return shape_rewards(
+        rewards, lengths, truncated, overlong=overlong, buffer=buffer, max_response_tokens=100
+    ).tolist()  # type: ignore[arg-type]
+
+
+def test_responses_near_the_cap_are_punished_softly():
+    assert shaped("keep") == shaped("filter") == [1.0, 1.0, 1.0, -0.5, 1.0]
+    assert shaped("zero") == [1.0, 1.0, 1.0, -0.5, 0.0]
+    assert shaped("penalty", 20) == [1.0, 0.5, 0.0, -1.5, 0.0]
+    assert shaped("penalty", 40) == [0.5, 0.25, 0.0, -1.5, 0.0]
+    assert shaped("penalty", 1) == [1.0, 1.0, 0.0, -1.5, 0.0]
+    assert shaped("penalty") == shaped("penalty", 20)
+
+
+def one_token(ratio: float, advantage: float, **settings) -> float:
+    plain = {"clip_low": 0.2, "clip_high": 0.28, "correction": None, "kl_coef": 0.0, "ref_logp": None}
+    terms = policy_loss(
+        torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1), **plain | settings
+    )
+    return float(terms.loss)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss"),
+    [
+        (1.1, 2.0, -2.2),  # inside the range: -ratio * advantage
+        (1.5, 2.0, -2.56),  # above 1 + 0.28 with a good response: clipped
+        (0.5, 2.0, -1.0),  # below the range with a good response: not clipped, it may come back
+        (0.5, -2.0, 1.6),  # below 1 - 0.2 with a bad response: clipped
+        (1.5, -2.0, 3.0),  # above with a bad response: not clipped
+    ],
+)
+def test_the_ratio_is_clipped_only_where_it_would_run_away(ratio: float, advantage: float, loss: float):
+    assert one_token(ratio, advantage) == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_clipped_token_has_no_gradient_and_is_counted():
+    logp = torch.tensor([math.log(1.5), 0.0, 200.0], requires_grad=True)
+    terms = policy_loss(
+        logp, torch.zeros(3), torch.ones(3), torch.full((3,), 1 / 3),
+        clip_low=0.2, clip_high=0.28, correction=None, kl_coef=0.0, ref_logp=None,
+    )  # fmt: skip
+    terms.loss.backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([0.0, -1 / 3, 0.0])
+    assert terms.clip_fraction == pytest.approx(2 / 3)
+
+
+def test_the_gradient_is_that_of_finite_differences():
+    data = batch(5)
+    new, old, ref = packed(data["new"]), packed(data["old"]), packed(data["ref"])
+    generator = torch.Generator().manual_seed(0)
+    each, weights = (torch.randn(30, dtype=torch.float64, generator=generator) for _ in range(2))
+    correction = correction_weights(old, packed(data["engine"]), 1.1)
+
+    def loss(logp: torch.Tensor) -> torch.Tensor:
+        return policy_loss(
+            logp, old, each, weights.abs(), clip_low=0.2, clip_high=0.28, correction=correction, kl_coef=0.3,
+            ref_logp=ref,
+        ).loss  # fmt: skip
+
+    assert torch.autograd.gradcheck(loss, (new.requires_grad_(),), eps=1e-7, atol=1e-5)
+
+
+def test_parts_of_a_mini_batch_add_up_to_it():
+    generator = torch.Generator().manual_seed(0)
+    logp, old, ref, each, correction = (torch.randn(40, generator=generator) for _ in range(5))
+    weights = torch.rand(40, generator=generator)
+
+    def terms(part: slice):
+        return policy_loss(
+            logp[part], old[part], each[part], weights[part], clip_low=0.2, clip_high=0.28,
+            correction=correction[part].exp(), kl_coef=0.1, ref_logp=ref[part],
+        )  # fmt: skip
+
+    whole, parts = terms(slice(40)), [terms(s) for s in (slice(3), slice(3, 20), slice(20, 40))]
+    assert sum(float(p.loss) for p in parts) == pytest.approx(float(whole.loss), rel=1e-5)
+    assert sum(p.clip_fraction for p in parts) == pytest.approx(whole.clip_fraction, rel=1e-5)
+    assert sum(p.kl for p in parts) == pytest.approx(whole.kl, rel=1e-5)
+
+
+def test_importance_weights_are_cut_off_above_alone_and_carry_no_gradient():
+    old = torch.tensor([-1.0, -1.0, -1.0, -500.0, 0.0], requires_grad=True)
+    weights = correction_weights(old, torch.tensor([-1.0, -3.0, 0.0, 0.0, -500.0]), 2.0)
+    assert weights.tolist() == pytest.approx([1.0, 2.0, math.exp(-1), 0.0, 2.0], abs=1e-6)
+    assert not weights.requires_grad
+    assert one_token(1.1, 2.0, correction=torch.tensor([0.5])) == pytest.approx(-1.1)
+
+
+def test_the_penalty_is_the_low_variance_estimator_and_is_not_corrected():
+    k3 = 0.5 - math.log(0.5) - 1
+    settings = {"kl_coef": 0.5, "ref_logp": torch.tensor([math.log(0.5)]), "correction": torch.tensor([0.1])}
+    assert one_token(1.0, 0.0, **settings) == pytest.approx(0.5 * k3)
+    with pytest.raises(ValueError, match="ref_logp"):
+        one_token(1.0, 0.0, kl_coef=0.5)
+
+
+def test_the_kl_estimate_is_never_negative_and_on_average_the_divergence():
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
+    each = kl_estimate(torch.tensor(np.log(p)), torch.tensor(np.log(q))).numpy()
+    assert (each >= 0).all()
+    assert float((p * each).sum()) == pytest.approx(float((p * np.log(p / q)).sum()))
+
+
+def test_the_mismatch_is_nothing_where_engine_and_trainer_agree():
+    logp = torch.tensor([-0.5, -2.0])
+    assert mismatch(logp, logp) == {"mismatch_abs": 0, "mismatch_max": 0, "mismatch_kl": 0, "mismatch_ess": 1}
+    assert mismatch(torch.empty(0), torch.empty(0))["mismatch_kl"] == 0
+
+
+def test_the_mismatch_is_that_of_its_formulas():
+    old, engine = np.array([-1.0, -2.0, -0.5]), np.array([-1.2, -2.0, -2.5])
+    found = mismatch(torch.tensor(old), torch.tensor(engine), cap=2.0)
+    weights = np.minimum(np.exp(old - engine), 2.0)
+    assert found["mismatch_abs"] == pytest.approx(2.2 / 3)
+    assert found["mismatch_max"] == pytest.approx(2.0)
+    assert found["mismatch_kl"] == pytest.approx(np.mean(np.exp(old - engine) - (old - engine) - 1))
+    assert found["mismatch_ess"] == pytest.approx(weights.sum() ** 2 / (3 * (weights**2).sum()))

@@ -1,0 +1,129 @@
+"""Packed sequences know nothing of each other, of what comes later, or of where in the batch they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.loss import Chains
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.trainer.packing import PackedBatch, pack
+
+from ..drafter.small_heads import HIDDEN, drafted_states, made_head, made_sequence, made_target
+
+METHODS = ["eagle", "eagle3"]
+
+
+def steps_of(head: DrafterHead, frozen: FrozenTarget, batch: PackedBatch, num_steps: int = 3) -> list[Tensor]:
+    """The states (T, H) of some steps; those of chains beyond their sequence's end are zero."""
+    chains = Chains(head, frozen, batch)
+    made = []
+    with torch.no_grad():
+        for _ in range(num_steps):
+            states, _, inside = chains.step()
+            made.append(states * inside[:, None])
+    return made
+
+
+def near(found: Tensor, expected: Tensor, share: float = 1e-4) -> bool:
+    return bool((found - expected).norm() < share * expected.norm())
+
+
+def changed(sequence: TrainingSequence, row: int) -> TrainingSequence:
+    """The same with another state, and another token after it, at one row."""
+    hidden, tokens = sequence.hidden.clone(), sequence.token_ids.clone()
+    assert sequence.aux is not None
+    aux = sequence.aux.clone()
+    hidden[row], aux[row], tokens[row + 1] = 5.0, -5.0, (tokens[row + 1] + 1) % 13
+    return dataclasses.replace(sequence, hidden=hidden, aux=aux, token_ids=tokens)
+
+
+def test_row_t_joins_token_t_plus_1_with_state_t_and_stands_for_state_t_plus_1():
+    sequence = made_sequence(5, first_position=7, prompt_tokens=4)
+    batch = pack([sequence])
+    assert batch.lengths == (4,)
+    assert batch.token_ids.tolist() == sequence.token_ids[1:5].tolist()
+    assert batch.next_token_ids.tolist() == sequence.token_ids[2:6].tolist()
+    assert torch.equal(batch.hidden, sequence.hidden[:4])
+    assert torch.equal(batch.next_hidden, sequence.hidden[1:])
+    assert batch.positions.tolist() == [7, 8, 9, 10]
+    # Row 2 predicts token 4, the first of the response.
+    assert batch.mask.tolist() == [False, False, True, True]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=6), st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_nothing_is_padded_and_sequences_too_short_to_teach_give_no_rows(rows: list[int], with_aux: bool):
+    sequences = [made_sequence(n, seed=n, first_position=n) for n in rows]
+    if not with_aux:
+        sequences = [dataclasses.replace(s, aux=None) for s in sequences]
+    batch = pack(sequences)
+    assert batch.lengths == tuple(n - 1 for n in rows if n >= 2)
+    per_row = [batch.token_ids, batch.next_token_ids, batch.hidden, batch.next_hidden, batch.positions, batch.mask]
+    assert {len(tensor) for tensor in per_row} == {sum(batch.lengths)}
+    assert (batch.aux is not None) == with_aux
+    assert batch.aux is None or len(batch.aux) == sum(batch.lengths)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("row", [1, 7])
+def test_nothing_later_changes_what_was_drafted_earlier(method: str, row: int):
+    head, frozen, sequence = made_head(method), made_target(), made_sequence(12)
+    steps = steps_of(head, frozen, pack([sequence]))
+    others = steps_of(head, frozen, pack([changed(sequence, row)]))
+    for step, (before, after) in enumerate(zip(steps, others, strict=True)):
+        # Step i of the chain from s reads the target's states up to s and tokens up to s + i + 1.
+        same = row - step
+        assert torch.equal(before[: max(same, 0)], after[: max(same, 0)])
+        assert not torch.allclose(before[row], after[row])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_changing_one_packed_sequence_leaves_the_others_bit_by_bit(method: str):
+    head, frozen = made_head(method), made_target()
+    sequences = [made_sequence(n, seed=n) for n in (6, 11, 9)]
+    before = steps_of(head, frozen, pack(sequences))
+    sequences[1] = changed(changed(sequences[1], 0), 9)
+    after = steps_of(head, frozen, pack(sequences))
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one[:5], other[:5])
+        assert torch.equal(one[15:], other[15:])
+        assert not torch.allclose(one[5:15], other[5:15])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_packed_is_each_alone_at_its_own_positions(method: str):
+    head, frozen = made_head(method), made_target()
+    sequences = [made_sequence(n, seed=n, first_position=first) for n, first in ((6, 0), (300, 40), (2, 5))]
+    packed = steps_of(head, frozen, pack(sequences))
+    alone = [steps_of(head, frozen, pack([sequence])) for sequence in sequences]
+    for step, together in enumerate(packed):
+        assert near(together, torch.cat([made[step] for made in alone]))
+    elsewhere = dataclasses.replace(sequences[1], first_position=0)
+    # Rotary positions are relative: a shift of all alike changes nothing, and that is why each has to count its own.
+    assert near(steps_of(head, frozen, pack([elsewhere]))[0], alone[1][0])
+    gap = pack([sequences[1]])
+    gap = dataclasses.replace(gap, positions=torch.where(gap.positions > 60, gap.positions + 9, gap.positions))
+    assert not near(steps_of(head, frozen, gap)[0], alone[1][0], 1e-2)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_step_is_what_a_chain_drafted_on_its_own_makes(method: str):
+    head, frozen = made_head(method), made_target()
+    sequences = [made_sequence(n, seed=n, first_position=n) for n in (4, 9)]
+    batch = pack(sequences)
+    steps, begin = steps_of(head, frozen, batch, num_steps=4), 0
+    for sequence, length in zip(sequences, batch.lengths, strict=True):
+        for start in range(length):
+            slow = drafted_states(head, frozen, sequence, start, min(4, length - start))
+            for step, state in enumerate(slow):
+                assert near(steps[step][begin + start], state)
+        begin += length
+    assert steps[0].shape == (11, HIDDEN)

@@ -1,0 +1,402 @@
+"""The trainer on models whose log-probs and gradients can be worked out one response at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, MistralConfig, Qwen2Config, Qwen2ForCausalLM
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.rollout.samples import Sample
+from tltlab.runtime.trainer import logprobs as of_tokens
+from tltlab.runtime.trainer.trainer import Trainer
+
+TEMPERATURE = 0.8
+CAP = 64
+
+
+def samples(num: int = 8) -> list[Sample]:
+    rng = np.random.default_rng(0)
+    drawn = []
+    for n in range(num):
+        tokens = rng.integers(4, 24, 3 + 5 * n).tolist()
+        prompt = rng.integers(4, 24, 2 + n % 3).tolist()
+        drawn.append(
+            Sample(
+                prompt_token_ids=prompt,
+                token_ids=tokens,
+                logprobs=[-3.0] * len(tokens),
+                reward=float(n % 2),
+                group=n // 4,
+                truncated=n == 5,
+            )
+        )
+    return drawn
+
+
+def trainer(model: Path, **config: Any) -> Trainer:
+    return Trainer(str(model), TrainConfig(**config), temperature=TEMPERATURE, max_response_tokens=CAP, seed=0)
+
+
+def trained(made: Trainer, rl_steps: int = 1) -> np.ndarray:
+    """All weights after some RL steps on the same samples."""
+    for rl_step in range(rl_steps):
+        made.old_logprobs(samples())
+        made.update(rl_step)
+    return flat(made)
+
+
+def flat(made: Trainer) -> np.ndarray:
+    return torch.cat([tensor.float().flatten() for tensor in made.weights().values()]).numpy()
+
+
+@contextmanager
+def in_bfloat16(model: Path, **config: Any) -> Iterator[Trainer]:
+    """A sharded trainer, of one rank, in this process; the process group must not outlive it."""
+    made = trainer(model, dtype="bfloat16", **config)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def tied_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 with fewer KV heads than heads, biases, and an embedding that is its LM head."""
+    folder = tmp_path_factory.mktemp("tied-model")
+    torch.manual_seed(5)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=24,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((random_model / name).read_text())
+    return folder
+
+
+@pytest.fixture(params=["random_model", "tied_model"])
+def model(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def exact_logprobs(model: Any, sample: Sample) -> torch.Tensor:
+    """One response alone through the model as transformers runs it."""
+    ids = torch.tensor([sample.prompt_token_ids + sample.token_ids])
+    logp = torch.log_softmax(model(ids).logits[0, :-1] / TEMPERATURE, -1)
+    start = len(sample.prompt_token_ids) - 1
+    return logp[start:].gather(1, ids[0, start + 1 :, None])[:, 0]
+
+
+@pytest.mark.parametrize("budget", [1, 64, 4096])
+def test_packing_changes_no_logprob(model: Path, budget: int):
+    made = trainer(model, tokens_per_microbatch=budget)
+    pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
+    exact = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = [exact_logprobs(exact, s) for s in samples()]
+    for found, whole, wanted, (_, response) in zip(
+        made.score(pairs), made.score(pairs, distributions=True), expected, pairs, strict=True
+    ):
+        assert found == pytest.approx(wanted.numpy(), abs=1e-5)
+        assert whole[np.arange(len(response)), response] == pytest.approx(wanted.numpy(), abs=1e-5)
+        assert np.exp(whole).sum(1) == pytest.approx(np.ones(len(response)), abs=1e-5)
+
+
+def test_an_update_is_what_the_formula_says_one_response_at_a_time(model: Path):
+    made = trainer(model, minibatches=1, max_grad_norm=1e9, weight_decay=0.1)
+    found = trained(made)
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.1)
+    num_tokens = sum(len(s.token_ids) for s in samples())
+    for sample in samples():
+        logp = exact_logprobs(plain, sample)
+        # Two of four have reward 1: the mean is 1/2 and the standard deviation sqrt(4 * 1/4 / 3).
+        advantage = (sample.reward - 0.5) / (1 / 3) ** 0.5
+        correction = (logp.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
+        (-(correction * (logp - logp.detach()).exp() * advantage).sum() / num_tokens).backward()
+    optimizer.step()
+    expected = torch.cat([tensor.detach().flatten() for tensor in plain.state_dict().values()]).numpy()
+    assert found == pytest.approx(expected, abs=2e-5)
+
+
+def test_neither_micro_batches_nor_checkpointed_activations_change_an_update(model: Path):
+    whole = trained(trainer(model, tokens_per_microbatch=4096))
+    assert trained(trainer(model, tokens_per_microbatch=40)) == pytest.approx(whole, abs=2e-5)
+    assert trained(trainer(model, activation_checkpointing=True)) == pytest.approx(whole, abs=2e-5)
+
+
+def test_checkpointed_activations_are_computed_a_second_time(random_model: Path):
+    calls = {}
+    for wanted in (False, True):
+        made = trainer(random_model, activation_checkpointing=wanted, minibatches=1)
+        made.old_logprobs(samples())
+        seen: list[None] = []
+        made.policy.model.model.layers[0].self_attn.register_forward_hook(lambda *_, seen=seen: seen.append(None))
+        made.update(0)
+        calls[wanted] = len(seen)
+    assert calls == {False: 2, True: 3}  # the drift is measured once more
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dropout_is_never_applied_and_layers_may_have_any_name(random_model: Path, tmp_path: Path, dtype: str):
+    config = GPT2Config(
+        vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
+    )
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((random_model / name).read_text())
+    made = trainer(tmp_path, dtype=dtype, activation_checkpointing=True, minibatches=1)
+    try:
+        made.old_logprobs(samples())
+        assert made.update(0)["clip_fraction"] == 0
+    finally:
+        made.close()
+
+
+def test_the_same_samples_give_the_same_bits(random_model: Path):
+    assert (trained(trainer(random_model), 2) == trained(trainer(random_model), 2)).all()
+
+
+def test_bfloat16_keeps_float32_weights_and_follows_float32(model: Path):
+    exact = trainer(model, activation_checkpointing=True)
+    before, after = flat(exact), trained(exact, 2)
+    with in_bfloat16(model, activation_checkpointing=True) as made:
+        found = trained(made, 2)
+        assert {parameter.dtype for parameter in made.policy.parameters()} == {torch.float32}
+        assert {tensor.dtype for tensor in made.weights().values()} == {torch.bfloat16}
+    direction = np.corrcoef(found - before, after - before)[0, 1]
+    assert direction > 0.5
+
+
+def test_groups_without_a_difference_teach_nothing(random_model: Path):
+    made = trainer(random_model)
+    before = flat(made)
+    same = [Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0) for _ in range(4)]
+    made.old_logprobs(same)
+    assert made.update(0)["trained_responses"] == 0
+    assert (before == flat(made)).all()
+
+
+def test_a_penalty_also_moves_responses_without_an_advantage(random_model: Path):
+    made = trainer(random_model, kl_coef=1.0)
+    trained(made)
+    before = flat(made)
+    made.old_logprobs([Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0)] * 4)
+    assert made.update(1)["trained_responses"] == 4
+    assert (before != flat(made)).any()
+
+
+def test_truncated_responses_are_left_out_where_they_are_filtered(random_model: Path):
+    made = trainer(random_model, overlong="filter")
+    made.old_logprobs(samples())
+    assert made.update(0)["trained_responses"] == 7
+
+
+def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(random_model: Path):
+    alone, among = (trainer(random_model, minibatches=1) for _ in range(2))
+    alone.old_logprobs(samples())
+    dead = [replace(s, reward=1.0, group=7) for s in samples()]
+    among.old_logprobs([*samples(), *dead])
+    norm = alone.update(0)["grad_norm"]
+    assert among.update(0)["grad_norm"] == pytest.approx(norm / 2, rel=1e-4)
+
+
+def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_learns_nothing(random_model: Path):
+    measured = []
+    for aggregation, others in (
+        ("token", []),
+        ("constant", []),
+        ("token", [replace(s, reward=1.0) for s in samples()]),
+    ):
+        made = trainer(random_model, aggregation=aggregation, minibatches=1, lr=1e-9)
+        drawn = [*samples(), *(replace(s, group=7) for s in others)]
+        exact = made.score([(s.prompt_token_ids, s.token_ids) for s in drawn])
+        made.old_logprobs([replace(s, logprobs=logp.tolist()) for s, logp in zip(drawn, exact, strict=True)])
+        measured.append(made.update(0)["correction_mean"])
+    assert measured == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
+
+
+def test_responses_without_a_token_move_nothing(random_model: Path):
+    made = trainer(random_model, kl_coef=1.0)
+    trained(made)
+    before = flat(made)
+    made.old_logprobs([replace(s, token_ids=[], logprobs=[]) for s in samples()])
+    measured = made.update(1)
+    assert (before == flat(made)).all()
+    assert measured["trained_responses"] == measured["drift_kl"] == 0
+
+
+def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_divide(random_model: Path):
+    made = trainer(random_model, minibatches=5, kl_coef=0.1)
+    trained(made)
+    assert made.steps == 5
+
+
+def test_good_responses_become_likelier(random_model: Path):
+    made = trainer(random_model, lr=1e-3)
+    pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
+    before = [float(old.sum()) for old in made.score(pairs)]
+    trained(made)
+    gained = [float(now.sum()) - was for now, was in zip(made.score(pairs), before, strict=True)]
+    assert np.mean(gained[1::2]) > np.mean(gained[::2])
+
+
+def test_the_learning_rate_warms_up_over_optimizer_steps(random_model: Path):
+    made = trainer(random_model, lr=1e-3, warmup_steps=4, minibatches=2)
+    rates = []
+    for rl_step in range(3):
+        made.old_logprobs(samples())
+        rates.append(made.update(rl_step)["lr"])
+    assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
+
+
+def test_a_correction_weighs_tokens_by_who_drew_them(random_model: Path):
+    measured = {}
+    for correction in ("none", "truncated", "behaviour"):
+        made = trainer(random_model, correction=correction, correction_cap=1.5)
+        made.old_logprobs(samples())
+        measured[correction] = made.update(0)
+    assert measured["none"]["correction_mean"] == pytest.approx(1.0)
+    assert measured["behaviour"]["correction_mean"] == pytest.approx(1.0)
+    assert 0.1 < measured["truncated"]["correction_mean"] < 1.5
+    # Only there is the clip about the distance to the engine, and these tokens are far from it.
+    assert measured["behaviour"]["clip_fraction"] > 0.2 > measured["truncated"]["clip_fraction"]
+
+
+def test_a_penalty_keeps_the_policy_near_the_model_it_came_from_after_a_resume_too(random_model: Path, tmp_path: Path):
+    distances = {}
+    for kl_coef in (1e-6, 10.0):
+        made = trainer(random_model, lr=1e-3, kl_coef=kl_coef)
+        trained(made, 5)
+        made.save_checkpoint(str(tmp_path / str(kl_coef)))
+        resumed = trainer(random_model, lr=1e-3, kl_coef=kl_coef)
+        resumed.load_checkpoint(str(tmp_path / str(kl_coef)))
+        resumed.old_logprobs(samples())
+        distances[kl_coef] = resumed.update(5)["kl"]
+    assert 0 < distances[10.0] < distances[1e-6]
+
+
+def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
+    made = trainer(model, warmup_steps=5)
+    trained(made, 2)
+    made.save_checkpoint(str(tmp_path))
+    resumed = trainer(model, warmup_steps=5)
+    resumed.load_checkpoint(str(tmp_path))
+    assert (flat(made) == flat(resumed)).all()
+    for side in (made, resumed):
+        side.old_logprobs(samples())
+        side.update(2)
+    assert (flat(made) == flat(resumed)).all()
+
+
+def test_what_bfloat16_ranks_saved_is_read_by_a_plain_one(model: Path, tmp_path: Path):
+    with in_bfloat16(model) as made:
+        trained(made, 2)
+        made.save_checkpoint(str(tmp_path))
+        masters = [p.full_tensor().detach() for p in made.policy.parameters()]
+        moments = [made.optimizer.state[p]["exp_avg_sq"].full_tensor() for p in made.policy.parameters()]
+        made.score([([5], [6])])  # after which its parameters are still gathered
+        made.load_checkpoint(str(tmp_path))
+        for parameter, master in zip(made.policy.parameters(), masters, strict=True):
+            assert torch.equal(parameter.full_tensor(), master)
+    plain = trainer(model)
+    plain.load_checkpoint(str(tmp_path))
+    for parameter, master, moment in zip(plain.policy.parameters(), masters, moments, strict=True):
+        assert torch.equal(parameter, master)
+        assert torch.equal(plain.optimizer.state[parameter]["exp_avg_sq"], moment)
+
+
+def test_a_checkpoint_before_the_first_step_forgets_what_was_learned(random_model: Path, tmp_path: Path):
+    made = trainer(random_model)
+    fresh = flat(made)
+    made.save_checkpoint(str(tmp_path))
+    trained(made, 2)
+    made.load_checkpoint(str(tmp_path))
+    assert (flat(made) == fresh).all()
+    assert (trained(made) == trained(trainer(random_model))).all()
+
+
+def test_a_checkpoint_holds_tensors_and_json_and_half_of_one_is_refused(random_model: Path, tmp_path: Path):
+    made = trainer(random_model)
+    trained(made)
+    made.save_checkpoint(str(tmp_path))
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".safetensors", ".json"}
+    assert json.loads((tmp_path / "state.json").read_text()) == {"steps": 2}
+    biggest = max(files, key=lambda file: file.stat().st_size)
+    biggest.write_bytes(biggest.read_bytes()[:-100])
+    with pytest.raises(RunError, match="no whole checkpoint"):
+        trainer(random_model).load_checkpoint(str(tmp_path))
+
+
+def test_offloading_and_back_changes_nothing(random_model: Path):
+    made, other = trainer(random_model), trainer(random_model)
+    trained(made)
+    trained(other)
+    made.offload()
+    made.onload()
+    assert (trained(made, 2) == trained(other, 2)).all()
+
+
+def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Path):
+    made = trainer(model)
+    found = trained(made)
+    made.save(str(tmp_path / "saved"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert (torch.cat([t.flatten() for t in again.state_dict().values()]).detach().numpy() == found).all()
+    assert (tmp_path / "saved" / "tokenizer.json").exists()
+
+
+def test_what_a_drafter_shares_is_tied_where_the_policys_is(random_model: Path, tied_model: Path):
+    frozen, tied = trainer(random_model).frozen(), trainer(tied_model).frozen()
+    assert frozen is not None
+    assert tied is not None
+    assert frozen.lm_head is not frozen.embedding
+    assert tied.lm_head is tied.embedding
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="cannot load a model"):
+        trainer(tmp_path)
+
+
+def test_a_model_with_a_sliding_window_is_refused(tmp_path: Path):
+    MistralConfig(sliding_window=32).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="sliding windows"):
+        trainer(tmp_path)
+
+
+def test_logits_a_chunk_at_a_time_have_the_gradients_of_all_at_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(of_tokens, "LOGITS_AT_A_TIME", 21)
+    torch.manual_seed(0)
+    hidden = torch.randn(8, 5, requires_grad=True)
+    head = torch.randn(7, 5, requires_grad=True)
+    tokens, weights = torch.randint(7, (8,)), torch.randn(8)
+    found = of_tokens.token_logprobs(hidden, head, tokens, 0.7)
+    exact = torch.log_softmax(hidden @ head.T / 0.7, -1).gather(1, tokens[:, None])[:, 0]
+    assert torch.allclose(found, exact, atol=1e-6)
+    gradients = torch.autograd.grad((found * weights).sum(), (hidden, head))
+    expected = torch.autograd.grad((exact * weights).sum(), (hidden, head))
+    for one, other in zip(gradients, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

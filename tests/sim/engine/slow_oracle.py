@@ -1,0 +1,120 @@
+"""The simulation's slow, independent oracle: every iteration and every request one at a time, no closed form, no SimPy.
+
+It exists to check the engine: same semantics, written as directly as the text of the command line has them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tltlab.costs.base import CostModel
+from tltlab.policies.selector import Selector
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION
+
+Gain = Callable[[int, float, int, Regime], float]
+"""Tokens that a request gets: (request, tokens generated, its speculative iterations so far, regime)."""
+
+
+@dataclass(slots=True)
+class _Request:
+    request: int
+    prompt_tokens: int
+    length: int
+    generated: float = 0.0
+    num_speculative: int = 0
+    to_prefill: float = 0.0
+
+    @property
+    def context_tokens(self) -> float:
+        return self.prompt_tokens + self.generated
+
+
+def expected(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+    """The gain of fluid mode."""
+    return regime.tokens
+
+
+def finish_times(
+    requests: Requests,
+    queue: Sequence[int],
+    selector: Selector,
+    regimes: Regimes,
+    costs: CostModel,
+    *,
+    gain: Gain = expected,
+) -> dict[int, float]:
+    """Finish time of each request of one worker, whose selector is asked before every iteration."""
+    waiting = [_Request(r, requests.prompt_tokens[r], requests.response_tokens[r]) for r in queue]
+    prefilling: list[_Request] = []
+    running: list[_Request] = []
+    finished: dict[int, float] = {}
+    now = 0.0
+    began = ready = False
+    strategy = NO_SPECULATION
+    while waiting or prefilling or running:
+        preempted = False
+        while not _fits([*running, *prefilling], costs) and running and len(running) + len(prefilling) > 1:
+            waiting.insert(0, prefilling.pop() if prefilling else running.pop())
+            preempted = True
+        while waiting and not preempted and _admissible([*running, *prefilling, waiting[0]], costs):
+            new = waiting.pop(0)
+            new.to_prefill = new.context_tokens
+            prefilling.append(new)
+        if not running or costs.max_num_batched_tokens is None:
+            budget = costs.max_num_batched_tokens or float("inf")
+            while prefilling and (not running or costs.max_num_batched_tokens is None):
+                now += costs.prefill_s(_prefill(prefilling, running, budget))
+        strategy = selector.choose(
+            StepState(
+                rl_step=requests.rl_step,
+                batch=len(running),
+                waiting=len(waiting) + len(prefilling),
+                context_tokens=sum(r.context_tokens for r in running),
+                strategy=strategy,
+            )
+        )
+        if began and strategy.speculates and not ready:
+            now += costs.switch_s
+        began, ready = True, ready or strategy.speculates
+        regime = regimes.at(strategy, len(running))
+        now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
+        beside: list[_Request] = []
+        if prefilling:
+            chunk = (costs.max_num_batched_tokens or 0) - len(running) * regime.cost.tokens_to_verify
+            now += costs.prefill_s(_prefill(prefilling, beside, max(0.0, chunk)))
+        for r in running:
+            r.generated += gain(r.request, r.generated, r.num_speculative, regime)
+            r.num_speculative += strategy.speculates
+            if r.generated >= r.length - 1e-6:
+                finished[r.request] = now
+        running = [r for r in running if r.request not in finished] + beside
+    return finished
+
+
+def _prefill(prefilling: list[_Request], done: list[_Request], tokens: float) -> float:
+    """Give tokens to the prompts in order; those that are done move over. Returns the tokens that were used."""
+    spent = 0.0
+    while prefilling:
+        used = min(prefilling[0].to_prefill, tokens - spent)
+        prefilling[0].to_prefill -= used
+        spent += used
+        if prefilling[0].to_prefill > 1e-6:
+            break
+        done.append(prefilling.pop(0))
+    return spent
+
+
+def _fits(held: list[_Request], costs: CostModel) -> bool:
+    """Whether the contexts and one more token each fit; the rounding of expected tokens is forgiven."""
+    needed = sum(r.context_tokens + 1 for r in held)
+    return costs.kv_capacity_tokens is None or needed <= costs.kv_capacity_tokens + 1e-6
+
+
+def _admissible(held: list[_Request], costs: CostModel) -> bool:
+    if costs.max_num_seqs is not None and len(held) > costs.max_num_seqs:
+        return False
+    return len(held) == 1 or _fits(held, costs)

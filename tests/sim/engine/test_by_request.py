@@ -1,0 +1,325 @@
+"""Requests with gains of their own: fast batches against an iteration-by-iteration oracle, fluid against sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.acceptance.by_request import KnownLevel
+from tltlab.acceptance.load import (
+    CurveAcceptance,
+    GeometricAcceptance,
+    RequestAcceptance,
+    RequestCurve,
+    SiblingAcceptance,
+    load_acceptance,
+    per_request,
+)
+from tltlab.costs.base import LinearCosts
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
+from tltlab.errors import ConfigError
+from tltlab.policies.selector import Selector
+from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.by_request import Rates
+from tltlab.sim.engine.drawn import SampledBatch
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.worker import Engine
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .slow_oracle import finish_times
+
+CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
+CURVE = RequestCurve(keep_logits=(0.2, 0.6, 0.9), drift=0.3, spread=0.7)
+CURVES = CurveAcceptance(curves={"ngram": CURVE})
+SIBLINGS = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.6, own_tokens=300)
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
+    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
+)  # fmt: skip
+
+
+class Deep(Selector):
+    """Speculates with one chain while at most `most` requests run."""
+
+    def __init__(self, chain: Strategy, most: int, memoryless: bool = True) -> None:
+        self.strategies = (NO_SPECULATION, chain)
+        self.chain, self.most, self.memoryless = chain, most, memoryless
+
+    def choose(self, state: StepState) -> Strategy:
+        return self.chain if state.batch <= self.most else NO_SPECULATION
+
+
+def group(lengths: list[int], prompt_tokens: int = 20, size: int = 4) -> Requests:
+    n = len(lengths)
+    return Requests(
+        rl_step=0,
+        policy_version=0,
+        keys=[(0, f"p{i // size}", i % size, 0) for i in range(n)],
+        prompt_tokens=[prompt_tokens] * n,
+        max_response_tokens=[8192] * n,
+        response_tokens=lengths,
+        recorded_worker=[None] * n,
+        rows=pd.DataFrame(),
+    )
+
+
+def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
+    """Costs of the strategies; the gain in them is not used by batches that have their own."""
+    return Regimes((NO_SPECULATION, chain), costs, GeometricAcceptance(alpha=0.0))
+
+
+def run(
+    requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, costs: LinearCosts = COSTS, asks: int = 0
+):
+    engine = Engine(
+        costs=costs,
+        selectors=[Deep(chain, most, memoryless=not asks)],
+        decision_block=asks or 1,
+    ).prepare(nominal(chain, costs), rates)
+    return engine.rollout(requests, [list(range(len(requests)))])
+
+
+class Walker:
+    """The oracle's gains, one iteration of one request at a time, from the model's own chances for that request."""
+
+    def __init__(self, requests: Requests, model: RequestAcceptance, seed: int, sampled: bool) -> None:
+        self.requests, self.model, self.sampled = requests, model, sampled
+        self.levels = model.levels("ngram", requests.keys, seed)
+        self.seeds = request_seeds(seed, requests.keys)
+        self.done: set[int] = set()
+        self.finishing: list[int] = []
+
+    def __call__(self, request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+        if not regime.strategy.speculates:
+            gain = 1.0
+        else:
+            mine = self.requests.keys[request][1]
+            beside = sum(self.requests.keys[other][1] == mine for other in self.done)
+            one = (np.array([x], float) for x in (self.levels[request], generated, beside))
+            kept = self.model.survival(regime.strategy, *one)[0]
+            if self.sampled:
+                u = uniforms(self.seeds[[request]], np.array([num_speculative]), 1)[0, 0]
+                gain = 1.0 + sum(u >= 1.0 - p for p in kept)
+            else:
+                gain = 1.0 + float(kept.sum())
+        if generated + gain >= self.requests.response_tokens[request] - 1e-6:
+            self.finishing.append(request)
+        return gain
+
+    def settling(self, costs: LinearCosts, chain: Strategy) -> Regimes:
+        """Regimes that count the requests finished in one iteration as done when the next one begins."""
+        walker = self
+
+        class Settling(Regimes):
+            def at(self, strategy: Strategy, batch: int) -> Regime:
+                walker.done.update(walker.finishing)
+                return super().at(strategy, batch)
+
+        return Settling((NO_SPECULATION, chain), costs, GeometricAcceptance(alpha=0.0))
+
+
+def slowly(
+    requests: Requests, model: RequestAcceptance, chain: Strategy, *, sampled: bool, most: int, costs: LinearCosts
+) -> dict[int, float]:
+    walker = Walker(requests, model, 3, sampled)
+    queue = list(range(len(requests)))
+    return finish_times(requests, queue, Deep(chain, most), walker.settling(costs, chain), costs, gain=walker)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=10),
+    st.sampled_from(CHAINS),
+    st.sampled_from([CURVES, SIBLINGS, per_request(GeometricAcceptance(alpha=0.6))]),
+    st.booleans(),
+    st.integers(0, 12),
+    st.none() | st.integers(90, 220),
+    st.sampled_from([0, 1, 3]),
+)
+def test_asked_at_every_iteration_it_takes_the_time_of_its_iterations(
+    lengths: list[int],
+    chain: Strategy,
+    model: RequestAcceptance,
+    sampled: bool,
+    most: int,
+    capacity: int | None,
+    asks: int,
+) -> None:
+    requests, costs = group(lengths), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
+    rates = Rates(model=model, costs=costs, seed=3, sampled=sampled, refresh=1)
+    fast = run(requests, rates, chain, most=most, costs=costs, asks=asks)
+    slow = slowly(requests, model, chain, sampled=sampled, most=most, costs=costs)
+    for request, finish in slow.items():
+        assert fast.finish_s[request] == pytest.approx(finish, rel=1e-9)
+
+
+@pytest.mark.parametrize("model", [CURVES, SIBLINGS], ids=["curves", "siblings"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_held_for_many_iterations_the_chances_stay_close_to_those_of_each(
+    model: RequestAcceptance, sampled: bool
+) -> None:
+    lengths = np.random.default_rng(1).lognormal(6.3, 0.8, 24).astype(int).clip(1, 4000).tolist()
+    requests = group(lengths)
+    fast = run(requests, Rates(model=model, costs=COSTS, seed=3, sampled=sampled), CHAINS[0])
+    slow = slowly(requests, model, CHAINS[0], sampled=sampled, most=99, costs=COSTS)
+    error = np.array([fast.finish_s[r] / t - 1 for r, t in slow.items()])
+    assert abs(fast.makespan_s / max(slow.values()) - 1) < 0.005
+    assert np.abs(error).mean() < 0.01
+
+
+@pytest.mark.parametrize(
+    ("model", "budget"),
+    [(CURVES, None), (SIBLINGS, None), (CURVES, AcceptanceBudget()), (GeometricAcceptance(alpha=0.7), UniformBudget())],
+    ids=["curves", "siblings", "curves with a budget", "alike with a budget"],
+)
+def test_fluid_is_within_one_percent_of_the_mean_of_sampled_runs(model, budget: DraftBudget | None) -> None:
+    lengths = np.random.default_rng(2).lognormal(7.0, 0.7, 24).astype(int).clip(1, 8000).tolist()
+    requests = group(lengths)
+    chain = Strategy("ngram", 8, 1, 5) if budget else CHAINS[0]
+    # Levels are drawn from the seed too: they are made known, so that only the luck of the drafts differs.
+    if isinstance(model, CurveAcceptance):
+        model = known(model, requests)
+
+    def makespan(seed: int, sampled: bool) -> float:
+        rates = Rates(model=model, costs=COSTS, seed=seed, sampled=sampled, budgets=[budget] if budget else [])
+        return run(requests, rates, chain).makespan_s
+
+    sampled = np.mean([makespan(seed, True) for seed in range(10)])
+    assert makespan(0, False) == pytest.approx(sampled, rel=0.01)
+
+
+def known(model: CurveAcceptance, requests: Requests) -> CurveAcceptance:
+    levels = model.levels("ngram", requests.keys, 0)
+    rows = tuple(
+        KnownLevel(rl_step=k[0], prompt_id=k[1], sample=k[2], level=level)
+        for k, level in zip(requests.keys, levels, strict=True)
+    )
+    return CurveAcceptance(curves={"ngram": model.curves["ngram"].model_copy(update={"known": rows})})
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_without_differences_it_is_the_plain_batch(sampled: bool) -> None:
+    model = GeometricAcceptance(alpha=0.7)
+    requests = group([30, 700, 90, 210, 3, 400])
+    regimes = Regimes((NO_SPECULATION, CHAINS[0]), COSTS, model)
+    plain: Callable[[Requests], FluidBatch | SampledBatch] = (lambda r: SampledBatch(r, 5)) if sampled else FluidBatch
+    queue = [list(range(6))]
+    before = Engine(costs=COSTS, selectors=[Deep(CHAINS[0], 99)]).prepare(regimes, plain)
+    after = run(requests, Rates(model=model, costs=COSTS, seed=5, sampled=sampled), CHAINS[0])
+    assert after.finish_s == pytest.approx(before.rollout(requests, queue).finish_s, rel=1e-9)
+
+
+def test_a_request_that_is_easier_to_draft_for_finishes_first() -> None:
+    rows = tuple(KnownLevel(rl_step=0, prompt_id="p0", sample=s, level=level) for s, level in ((0, -2.0), (1, 2.0)))
+    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": rows})})
+    finish = run(group([500, 500]), Rates(model=model, costs=COSTS), CHAINS[0]).finish_s
+    assert finish[1] < 0.7 * finish[0]
+
+
+def test_what_finished_on_another_worker_helps_only_after_it_did() -> None:
+    requests = group([40, 400], size=2)
+    rates = Rates(model=SIBLINGS, costs=COSTS)
+    first, second = rates(requests), rates(requests)
+    first.admit(0, 0.0)
+    second.admit(1, 0.0)
+    regime = nominal(CHAINS[0]).at(CHAINS[0], 1)
+    while len(first):
+        first.advance(regime, np.inf, np.inf)
+    alone = rates(group([40, 400], size=2))
+    alone.admit(1, 0.0)
+    expected = alone.advance(regime, 1, np.inf).tokens
+    assert second.advance(regime, 1, np.inf).tokens == expected
+    first.settle()
+    assert second.advance(regime, 1, np.inf).tokens > expected + 0.1
+
+
+class Fixed(DraftBudget):
+    """Gives the i-th request `tokens[i]`."""
+
+    def __init__(self, *tokens: int) -> None:
+        self.tokens = tokens
+
+    def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+        return list(self.tokens[: state.batch])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
+    chain = Strategy("ngram", 6, 1, 4)
+    rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Fixed(0, 1, 5)], sampled=sampled)
+    batch = rates(group([900, 900, 900]))
+    for request in range(3):
+        batch.admit(request, 0.0)
+    macro = batch.advance(nominal(chain).at(chain, 3), 1, np.inf)
+    assert macro.gains[:, 0].tolist() == [1, 2, 6]
+    cost = COSTS.iteration(Strategy.chain("ngram", 5), tokens_to_verify=3.0, drafter_loaded=True)
+    assert macro.seconds == pytest.approx(cost.seconds(3, 60))
+    assert macro.regime.num_drafted == 2.0
+    assert macro.regime.strategy == chain
+
+
+def test_a_budget_sees_what_was_accepted_lately() -> None:
+    seen: list[list[float | None]] = []
+
+    class Watching(UniformBudget):
+        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+            seen.append([request.recent_acceptance for request in state.requests])
+            return super().allot(state, strategy)
+
+    run(group([300, 300]), Rates(model=CURVES, costs=COSTS, budgets=[Watching()]), CHAINS[0])
+    assert seen[0] == [None, None]
+    first, second = seen[1]
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert 0 < first < 5
+
+
+def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
+    chain = Strategy("ngram", 8, 1, 4)
+    model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"spread": 1.5, "drift": 0.0})})
+
+    def first_hundred(budget: DraftBudget) -> float:
+        batch = Rates(model=model, costs=COSTS, budgets=[budget])(group([8000] * 24))
+        for request in range(24):
+            batch.admit(request, 0.0)
+        return sum(batch.advance(nominal(chain).at(chain, 24), 10, np.inf).tokens for _ in range(10))
+
+    assert first_hundred(AcceptanceBudget()) > 1.05 * first_hundred(UniformBudget())
+
+
+@pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
+def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -> None:
+    batch = Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)])(group([50, 50]))
+    batch.admit(0, 0.0)
+    batch.admit(1, 0.0)
+    with pytest.raises(ConfigError, match="the budget gave"):
+        batch.advance(nominal(CHAINS[0]).at(CHAINS[0], 2), 1, np.inf)
+
+
+def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
+    tree = Strategy("eagle", 8, 4, 48)
+    model = load_acceptance("tlt-qwen2.5-32b")
+    batch = Rates(model=model, costs=COSTS, budgets=[UniformBudget()])(group([50]))
+    batch.admit(0, 0.0)
+    regimes = Regimes((NO_SPECULATION, tree), COSTS, model)
+    with pytest.raises(ConfigError, match="trees"):
+        batch.advance(regimes.at(tree, 1), 1, np.inf)
+    with pytest.raises(ConfigError, match="refresh"):
+        Rates(model=CURVES, costs=COSTS, refresh=0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_the_same_seed_gives_the_same_run(sampled: bool) -> None:
+    requests = group([30, 700, 90, 210])
+    runs = [run(requests, Rates(model=CURVES, costs=COSTS, seed=s, sampled=sampled), CHAINS[0]) for s in (1, 1, 2)]
+    assert runs[0].finish_s.tolist() == runs[1].finish_s.tolist()
+    assert runs[0].finish_s.tolist() != runs[2].finish_s.tolist()

@@ -1,0 +1,118 @@
+"""What depends on the drafter's age and on each request: freshness, spot training, budgets, per-request acceptance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tltlab.acceptance.freshness import Freshness
+from tltlab.acceptance.load import CurveAcceptance, FreshAcceptance, GeometricAcceptance, RequestCurve
+from tltlab.bench.simulator import COSTS
+from tltlab.coordination.progress import SpotTraining
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
+from tltlab.policies.selector import Selector
+from tltlab.sim import simulate
+from tltlab.sim.scenario import load_spot_training
+from tltlab.state import DrafterState, StepState
+from tltlab.strategy import Strategy
+
+CHAIN = Strategy.chain("learned", 5)
+POLICY = Policy(selector=FixedSpec(strategy=CHAIN))
+TRACE = log_normal(prompts=8, group_size=4, rl_steps=3, median=400, sigma=0.9, cap=4000, workers=4)
+AGING = FreshAcceptance(
+    base=GeometricAcceptance(alpha=0.8),
+    freshness=Freshness(untrained=0.6, floor=0.5, age_steps=2.0, updates_to_train=5.0),
+)
+QUICK = SpotTraining(start_s=0.01, join_s=0.0, padded_samples_per_s=1000.0)
+
+
+def accept_lengths(**options: Any) -> list[float]:
+    return [
+        simulate(TRACE.select([s for s in TRACE.rl_steps if s <= last]), POLICY, costs=COSTS, **options).summary[
+            "mean_accept_length"
+        ]
+        for last in TRACE.rl_steps
+    ]
+
+
+def test_a_drafter_that_is_never_trained_grows_stale():
+    first, second, third = accept_lengths(acceptance=AGING)
+    assert first > second > third
+
+
+def test_a_drafter_trained_in_idle_time_gets_better_from_the_second_step_on():
+    aged, trained = accept_lengths(acceptance=AGING), accept_lengths(acceptance=AGING, spot=QUICK)
+    assert trained[0] == aged[0]
+    assert trained[1] > aged[1]
+    assert trained[2] > trained[1] > trained[0]
+
+
+def test_spot_training_does_not_change_the_rollout_beside_it():
+    alone, beside = (simulate(TRACE, POLICY, costs=COSTS, acceptance="geometric:0.8", spot=s) for s in (None, QUICK))
+    assert alone.makespan_s == beside.makespan_s
+    found = beside.summary["spot_training"]
+    assert found["updates"] > 0
+    assert 0 < found["used_share"] <= 1
+    assert alone.summary["spot_training"] is None
+    spans = beside.trace.spans
+    assert spans is not None
+    lanes = spans[spans["lane"].str.startswith("worker")]
+    for _, lane in lanes.sort_values("t_start", kind="stable").groupby(["rl_step", "lane"]):
+        starts, ends = lane["t_start"].to_numpy(), (lane["t_start"] + lane["duration"]).to_numpy()
+        assert (starts[1:] >= ends[:-1] - 1e-9).all()
+    assert alone.summary["bubble_fraction"] == pytest.approx(beside.summary["bubble_fraction"])
+
+
+def test_a_policy_sees_how_fresh_its_drafter_is():
+    seen: list[DrafterState] = []
+
+    class Watching(Selector):
+        strategies = (CHAIN,)
+
+        def choose(self, state: StepState) -> Strategy:
+            if not seen or seen[-1] != state.drafters["learned"]:
+                seen.append(state.drafters["learned"])
+            return CHAIN
+
+    class Shown:
+        strategies = (CHAIN,)
+
+        def build(self, rng: np.random.Generator) -> Selector:
+            return Watching()
+
+    simulate(TRACE, Shown(), costs=COSTS, acceptance="geometric:0.5", decision_block=50)
+    assert [state.age for state in seen] == [0, 1, 2]
+
+
+def test_per_request_acceptance_spreads_the_finishes_of_equal_responses():
+    curve = RequestCurve(keep_logits=(1.0,), spread=1.5)
+    model = CurveAcceptance(curves={"learned": curve})
+    same = TRACE.replace(outcomes=TRACE.outcomes.assign(response_tokens=300, finish_reason="stop"))
+    rollout = simulate(same, POLICY, costs=COSTS, acceptance=model).rollouts[0]
+    assert len(set(rollout.finish_s.round(9))) > len(rollout.finish_s) / 2
+    assert simulate(same, POLICY, costs=COSTS, acceptance=model).summary["regret"] > 0
+
+
+def test_a_policy_file_may_share_drafts_out_by_acceptance():
+    shared = POLICY.model_copy(update={"budget": AcceptanceBudgetSpec(max_draft_tokens=8)})
+    result = simulate(TRACE, shared, costs=COSTS, acceptance="geometric:0.7")
+    plain = simulate(TRACE, POLICY, costs=COSTS, acceptance="geometric:0.7")
+    assert result.makespan_s != plain.makespan_s
+    assert result.summary["lower_bound_s"] is None
+    assert result.summary["regret"] is None
+    assert plain.summary["regret"] > 0
+
+
+def test_spot_training_comes_from_a_file_or_by_name(tmp_path: Path):
+    path = tmp_path / "spot.json"
+    path.write_text(json.dumps(QUICK.model_dump(mode="json")))
+    assert load_spot_training(path) == QUICK
+    assert load_spot_training("tlt") == SpotTraining()
+    with pytest.raises(ConfigError, match="start_s"):
+        load_spot_training({"start_s": -1})

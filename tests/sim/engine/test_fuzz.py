@@ -1,0 +1,231 @@
+"""Random scenarios of every kind: what holds for all of them, whatever limits, costs, acceptance and policy meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.acceptance.load import (
+    Acceptance,
+    Band,
+    BatchAcceptance,
+    ConstantAcceptance,
+    CurveAcceptance,
+    FittedDepth,
+    FreshAcceptance,
+    GeometricAcceptance,
+    RequestCurve,
+    SiblingAcceptance,
+    load_acceptance,
+)
+from tltlab.costs.base import CostModel, LinearCosts
+from tltlab.costs.load import load_costs
+from tltlab.importers.lengths import of_lengths
+from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.selector import Selector
+from tltlab.sim import SimResult, simulate
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.sim.scenario import Scenario
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
+
+CAPACITY_TOKENS = st.integers(420, 2000)
+SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])
+PRESETS = ("h100-qwen2.5-7b", "h100-qwen2.5-32b-tp4-table", "a100-qwen2.5-32b-tp4", "cpu-small")
+CHAINS = st.integers(1, 6).flatmap(
+    lambda depth: st.builds(Strategy, st.just("learned"), st.just(depth), st.just(1), st.integers(2, depth + 1))
+)
+ANY = st.one_of(st.just(NO_SPECULATION), CHAINS)
+HELD_BACK = st.one_of(
+    st.none(),
+    st.builds(
+        Activation,
+        max_requests=st.integers(0, 8),
+        count=st.sampled_from(["running", "remaining"]),
+        hold_iterations=st.sampled_from([0, 4]),
+    ),
+)
+
+
+def table_of(arms: list[Strategy]) -> TableSpec:
+    return TableSpec(rows=tuple(TableRow(min_batch=1 + 3 * i, strategy=arm) for i, arm in enumerate(arms)))
+
+
+def bandit_of(arms: list[Strategy]) -> BegMabSpec:
+    buckets = (Bucket(min_batch=1, strategies=tuple(arms)), Bucket(min_batch=6, strategies=(arms[0],)))
+    return BegMabSpec(buckets=buckets)
+
+
+ARMS = st.lists(ANY, min_size=1, max_size=3, unique=True)
+# Plain in large batches, as in practice: the batch falls into speculation, and a switch is paid.
+FALLING = st.lists(CHAINS, min_size=1, max_size=2).map(lambda arms: table_of([*arms, NO_SPECULATION]))
+MEMORYLESS = st.one_of(st.builds(FixedSpec, strategy=ANY), ARMS.map(table_of), FALLING)
+POLICIES = st.builds(Policy, selector=st.one_of(MEMORYLESS, ARMS.map(bandit_of)), activation=HELD_BACK)
+
+
+@st.composite
+def cost_models(draw: st.DrawFn) -> CostModel:
+    limits = {
+        "kv_capacity_tokens": draw(st.none() | CAPACITY_TOKENS),
+        "max_num_seqs": draw(st.none() | st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.none() | st.sampled_from([1, 7, 64])),
+        "switch_s": draw(SECONDS),
+    }
+    if draw(st.booleans()):
+        return load_costs(draw(st.sampled_from(PRESETS))).model_copy(update=limits)
+    terms = {name: draw(SECONDS) for name in LinearCosts.model_fields if name.endswith("_s")}
+    sizes = draw(st.none() | st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    # An iteration that takes no time at all would make every rate infinite.
+    return LinearCosts.model_validate(terms | limits | {"base_s": 1e-3, "graph_sizes": sizes})
+
+
+def measured(chances: list[float]) -> dict[str, dict[int, FittedDepth]]:
+    p = np.array(chances) / sum(chances)
+    fitted = FittedDepth(accepted=tuple(p.tolist()), drafted=float(p @ np.arange(7)))
+    return {"learned": {6: fitted}}
+
+
+CHANCES = st.lists(st.floats(0.01, 1.0), min_size=7, max_size=7).map(measured)
+ALIKE = st.one_of(
+    st.builds(ConstantAcceptance, tokens=st.floats(1.0, 8.0)),
+    st.builds(GeometricAcceptance, alpha=st.floats(0.0, 1.0)),
+    st.just(load_acceptance("tlt-qwen2.5-32b")),
+    st.builds(
+        lambda few, many: BatchAcceptance(
+            bands=(Band(max_batch=2, drafters_by_depth=few), Band(max_batch=None, drafters_by_depth=many))
+        ),
+        CHANCES,
+        CHANCES,
+    ),
+)
+BY_REQUEST = st.one_of(
+    st.builds(
+        lambda logit, drift, spread: CurveAcceptance(
+            curves={"learned": RequestCurve(keep_logits=(logit,), drift=drift, spread=spread)}
+        ),
+        st.floats(-2.0, 2.0),
+        st.floats(-0.5, 0.5),
+        st.floats(0.0, 1.0),
+    ),
+    st.builds(SiblingAcceptance, alone=st.floats(0.0, 0.5), most=st.floats(0.5, 1.0), exponent=st.floats(0.2, 2.0)),
+)
+ACCEPTANCES = st.one_of(ALIKE, BY_REQUEST, st.builds(FreshAcceptance, base=st.one_of(ALIKE, BY_REQUEST)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """All that `simulate` and `Scenario.of` take."""
+
+    trace: Trace
+    costs: CostModel
+    acceptance: Acceptance
+    placement: str
+    mode: str
+    spot: dict[str, float] | None
+
+    def simulate(self, policy: Policy) -> SimResult:
+        return simulate(
+            self.trace,
+            policy,
+            costs=self.costs,
+            acceptance=self.acceptance,
+            placement=self.placement,
+            mode=self.mode,
+            spot=self.spot,
+            record_iterations=True,
+        )
+
+    def scenario(self) -> Scenario:
+        return Scenario.of(
+            self.trace, costs=self.costs, acceptance=self.acceptance, placement=self.placement, mode=self.mode
+        )
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn, acceptances: st.SearchStrategy[Acceptance] = ACCEPTANCES, modes: tuple[str, ...] = ("fluid",)
+) -> Case:
+    lengths = draw(st.lists(st.integers(1, 300), min_size=1, max_size=12))
+    trace = of_lengths(lengths, workers=draw(st.integers(1, 3)), prompt_tokens=draw(st.sampled_from([1, 20, 100])))
+    group = draw(st.integers(1, 4))
+    names = {"prompt_id": [f"p{i // group}" for i in range(len(lengths))], "sample": np.arange(len(lengths)) % group}
+    trace = trace.replace(workload=trace.workload.assign(**names), outcomes=trace.outcomes.assign(**names))
+    return Case(
+        trace=trace,
+        costs=draw(cost_models()),
+        acceptance=draw(acceptances),
+        placement=draw(st.sampled_from([p for p in PLACEMENTS if p != "recorded"])),
+        mode=draw(st.sampled_from(modes)),
+        spot=draw(st.sampled_from([None, {"start_s": 0.0, "yield_s": 0.5}])),
+    )
+
+
+@settings(max_examples=70, deadline=None)
+@given(cases(modes=("fluid", "sampled")), POLICIES)
+def test_no_scenario_undercuts_its_bound(case: Case, policy: Policy):
+    result = case.simulate(policy)
+    bounds_s = result.bounds_s()
+    assert bounds_s is not None
+    for rollout, bound_s in zip(result.rollouts, bounds_s, strict=True):
+        assert bound_s <= rollout.makespan_s * (1 + 1e-9)
+
+
+@settings(max_examples=45, deadline=None)
+@given(cases(modes=("fluid", "sampled")), POLICIES)
+def test_spans_and_iterations_add_up_to_the_rollout(case: Case, policy: Policy):
+    result = case.simulate(policy)
+    trace, rollout = result.trace, result.rollouts[0]
+    assert trace.spans is not None
+    assert trace.iterations is not None
+    close = max(1.0, rollout.makespan_s) * 1e-9
+    for worker, end_s in enumerate(rollout.worker_end_s):
+        spans = trace.spans[trace.spans["lane"] == f"worker {worker}"].sort_values("t_start", kind="stable")
+        starts, ends = spans["t_start"].to_numpy(), (spans["t_start"] + spans["duration"]).to_numpy()
+        assert starts[1:] == pytest.approx(ends[:-1], abs=close)
+        # A trainer that takes long to yield holds its worker beyond the rollout.
+        assert ends[-1] >= rollout.makespan_s - close
+        rows = trace.iterations[trace.iterations["worker"] == worker]
+        assert rows["duration"].sum() == pytest.approx(end_s, abs=close)
+        assert (rows["duration"] >= 0).all()
+    made = sum(float(log.columns.tokens.sum()) for log in rollout.logs)
+    assert made >= rollout.requests.lengths.sum() - 1e-3
+    prefilled = sum(float(log.columns.prefill_tokens.sum()) for log in rollout.logs)
+    if case.costs.kv_capacity_tokens is None:
+        assert prefilled == pytest.approx(rollout.requests.prompts.sum())
+
+
+class AskedEveryTime:
+    """A memoryless policy that does not say so: no closed form applies, every iteration is a decision."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.strategies = policy.strategies
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        selector = self._policy.build(rng)
+        selector.memoryless = False
+        return selector
+
+
+@settings(max_examples=90, deadline=None)
+@given(cases(ALIKE), st.builds(Policy, selector=MEMORYLESS))
+def test_the_closed_form_is_the_engine_asked_at_every_iteration(case: Case, policy: Policy):
+    scenario = case.scenario()
+    (quick,), (slow,) = scenario.rollouts(policy), scenario.rollouts(AskedEveryTime(policy))
+    assert quick.finish_s == pytest.approx(slow.finish_s, rel=1e-9)
+    assert quick.first_token_s == pytest.approx(slow.first_token_s, rel=1e-9)
+
+
+@settings(max_examples=25, deadline=None)
+@given(cases(modes=("fluid", "sampled")), POLICIES)
+def test_the_same_scenario_gives_the_same_trace(case: Case, policy: Policy):
+    first, second = case.simulate(policy).trace, case.simulate(policy).trace
+    for name in ("outcomes", "spans", "iterations", "decisions"):
+        one, two = first.table(name), second.table(name)
+        assert one is not None
+        assert two is not None
+        assert one.equals(two), name

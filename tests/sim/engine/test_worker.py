@@ -1,0 +1,222 @@
+"""The macro-step engine against the slow oracle: same finish times, whatever the workload, costs and policy."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth, GeometricAcceptance, TraceAcceptance
+from tltlab.costs.base import LinearCosts
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.selector import Selector
+from tltlab.sim.engine.batch import FluidBatch
+from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.worker import Engine
+from tltlab.sim.placement import PLACEMENTS, place
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
+
+from .slow_oracle import expected, finish_times
+
+SECONDS = st.floats(0, 1e-2)
+CHAINS = (Strategy.chain("ngram", 2), Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
+
+
+class Threshold(Selector):
+    """Deep drafts at small batches, plain decoding above; forgetful or asked at every iteration."""
+
+    def __init__(self, deep: int, shallow: int, memoryless: bool) -> None:
+        self.strategies = (NO_SPECULATION, *CHAINS)
+        self.deep, self.shallow, self.memoryless = deep, shallow, memoryless
+
+    def choose(self, state: StepState) -> Strategy:
+        if state.batch <= self.deep:
+            return CHAINS[1]
+        if state.batch <= self.shallow:
+            return CHAINS[state.waiting % 2 * 2]
+        return NO_SPECULATION
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> Requests:
+    lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=12))
+    n = len(lengths)
+    return Requests(
+        rl_step=0,
+        policy_version=0,
+        keys=[(0, f"p{i}", 0, 0) for i in range(n)],
+        prompt_tokens=draw(st.lists(st.integers(0, 30), min_size=n, max_size=n)),
+        max_response_tokens=[64] * n,
+        response_tokens=lengths,
+        recorded_worker=[i % 2 for i in range(n)],
+        rows=pd.DataFrame(),
+    )
+
+
+@st.composite
+def costs(draw: st.DrawFn) -> LinearCosts:
+    names = (
+        "base_s", "per_request_s", "per_token_s", "sd_base_s", "sd_idle_s", "draft_level_s",
+        "draft_level_per_request_s", "prefill_per_token_s",
+    )  # fmt: skip
+    return LinearCosts(
+        **{name: draw(SECONDS) for name in names},
+        per_context_s=draw(st.sampled_from([0.0, 1e-6, 1e-3])),
+        kv_capacity_tokens=draw(st.none() | st.integers(90, 200)),
+        max_num_seqs=draw(st.none() | st.integers(1, 4)),
+        max_num_batched_tokens=draw(st.none() | st.integers(1, 40)),
+        graph_sizes=draw(st.none() | st.lists(st.integers(1, 24), min_size=1, max_size=4).map(tuple)),
+        switch_s=draw(st.sampled_from([0.0, 0.5])),
+    )
+
+
+def assert_agree(
+    req: Requests,
+    cost: LinearCosts,
+    regimes: Regimes,
+    new_batch: Callable[[Requests], Any],
+    selector: Callable[[], Selector],
+    workers: int,
+    placement: str,
+    gain: Callable[..., float] = expected,
+) -> None:
+    engine = Engine(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
+    queues = place(req, workers, placement)
+    result = engine.rollout(req, queues)
+    makespan = 0.0
+    for queue in queues:
+        slow = finish_times(req, queue, selector(), regimes, cost, gain=gain)
+        assert set(slow) == set(queue)
+        for request, finish in slow.items():
+            assert result.finish_s[request] == pytest.approx(finish, rel=1e-9, abs=1e-12)
+        makespan = max([makespan, *slow.values()])
+    assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests(), costs(), st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
+def test_plain_decoding_takes_the_time_of_its_iterations(
+    req: Requests, cost: LinearCosts, workers: int, placement: str
+) -> None:
+    found = Regimes([NO_SPECULATION], cost, None)
+    assert_agree(req, cost, found, FluidBatch, lambda: Plain(), workers, placement)
+
+
+class Plain(Selector):
+    strategies = (NO_SPECULATION,)
+    memoryless = True
+
+    def choose(self, state: StepState) -> Strategy:
+        return NO_SPECULATION
+
+
+@settings(max_examples=150, deadline=None)
+@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 3))
+def test_fluid_speculation_takes_the_time_of_its_iterations(
+    req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, workers: int
+) -> None:
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
+    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin")
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
+def test_sampled_speculation_takes_the_time_of_its_iterations(
+    req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, seed: int
+) -> None:
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
+    seeds = request_seeds(seed, req.keys)
+
+    def luck(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+        u = uniforms(seeds[[request]], np.array([num_speculative]), 1)[0, 0]
+        return 1.0 if regime.cdf is None else 1.0 + float((regime.cdf <= u).sum())
+
+    assert_agree(
+        req,
+        cost,
+        found,
+        lambda r: SampledBatch(r, seed),
+        lambda: Threshold(deep, shallow, memoryless),
+        2,
+        "contiguous",
+        luck,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 4))
+def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
+    req: Requests, cost: LinearCosts, deep: int, shallow: int, memoryless: bool, border: int
+) -> None:
+    deepest = max(chain.draft_depth for chain in CHAINS)
+
+    def band(end: int | None, kept: float) -> Band:
+        accepted = (1 - kept, *[0.0] * (deepest - 1), kept)
+        return Band(
+            max_batch=end, drafters_by_depth={"ngram": {deepest: FittedDepth(accepted=accepted, drafted=deepest)}}
+        )
+
+    acceptance = BatchAcceptance(bands=(band(border, 0.8), band(None, 0.2)))
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
+    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous")
+
+
+@settings(max_examples=100, deadline=None)
+@given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
+def test_replayed_acceptance_takes_the_time_of_its_iterations(
+    req: Requests, cost: LinearCosts, deep: int, shallow: int, memoryless: bool, seed: int
+) -> None:
+    table = counterfactuals(req, seed)
+    acceptance = TraceAcceptance(table)
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
+
+    def recorded(request: int, generated: float, num_speculative: int, regime: Regime) -> float:
+        positions = table["accept_if_drafted"][request]
+        return 1.0 + min(regime.most, int(positions[int(generated)]))
+
+    assert_agree(
+        req,
+        cost,
+        found,
+        lambda r: ReplayBatch(r, acceptance),
+        lambda: Threshold(deep, shallow, memoryless),
+        2,
+        "contiguous",
+        recorded,
+    )
+
+
+def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
+    rng = np.random.default_rng(seed)
+    table = pd.DataFrame(req.keys, columns=["rl_step", "prompt_id", "sample", "turn"])
+    positions = [rng.integers(0, 6, n).astype(np.uint8) for n in req.response_tokens]
+    return table.assign(drafter="ngram", drafter_age=0, max_depth=5, accept_if_drafted=positions)
+
+
+def test_a_long_rollout_agrees_too() -> None:
+    trace: Trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
+    out = trace.outcomes
+    req = Requests(
+        rl_step=0,
+        policy_version=0,
+        keys=[(0, p, s, 0) for p, s in zip(out["prompt_id"], out["sample"], strict=True)],
+        prompt_tokens=[128] * 16,
+        max_response_tokens=[4000] * 16,
+        response_tokens=out["response_tokens"].tolist(),
+        recorded_worker=[None] * 16,
+        rows=out,
+    )
+    cost = LinearCosts(
+        base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
+        draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
+    )  # fmt: skip
+    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=0.7))
+    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(2, 5, True), 2, "longest_first")

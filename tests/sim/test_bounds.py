@@ -1,0 +1,338 @@
+"""The clairvoyant bound against the exact optimum of small rollouts, found by searching all that a schedule can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations, product
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tltlab.acceptance.load import GeometricAcceptance
+from tltlab.costs.base import LinearCosts
+from tltlab.policies.selector import Selector
+from tltlab.sim import simulate
+from tltlab.sim.engine.random_numbers import request_seeds, uniforms
+from tltlab.sim.placement import PLACEMENTS
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Manifest, Trace
+
+CHAIN = Strategy.chain("ngram", 3)
+SHORT = Strategy.chain("ngram", 1)
+BOTH = (NO_SPECULATION, CHAIN)
+CLOSE = 1 + 1e-9
+
+Gain = Callable[[int, float, int, Strategy], float]
+"""Tokens that an iteration gives: (request, tokens generated, its speculative iterations so far, strategy)."""
+
+
+@dataclass(frozen=True)
+class Small:
+    """A rollout small enough to search: prompts and responses in tokens, seats and cache per worker."""
+
+    prompts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    costs: LinearCosts
+    strategies: tuple[Strategy, ...]
+    workers: int
+    acceptance: str
+    mode: str
+    seed: int = 0
+
+    def positions(self, request: int) -> list[int]:
+        """Drafted tokens that would be accepted at each position, where acceptance is replayed."""
+        rng = np.random.default_rng([self.seed, request])
+        return [int(x) for x in rng.integers(0, 4, self.lengths[request])]
+
+    def trace(self) -> Trace:
+        n = len(self.lengths)
+        key = pd.DataFrame({"rl_step": 0, "prompt_id": [f"p{i}" for i in range(n)], "sample": 0, "turn": 0})
+        work = key.assign(epoch=0, prompt_tokens=self.prompts, max_response_tokens=100, policy_version=0)
+        out = key.assign(response_tokens=self.lengths, finish_reason="stop")
+        trace = Trace.from_tables(
+            Manifest(kind="imported", num_workers=self.workers), {"workload": work, "outcomes": out}
+        )
+        rows = [np.array(self.positions(i), np.uint8) for i in range(n)]
+        return trace.replace(acceptance=key.assign(drafter="ngram", drafter_age=0, max_depth=3, accept_if_drafted=rows))
+
+    def gain(self) -> Gain:
+        if self.acceptance == "trace":
+            rows = [self.positions(i) for i in range(len(self.lengths))]
+            return lambda request, generated, draws, s: (
+                1 + min(s.draft_depth, rows[request][int(generated)]) if s.speculates else 1
+            )
+        alpha = float(self.acceptance.removeprefix("geometric:"))
+        if self.mode == "fluid":
+            return lambda request, generated, draws, s: sum(alpha**i for i in range(s.draft_depth + 1))
+        seeds = request_seeds(self.seed, [(0, f"p{i}", 0, 0) for i in range(len(self.lengths))])
+
+        @cache
+        def drawn(request: int, draws: int, s: Strategy) -> int:
+            u = uniforms(seeds[[request]], np.array([draws]), 1)[0, 0]
+            below = np.cumsum(GeometricAcceptance(alpha=alpha).distribution(s))[:-1]
+            return 1 + int((below <= u).sum())
+
+        return lambda request, generated, draws, s: drawn(request, draws, s) if s.speculates else 1
+
+
+def seconds(
+    costs: LinearCosts, strategies: Sequence[Strategy], strategy: Strategy, batch: int, context: float
+) -> float:
+    """One iteration, as the command line's documentation has it."""
+    total = costs.need("base_s") + costs.need("per_request_s") * batch + costs.need("per_context_s") * context
+    total += costs.need("per_token_s") * batch * strategy.tokens_to_verify
+    if strategy.speculates:
+        level = costs.need("draft_level_s") + costs.need("draft_level_per_request_s") * batch
+        return total + costs.need("sd_base_s") + strategy.draft_depth * level
+    return total + (costs.need("sd_idle_s") if any(s.speculates for s in strategies) else 0.0)
+
+
+def optimum(small: Small) -> float:
+    """Least makespan: every split over the workers and, in each, every choice of batch and strategy, iteration by
+    iteration.
+
+    A worker may leave any request out of an iteration and take it up again without prefilling it anew, which engines
+    cannot do; so nothing that an engine can do is faster.
+    """
+    n, gain, costs = len(small.lengths), small.gain(), small.costs
+    fresh = (0.0, 0)
+    seats = costs.max_num_seqs or n
+
+    def over(request: int, generated: float) -> bool:
+        return generated >= small.lengths[request] - 1e-6
+
+    @cache
+    def left_s(state: tuple[tuple[float, int] | None, ...]) -> float:
+        """Least seconds to the end; a state is (generated, speculative iterations) per request, None when finished."""
+        todo = [i for i, at in enumerate(state) if at is not None]
+        if not todo:
+            return 0.0
+        best = float("inf")
+        for size in range(1, min(seats, len(todo)) + 1):
+            for batch in combinations(todo, size):
+                at = [(i, *(state[i] or fresh)) for i in batch]
+                context = sum(small.prompts[i] + generated for i, generated, _ in at)
+                if size > 1 and costs.kv_capacity_tokens and context + size > costs.kv_capacity_tokens + 1e-6:
+                    continue
+                prefill = costs.prefill_s(sum(small.prompts[i] for i in batch if state[i] == fresh))
+                for strategy in small.strategies:
+                    after = list(state)
+                    for i, generated, draws in at:
+                        more = round(generated + gain(i, generated, draws, strategy), 9)
+                        after[i] = None if over(i, more) else (more, draws + strategy.speculates)
+                    now = prefill + seconds(costs, small.strategies, strategy, size, context)
+                    best = min(best, now + left_s(tuple(after)))
+        return best
+
+    def worker_s(assigned: Sequence[int]) -> float:
+        return left_s(tuple(fresh if i in assigned else None for i in range(n)))
+
+    splits = product(range(small.workers), repeat=n)
+    return min(
+        max(worker_s([i for i in range(n) if split[i] == w]) for w in range(small.workers))
+        for split in splits
+        if split[0] == 0
+    )
+
+
+class Choosing(Selector):
+    """Asks `rule` for the strategy at a batch size and a count of decisions."""
+
+    def __init__(self, strategies: tuple[Strategy, ...], rule: Callable[[int, int], int]) -> None:
+        self.strategies = strategies
+        self.rule = rule
+        self.decisions = 0
+
+    def choose(self, state: StepState) -> Strategy:
+        self.decisions += 1
+        return self.strategies[self.rule(state.batch, self.decisions) % len(self.strategies)]
+
+
+@dataclass(frozen=True)
+class By:
+    """A policy whose choice follows a rule."""
+
+    strategies: tuple[Strategy, ...]
+    rule: Callable[[int, int], int]
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        return Choosing(self.strategies, self.rule)
+
+
+RULES: dict[str, Callable[[int, int], int]] = {
+    "first": lambda batch, decisions: 0,
+    "last": lambda batch, decisions: -1,
+    "deep when alone": lambda batch, decisions: batch == 1,
+    "in turn": lambda batch, decisions: decisions,
+}
+
+
+def simulated(small: Small, rule: str = "last", placement: str = "round_robin") -> tuple[float, float]:
+    """Makespan and lower bound of one simulation."""
+    result = simulate(
+        small.trace(),
+        By(small.strategies, RULES[rule]),
+        costs=small.costs,
+        acceptance=small.acceptance,
+        workers=small.workers,
+        placement=placement,
+        mode=small.mode,
+        seed=small.seed,
+    )
+    return result.makespan_s, float(result.summary["lower_bound_s"])
+
+
+def costs(**terms: float | int | None) -> LinearCosts:
+    """A cost model in which what is not named is free."""
+    free: dict[str, float | int | None] = dict.fromkeys(
+        (
+            "base_s", "per_request_s", "per_token_s", "per_context_s", "sd_base_s", "sd_idle_s", "draft_level_s",
+            "draft_level_per_request_s", "prefill_per_token_s",
+        ),
+        0.0,
+    )  # fmt: skip
+    return LinearCosts.model_validate(free | terms)
+
+
+def small(*lengths: int, workers: int = 1, prompt: int = 2, mode: str = "fluid", **terms: float | int | None) -> Small:
+    """Plain decoding of responses with equal prompts."""
+    return Small(
+        prompts=(prompt,) * len(lengths),
+        lengths=lengths,
+        costs=costs(**terms),
+        strategies=(NO_SPECULATION,),
+        workers=workers,
+        acceptance="trace",
+        mode=mode,
+    )
+
+
+@st.composite
+def smalls(draw: st.DrawFn) -> Small:
+    lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    prompts = draw(st.lists(st.integers(0, 8), min_size=len(lengths), max_size=len(lengths)))
+    return Small(
+        prompts=tuple(prompts),
+        lengths=tuple(lengths),
+        costs=costs(
+            base_s=draw(st.sampled_from([1e-3, 1e-2])),
+            per_request_s=draw(st.sampled_from([0.0, 1e-3, 1e-2])),
+            per_token_s=draw(st.sampled_from([0.0, 1e-3])),
+            per_context_s=draw(st.sampled_from([0.0, 1e-4, 1e-3])),
+            sd_base_s=draw(st.sampled_from([0.0, 5e-3])),
+            sd_idle_s=draw(st.sampled_from([0.0, 1e-3])),
+            draft_level_s=draw(st.sampled_from([0.0, 1e-3])),
+            draft_level_per_request_s=draw(st.sampled_from([0.0, 5e-4])),
+            prefill_per_token_s=draw(st.sampled_from([0.0, 1e-3])),
+            max_num_seqs=draw(st.sampled_from([None, 1, 2])),
+            kv_capacity_tokens=draw(st.sampled_from([None, 16, 24])),
+        ),
+        strategies=draw(st.sampled_from([(NO_SPECULATION,), (CHAIN,), BOTH, (SHORT, CHAIN)])),
+        workers=draw(st.integers(1, 3)),
+        acceptance=draw(st.sampled_from(["trace", "geometric:0.4", "geometric:0.9"])),
+        mode=draw(st.sampled_from(["fluid", "sampled"])),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(smalls(), st.sampled_from(list(RULES)), st.sampled_from(PLACEMENTS[:4]))
+def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small, rule: str, placement: str):
+    best = optimum(instance)
+    makespan, bound = simulated(instance, rule, placement)
+    assert bound <= best * CLOSE
+    assert best <= makespan * CLOSE
+
+
+def test_every_policy_and_placement_stays_above_the_optimum():
+    instance = Small(
+        prompts=(2, 5, 3, 1),
+        lengths=(6, 2, 4, 3),
+        costs=costs(base_s=4e-3, per_request_s=1e-3, per_context_s=1e-4, sd_base_s=2e-3, prefill_per_token_s=1e-4),
+        strategies=BOTH,
+        workers=2,
+        acceptance="trace",
+        mode="fluid",
+    )
+    best = optimum(instance)
+    found = [simulated(instance, rule, placement)[0] for rule in RULES for placement in PLACEMENTS[:4]]
+    assert best <= min(found) * CLOSE
+    assert max(found) > best * 1.05
+
+
+def test_the_search_splits_and_batches_as_a_hand_would():
+    # One iteration costs 1 s whatever its batch: 5 iterations if the longest runs throughout, on one worker or two.
+    assert optimum(small(5, 3, 2, base_s=1.0)) == 5.0
+    # With a seat for one, 5 + 3 + 2 on one worker, and 5 beside 3 + 2 on two.
+    assert optimum(small(5, 3, 2, base_s=1.0, max_num_seqs=1)) == 10.0
+    assert optimum(small(5, 3, 2, base_s=1.0, max_num_seqs=1, workers=2)) == 5.0
+    # Two seats on one worker, 4 + 4 + 4 tokens: at best both seats are full in all of 6 iterations.
+    assert optimum(small(4, 4, 4, base_s=1.0, max_num_seqs=2)) == 6.0
+
+
+def test_the_search_speculates_where_it_pays():
+    # Plain: 1 s a token. Drafting 3 with certain acceptance: 4 tokens for 2.5 s.
+    instance = Small(
+        prompts=(0,), lengths=(6,), costs=costs(base_s=1.0, sd_base_s=1.5), strategies=BOTH, workers=1,
+        acceptance="geometric:1.0", mode="fluid",
+    )  # fmt: skip
+    assert optimum(instance) == 2.5 + 1.0 + 1.0
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [
+        {"base_s": 1.0},
+        {"base_s": 1e-2, "per_request_s": 1e-3, "per_context_s": 1e-3, "prefill_per_token_s": 1e-2},
+        {"per_token_s": 1.0, "per_context_s": 1.0},
+    ],
+)
+def test_a_lone_response_meets_the_path(terms: dict[str, float]):
+    instance = small(6, **terms)
+    makespan, bound = simulated(instance)
+    assert makespan == pytest.approx(optimum(instance), rel=1e-12)
+    assert bound == pytest.approx(makespan, rel=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 12), st.integers(0, 20), st.sampled_from([(CHAIN,), BOTH, (SHORT, CHAIN)]))
+def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(
+    length: int, seed: int, strategies: tuple[Strategy, ...]
+):
+    instance = Small(
+        prompts=(3,), lengths=(length,), strategies=strategies, workers=1, acceptance="trace", mode="fluid", seed=seed,
+        costs=costs(base_s=1e-2, per_token_s=1e-3, per_context_s=1e-4, draft_level_s=2e-3, prefill_per_token_s=1e-3),
+    )  # fmt: skip
+    assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-9)
+
+
+def test_a_worker_for_each_response_meets_the_path_of_the_longest():
+    instance = small(6, 3, 2, workers=3, base_s=1e-2, per_request_s=1e-3, per_context_s=1e-4)
+    assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-6)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_equal_responses_that_fill_every_seat_meet_the_area(workers: int):
+    # Four equal responses, two seats a worker: every iteration is full and all workers end together.
+    instance = small(4, 4, 4, 4, workers=workers, base_s=1e-2, per_request_s=2e-3, max_num_seqs=2)
+    makespan, bound = simulated(instance)
+    assert makespan == pytest.approx(optimum(instance), rel=1e-12)
+    assert bound == pytest.approx(makespan, rel=1e-6)
+
+
+def test_work_that_does_not_batch_meets_the_area():
+    # Per-request cost alone: the makespan is the work of the busier worker, and these lengths split evenly.
+    instance = small(5, 4, 3, 2, workers=2, per_request_s=1e-2)
+    assert simulated(instance)[1] == pytest.approx(optimum(instance), rel=1e-6) == pytest.approx(0.07)
+
+
+def test_an_uneven_split_leaves_the_optimum_above_the_area():
+    instance = small(2, 2, 2, workers=2, per_request_s=1e-2)
+    assert optimum(instance) == pytest.approx(0.04)
+    assert simulated(instance)[1] == pytest.approx(0.03, rel=1e-6)

@@ -1,0 +1,321 @@
+"""Whole RL steps: stages in turn or on GPUs of their own, who waits for whom, and what that costs in GPU-seconds."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.costs.stages import (
+    STAGES,
+    InferenceCosts,
+    RewardCosts,
+    StageCosts,
+    SyncCosts,
+    TrainCosts,
+    end_to_end_speedup,
+)
+from tltlab.errors import ConfigError
+from tltlab.sim import simulate
+from tltlab.sim.rl_steps import RunResult, run_steps, summary
+from tltlab.sim.topology import Colocated, Pools, Separate, load_topology
+from tltlab.traces import metrics
+from tltlab.traces.lanes import lanes
+from tltlab.traces.trace import read
+
+TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
+STAGES_OF_TWO = StageCosts(
+    inference=InferenceCosts(base_s=1.0), reward=RewardCosts(base_s=0.5), train=TrainCosts(base_s=4.0),
+    sync=SyncCosts(base_s=0.25),
+)  # fmt: skip
+OVERLAP = Separate(max_staleness=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRollout:
+    """A rollout of one response per worker, each of as many tokens as its worker takes seconds (at least 1)."""
+
+    worker_end_s: list[float]
+    rl_step: int = 0
+    spot: None = None
+    finish_s: np.ndarray = field(init=False)
+    makespan_s: float = field(init=False)
+    requests: SimpleNamespace = field(init=False)
+
+    def __post_init__(self):
+        tokens = [max(1, int(end)) for end in self.worker_end_s]
+        ids = [f"p{i}" for i in range(len(tokens))]
+        rows = pd.DataFrame({"prompt_id": ids, "prompt_tokens": 0, "response_tokens": tokens})
+        requests = SimpleNamespace(rl_step=self.rl_step, policy_version=self.rl_step, response_tokens=tokens, rows=rows)
+        object.__setattr__(self, "finish_s", np.array(self.worker_end_s))
+        object.__setattr__(self, "makespan_s", max(self.worker_end_s, default=0.0))
+        object.__setattr__(self, "requests", requests)
+
+
+def rollouts(*ends: list[float]) -> SimpleNamespace:
+    return SimpleNamespace(rollouts=[FakeRollout(worker_end_s=e, rl_step=k) for k, e in enumerate(ends)], trace=None)
+
+
+def gpu_s(result: RunResult, stage: str) -> tuple[float, float]:
+    row = result.gpu_s.set_index("stage").loc[stage]
+    return float(row["held_gpu_s"]), float(row["idle_gpu_s"])
+
+
+def test_colocated_stages_follow_each_other():
+    result = run_steps(rollouts([10.0, 6.0], [8.0, 8.0]), STAGES_OF_TWO)
+    assert result.steps["step_s"].tolist() == [15.75, 13.75]
+    assert result.steps["t_start"].tolist() == [0.0, 15.75]
+    assert result.rollout_share == pytest.approx(18 / 29.5)
+    trainer = result.spans[result.spans["rl_step"] == 0]
+    assert trainer["kind"].tolist() == ["reward", "inference", "train", "weight_sync"]
+    assert trainer["t_start"].tolist() == [10.0, 10.5, 11.5, 15.5]
+
+
+def test_colocated_gpus_idle_in_the_bubble_and_while_rewards_are_graded():
+    result = run_steps(rollouts([10.0, 6.0]), STAGES_OF_TWO, topology=Colocated(gpus_per_worker=4))
+    assert result.num_gpus == 8
+    assert gpu_s(result, "rollout") == (80.0, 16.0)
+    assert gpu_s(result, "reward") == (4.0, 4.0)
+    assert gpu_s(result, "train") == (32.0, 0.0)
+    assert result.idle_gpu_fraction == pytest.approx(20 / (8 * 15.75))
+
+
+def test_an_engine_that_sleeps_and_wakes_lengthens_the_sync():
+    costs = STAGES_OF_TWO.model_copy(update={"sleep_s": 1.0, "wake_s": 2.0})
+    result = run_steps(rollouts([10.0]), costs)
+    assert result.steps["sync_s"].tolist() == [3.25]
+    assert result.spans["detail"].fillna("").tolist() == ["engine sleeps", "", "", "", "", "engine wakes"]
+    assert run_steps(rollouts([10.0]), costs, topology=Separate()).steps["sync_s"].tolist() == [0.25]
+
+
+def test_separate_gpus_wait_for_each_other():
+    result = run_steps(rollouts([10.0, 6.0], [8.0, 8.0]), STAGES_OF_TWO, topology=Separate(train_gpus=3))
+    assert result.steps["step_s"].tolist() == [15.75, 13.75]
+    assert result.num_gpus == 5
+    # The engines wait 5.5 s for the trainer in each RL step, the trainer 10 s and 8 s for the engines.
+    assert gpu_s(result, "waiting") == pytest.approx((2 * 11 + 3 * 18, 2 * 11 + 3 * 18))
+    first = result.spans[result.spans["rl_step"] == 0]
+    worker = first[first["lane"] == "worker 1"]
+    assert list(zip(worker["kind"], worker["t_start"], worker["duration"], strict=True)) == [
+        ("idle", 10.0, 5.5),
+        ("weight_sync", 15.5, 0.25),
+    ]
+    assert first[first["lane"] == "trainer"]["kind"].tolist()[0] == "idle"
+
+
+def test_one_step_off_rolls_out_during_training():
+    result = run_steps(rollouts([10.0], [8.0], [3.0]), STAGES_OF_TWO, topology=OVERLAP)
+    # Rollouts start at 0, 10 and 18.25; the trainer works 10-15.5 and syncs at 18, works 18.25-23.75, 24-29.5.
+    assert result.steps["t_start"].tolist() == [0.0, 10.0, 18.25]
+    assert result.steps["step_s"].cumsum().tolist() == [18.25, 24.0, 29.75]
+    assert result.steps["policy_version"].tolist() == [0, 0, 1]
+    assert result.run_s == 29.75
+
+
+def test_the_graders_may_work_during_the_rollout():
+    after = STAGES_OF_TWO.model_copy(update={"reward": RewardCosts(per_response_s=3.0)})
+    overlapped = STAGES_OF_TWO.model_copy(update={"reward": RewardCosts(per_response_s=3.0, when="overlapped")})
+    simulated = rollouts([10.0, 2.0])
+    assert run_steps(simulated, after).steps["reward_s"].tolist() == [6.0]
+    assert run_steps(simulated, overlapped).steps["reward_s"].tolist() == [3.0]
+
+
+def test_updates_are_counted():
+    costs = StageCosts(train=TrainCosts(per_update_s=2.0))
+    assert run_steps(rollouts([1.0]), costs, num_updates=8).steps["train_s"].tolist() == [16.0]
+
+
+def test_a_faster_rollout_speeds_up_the_step_by_its_share():
+    stages = StageCosts(train=TrainCosts(base_s=15.0))
+    slow, fast = run_steps(rollouts([85.0]), stages), run_steps(rollouts([85.0 / 2.44]), stages)
+    assert slow.rollout_share == 0.85
+    assert slow.step_s / fast.step_s == pytest.approx(end_to_end_speedup(0.85, 2.44))
+
+
+seconds = st.floats(0.01, 50)
+runs = st.integers(1, 3).flatmap(
+    lambda workers: st.lists(st.lists(seconds, min_size=workers, max_size=workers), min_size=1, max_size=6)
+)
+costs = st.builds(
+    lambda inference, reward, train, per_token, sync: StageCosts(
+        inference=InferenceCosts(base_s=inference),
+        reward=RewardCosts(per_response_s=reward),
+        train=TrainCosts(base_s=train, per_token_s=per_token),
+        sync=SyncCosts(base_s=sync),
+    ),
+    *(st.floats(0, 20) for _ in range(3)), st.floats(0, 1), st.floats(0, 5),
+)  # fmt: skip
+topologies = st.sampled_from([Colocated(), Separate(), OVERLAP])
+
+
+@given(runs, costs)
+def test_a_colocated_step_is_the_sum_of_its_stages(ends, stages):
+    steps = run_steps(rollouts(*ends), stages).steps
+    assert steps["step_s"].to_numpy() == pytest.approx(steps[["rollout_s", *STAGES]].sum(axis=1).to_numpy())
+
+
+@given(runs, costs, topologies)
+def test_an_rl_step_takes_at_least_as_long_as_each_of_its_stages(ends, stages, topology):
+    steps = run_steps(rollouts(*ends), stages, topology=topology).steps
+    longest = steps[["rollout_s", *STAGES]].max(axis=1)
+    assert (steps["latency_s"] >= longest * (1 - 1e-9)).all()
+    if topology.max_staleness == 0:
+        assert (steps["step_s"] >= longest * (1 - 1e-9)).all()
+
+
+@given(runs, costs)
+def test_overlap_is_the_closed_form_and_never_slower_than_waiting(ends, stages):
+    result = run_steps(rollouts(*ends), stages, topology=OVERLAP)
+    steps = result.steps
+    rollout, sync = steps["rollout_s"].to_numpy(), steps["sync_s"].to_numpy()
+    train = steps[["inference_s", "reward_s", "train_s"]].sum(axis=1).to_numpy()
+    expected = rollout[0] + np.maximum(rollout[1:], train[:-1]).sum() + train[-1] + sync.sum()
+    assert result.run_s == pytest.approx(expected)
+    assert result.run_s <= run_steps(rollouts(*ends), stages, topology=Separate()).run_s * (1 + 1e-9)
+
+
+@given(runs, costs, topologies)
+def test_a_run_is_never_shorter_than_the_work_of_either_side(ends, stages, topology):
+    result = run_steps(rollouts(*ends), stages, topology=topology)
+    total = result.steps[["rollout_s", *STAGES]].sum()
+    trained_s = total["inference_s"] + total["reward_s"] + total["train_s"]
+    assert result.run_s >= (max(total["rollout_s"], trained_s) + total["sync_s"]) * (1 - 1e-9)
+
+
+@given(runs, costs, topologies)
+def test_every_gpu_second_is_accounted_for(ends, stages, topology):
+    result = run_steps(rollouts(*ends), stages, topology=topology)
+    assert result.gpu_s["held_gpu_s"].sum() == pytest.approx(result.num_gpus * result.run_s)
+    assert (result.gpu_s["idle_gpu_s"] <= result.gpu_s["held_gpu_s"] * (1 + 1e-9)).all()
+    assert 0 <= result.idle_gpu_fraction <= 1
+
+
+@given(runs, costs, topologies)
+def test_weights_are_never_staler_than_allowed(ends, stages, topology):
+    steps = run_steps(rollouts(*ends), stages, topology=topology).steps
+    lag = np.arange(len(steps)) - steps["policy_version"].to_numpy()
+    assert lag.min() >= 0
+    assert lag.max() <= topology.max_staleness
+
+
+@given(runs, costs, topologies)
+def test_lanes_are_busy_or_idle_and_never_two_things(ends, stages, topology):
+    result = run_steps(rollouts(*ends), stages, topology=topology)
+    start = result.steps.set_index("rl_step")["t_start"]
+    assert (result.spans["t_start"] >= 0).all()
+    for _, rows in result.spans.groupby("lane"):
+        at = (rows["t_start"] + rows["rl_step"].map(start)).to_numpy()
+        duration = rows["duration"].to_numpy()
+        order = np.lexsort((duration, at.round(9)))
+        assert (np.diff(at[order]) >= duration[order][:-1] - 1e-8).all()
+    if not isinstance(topology, Colocated):
+        trainer = result.spans[result.spans["lane"] == "trainer"]
+        assert trainer["duration"].sum() == pytest.approx(result.run_s)
+
+
+@given(runs, costs, topologies)
+def test_the_same_run_gives_the_same_result(ends, stages, topology):
+    first, again = (run_steps(rollouts(*ends), stages, topology=topology) for _ in range(2))
+    pd.testing.assert_frame_equal(first.steps, again.steps, check_exact=True)
+    pd.testing.assert_frame_equal(first.spans, again.spans, check_exact=True)
+
+
+@pytest.mark.parametrize("topology", [Colocated(), Separate(), OVERLAP])
+def test_a_simulation_becomes_a_trace_with_stages(topology):
+    simulated = simulate(read(TINY), "none")
+    result = run_steps(simulated, STAGES_OF_TWO, topology=topology)
+    trace = result.trace
+    assert trace.manifest.kind == "simulated"
+    assert topology.name in trace.manifest.notes
+    assert trace.steps["train_s"].tolist() == [4.0] * 4
+    assert trace.steps["t_start"].tolist() == result.steps["t_start"].tolist()
+    assert metrics.bubble_fraction(trace) == pytest.approx(metrics.bubble_fraction(simulated.trace))
+    drawn = lanes(trace, "all")
+    assert {"inference", "reward", "train", "weight_sync"} <= set(drawn.loc[drawn["lane"] == "trainer", "kind"])
+    assert drawn["end_s"].max() == pytest.approx(result.run_s)
+
+
+def test_a_stale_rollout_says_so_in_the_workload():
+    trace = run_steps(simulate(read(TINY), "none"), STAGES_OF_TWO, topology=OVERLAP).trace
+    assert trace.workload.groupby("rl_step")["policy_version"].first().tolist() == [0, 0, 1, 2]
+
+
+def test_the_summary_has_the_keys_of_the_command_line():
+    found = summary(run_steps(rollouts([10.0, 6.0]), STAGES_OF_TWO))
+    assert found == {
+        "step_s": 15.75,
+        "rollout_share": pytest.approx(10 / 15.75),
+        "stages": {"rollout_s": 10.0, "inference_s": 1.0, "reward_s": 0.5, "train_s": 4.0, "sync_s": 0.25},
+        "topology": "colocated",
+        "num_gpus": 2,
+        "idle_gpu_fraction": pytest.approx(5 / 31.5),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoLate:
+    """Another topology is one class: here engines that may be two updates behind."""
+
+    name: str = "two late"
+    max_staleness: int = 2
+
+    def pools(self, num_workers, stages):
+        return Pools(rollout_gpus=num_workers, train_gpus=1, shared=False)
+
+
+def test_a_topology_of_ones_own():
+    result = run_steps(rollouts(*[[4.0]] * 6), STAGES_OF_TWO, topology=TwoLate())
+    assert (np.arange(6) - result.steps["policy_version"]).max() == 2
+    assert result.num_gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("simulated", "message"),
+    [(rollouts(), "no rollout"), (rollouts([]), "no workers")],
+)
+def test_a_run_without_rollouts_or_workers_is_refused(simulated, message):
+    with pytest.raises(ConfigError, match=message):
+        run_steps(simulated, STAGES_OF_TWO)
+
+
+def test_an_rl_step_without_responses_is_refused():
+    simulated = rollouts([1.0])
+    simulated.rollouts[0].requests.rows = simulated.rollouts[0].requests.rows.iloc[:0]
+    with pytest.raises(ConfigError, match="without responses"):
+        run_steps(simulated, STAGES_OF_TWO)
+
+
+def test_a_stage_of_unknown_cost_is_named():
+    with pytest.raises(ConfigError, match="do not know reward"):
+        run_steps(rollouts([1.0]), STAGES_OF_TWO.model_copy(update={"reward": None}))
+
+
+@pytest.mark.parametrize("topology", [Colocated(gpus_per_worker=3), Separate(train_gpus=4)])
+def test_costs_for_other_gpus_are_refused(topology):
+    with pytest.raises(ConfigError, match="for 8 GPUs"):
+        run_steps(rollouts([1.0]), StageCosts(num_gpus=8), topology=topology)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("separate", {"max_staleness": 2}, "max_staleness 2"),
+        ("separate", {"train_gpus": 0}, "train_gpus"),
+        ("separate", {"gpus_per_worker": 0}, "gpus_per_worker"),
+        ("colocated", {"gpus_per_worker": 0}, "gpus_per_worker"),
+        ("colocated", {"max_staleness": 1}, "separate"),
+        ("hybrid", {}, "hybrid"),
+    ],
+)
+def test_impossible_topologies_are_refused(name, wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        load_topology(name, **wrong)
+
+
+def test_topologies_by_name():
+    assert load_topology("colocated", gpus_per_worker=2) == Colocated(gpus_per_worker=2)
+    assert load_topology("separate", train_gpus=4, max_staleness=1) == Separate(train_gpus=4, max_staleness=1)

@@ -1,0 +1,344 @@
+"""Tuning a policy in simulation: what wins, on what it is judged, and when it says that tuning is not worth it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tltlab.acceptance.load import GeometricAcceptance, load_acceptance
+from tltlab.bench.simulator import COSTS
+from tltlab.cli.app import main
+from tltlab.costs.load import load_costs
+from tltlab.costs.noise import IterationNoise
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
+from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.sim import Scenario, simulate
+from tltlab.sim.engine.oracle import Expected, OraclePolicy
+from tltlab.sim.tuning.cases import Case, Cases
+from tltlab.sim.tuning.misspecification import OffAcceptance, OffCosts, corners
+from tltlab.sim.tuning.search import GraphMemory, Prices
+from tltlab.sim.tuning.tune import TuneResult, tune
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace, read
+
+TINY = "traces/tiny"
+TRACE = log_normal(prompts=4, group_size=4, rl_steps=4, median=80, cap=400, workers=2)
+NOISE = IterationNoise(ratios=(0.7, 0.9, 1.0, 1.4))
+CPU = load_costs("traces/subset-sum-small/costs.json").model_copy(update={"noise": NOISE})
+SMALL: dict[str, Any] = {"costs": CPU, "acceptance": "geometric:0.7", "trials": 2, "repeats": 2, "depths": (1, 4)}
+CROWDED = COSTS.model_copy(update={"per_token_s": 2e-3, "noise": NOISE})
+
+
+@pytest.fixture(scope="module")
+def tuned() -> TuneResult:
+    return tune(TRACE, **SMALL)
+
+
+def test_it_tunes_on_every_other_step_and_judges_on_the_rest(tuned: TuneResult):
+    assert tuned.tuned_on == ((0, 2),)
+    assert tuned.judged_on == ((1, 3),)
+    rows = {row.name: row for row in tuned.candidates}
+    assert {"none", "tuned beg-mab"} <= set(rows)
+    assert [row.makespan_s for row in tuned.candidates] == sorted(row.makespan_s for row in tuned.candidates)
+    alone = [
+        simulate(TRACE, "none", costs=CPU, acceptance="geometric:0.7", mode="sampled", seed=20_000 + k, rl_steps=[1, 3])
+        for k in range(2)
+    ]
+    assert rows["none"].makespan_s == pytest.approx(np.mean([result.makespan_s for result in alone]))
+
+
+def test_the_table_is_as_good_as_the_best_of_all_tables_on_fluid_simulation():
+    """Against every table of two rows over the same strategies, simulated, on one worker."""
+    one = log_normal(prompts=4, group_size=4, rl_steps=2, median=80, cap=400, workers=1)
+    options = {"costs": CROWDED, "acceptance": "geometric:0.8"}
+    scenario = Scenario.of(one, rl_steps=[0], **options)
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 1), Strategy.chain("ngram", 4))
+    every = [
+        Policy(selector=TableSpec(rows=(TableRow(min_batch=1, strategy=a), TableRow(min_batch=border, strategy=b))))
+        for a, b in itertools.permutations(strategies, 2)
+        for border in range(2, 17)
+    ]
+    best = min(np.mean([r.makespan_s for r in scenario.rollouts(policy)]) for policy in every)
+    searched = tune(one, **SMALL | options | {"trials": 0}, max_buckets=2).searched
+    ours = min(score for name, score in searched.items() if name.startswith("table"))
+    # Exact for expected seconds; in a rollout requests finish within whole iterations.
+    assert ours == pytest.approx(best, rel=1e-2)
+
+
+def test_nothing_on_average_beats_the_oracle_by_more_than_luck(tuned: TuneResult):
+    assert all(row.regret > -0.01 for row in tuned.candidates)
+    assert tuned.bound_s < tuned.oracle_s < next(row for row in tuned.candidates if row.name == "none").makespan_s
+
+
+def test_the_oracle_picks_the_least_seconds_per_token_at_every_batch_and_context():
+    scenario = Scenario.of(read("traces/subset-sum-small"), rl_steps=[0])
+    strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
+    oracle, known = OraclePolicy(scenario, strategies), Expected(scenario, strategies)
+    for rollout in scenario.rollouts(oracle):
+        for c in (log.columns for log in rollout.logs):
+            for regime, batch, context in zip(c.regime, c.batch.tolist(), c.context_tokens.tolist(), strict=True):
+                prices = [known.seconds_per_token(s, batch, context) for s in known.strategies]
+                assert known.seconds_per_token(regime.strategy, batch, context) == pytest.approx(min(prices))
+
+
+def test_the_oracle_of_one_request_is_the_best_fixed_strategy():
+    one = log_normal(prompts=1, group_size=1, rl_steps=2, median=400, cap=900, workers=1)
+    strategies = [Strategy.chain("ngram", depth) for depth in (1, 2, 4, 8)]
+    scenario = Scenario.of(one, costs=COSTS, acceptance="geometric:0.6")
+    oracle = np.mean([r.makespan_s for r in scenario.rollouts(OraclePolicy(scenario, strategies))])
+    fixed = [
+        simulate(one, Policy.model_validate({"selector": {"kind": "fixed", "strategy": s}}), costs=COSTS,
+                 acceptance="geometric:0.6").makespan_s
+        for s in strategies
+    ]  # fmt: skip
+    assert oracle == pytest.approx(min(fixed))
+
+
+def test_where_speculation_never_pays_it_says_so_and_writes_the_simplest_policy():
+    found = tune(TRACE, **SMALL | {"acceptance": "geometric:0.02"})
+    assert not found.worth_it
+    assert found.name == "none"
+    assert found.verdict.startswith("not worth it")
+    assert found.policy.selector.kind == "none"
+
+
+def test_where_one_depth_is_right_at_every_batch_the_fixed_arm_is_taken():
+    found = tune(TRACE, **SMALL | {"acceptance": "constant:2", "costs": COSTS})
+    assert not found.worth_it
+    assert found.policy.selector.kind == "fixed"
+
+
+def test_where_the_batch_decides_tuning_is_worth_it():
+    one = log_normal(prompts=8, group_size=4, rl_steps=12, median=80, cap=600, workers=1)
+    found = tune(one, **SMALL | {"acceptance": "geometric:0.8", "costs": CROWDED, "trials": 0})
+    assert found.worth_it
+    assert found.policy.provenance["interval"][1] < 1.0
+    assert found.policy.selector.kind == "table" or found.policy.activation is not None
+
+
+def test_a_gain_that_two_held_out_steps_share_by_luck_is_not_praised():
+    """Two ratios below 1 are what a bootstrap of two steps always lies between."""
+    found = tune(read(TINY), trials=0, repeats=1)
+    assert found.judged_on == ((1, 3),)
+    table = next(row for row in found.candidates if row.kind == "table")
+    assert table.ratio < 1.0
+    assert table.ratio_high is not None
+    assert table.ratio_high > 1.0
+    assert not found.worth_it
+    assert found.policy.selector.kind == "fixed"
+
+
+@pytest.mark.parametrize("num_steps", [2, 4, 8])
+@pytest.mark.parametrize("robust", [False, True])
+def test_intervals_from_few_rl_steps_hold_the_truth_as_often_as_they_say(num_steps: int, robust: bool):
+    scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7")
+    cases = Cases(cases=(Case(name="t", trace=0, scenario=scenario),), robust=robust)
+    rng = np.random.default_rng(0)
+    held = 0
+    for _ in range(1000):
+        level = np.exp(0.3 * rng.standard_normal(num_steps))
+        own, other = ([level * np.exp(0.1 * rng.standard_normal(num_steps))] for _ in range(2))
+        found = cases.ratio(own, other, [level], seed=0)
+        held += found.low <= 1.0 <= found.high
+    assert 0.925 <= held / 1000 <= 0.975
+
+
+def test_a_worst_case_of_one_held_out_step_has_no_interval():
+    scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7")
+    cases = Cases(cases=tuple(Case(name=str(i), trace=i, scenario=scenario) for i in range(2)), robust=True)
+    plain = [np.ones(1), np.ones(12)]
+    found = cases.ratio([np.full(1, 0.8), np.full(12, 0.5)], [np.full(1, 0.9), np.full(12, 0.5)], plain, seed=0)
+    assert found.estimate == pytest.approx(0.8 / 0.9)
+    assert np.isnan(found.low)
+
+
+def test_one_held_out_step_gives_no_interval_and_no_praise():
+    found = tune(TRACE, **SMALL, judge_steps=[3])
+    assert not found.worth_it
+    assert "one RL step" in found.verdict
+    assert all(row.ratio_low is None for row in found.candidates)
+    json.dumps(found.json(), allow_nan=False)
+
+
+def test_the_result_does_not_depend_on_processes_and_repeats_itself(tuned: TuneResult):
+    again = tune(TRACE, **SMALL, jobs=2)
+    assert again.json() | {"wall_s": 0} == tuned.json() | {"wall_s": 0}
+
+
+def test_the_shipped_settings_are_tried_first():
+    found = tune(TRACE, **SMALL | {"trials": 1})
+    settings = found.trials[0].settings
+    assert (settings["epsilon"], settings["window"], settings["reward"]) == (0.1, 300, "relative")
+    assert found.policy.provenance["trials"] == 1
+
+
+def test_without_noise_never_exploring_wins_and_with_it_a_bandit_must_explore():
+    """One request: within the bucket nothing changes, so a first look without noise tells all."""
+    one = log_normal(prompts=1, group_size=1, rl_steps=3, median=500, cap=700, workers=1)
+    arms = (Strategy.chain("ngram", 1), Strategy.chain("ngram", 2), Strategy.chain("ngram", 4))
+    costs = COSTS.model_copy(update={"per_context_s": 0.0})
+    loud = costs.model_copy(update={"noise": IterationNoise(ratios=(0.4, 0.5, 0.6, 2.5))})
+
+    def makespan(epsilon: float, **options: Any) -> float:
+        selector = BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), epsilon=epsilon, window=100)
+        policy = Policy(selector=selector)
+        runs = [simulate(one, policy, acceptance="constant:1.9", seed=k, **options).makespan_s for k in range(6)]
+        return float(np.mean(runs))
+
+    quiet = {e: makespan(e, costs=costs, mode="fluid") for e in (0.0, 0.05, 0.2)}
+    noisy = {e: makespan(e, costs=loud, mode="sampled") for e in (0.0, 0.05, 0.2)}
+    assert min(quiet, key=quiet.__getitem__) == 0.0
+    assert min(noisy, key=noisy.__getitem__) > 0.0
+
+
+def test_graph_memory_is_a_cap_on_every_policy():
+    pool = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
+    options = SMALL | {"drafters": ["learned"], "trials": 2}
+    free = tune(TRACE, **options)
+    plain = pool.memory_bytes(plan_for(load_policy("none"), 16, sglang_sizes(16)))
+    room = GraphMemory(pool=pool, cap_bytes=1.5 * plain, max_batch=16, sizes=sglang_sizes(16))
+    capped = tune(TRACE, **options, graphs=room)
+    assert not room.holds(free.policy)
+    assert room.holds(capped.policy)
+    assert all(room.holds(trial.policy) for trial in capped.trials)
+    with pytest.raises(ConfigError, match="fit"):
+        tune(TRACE, **options, graphs=replace(room, cap_bytes=1.0))
+
+
+def test_batches_above_the_largest_captured_one_count_for_the_last_row():
+    """Speculation pays at batches 1 to 4 and not at 16, where nearly all the time goes: the last row is for those."""
+    few, many = Strategy.chain("ngram", 4), NO_SPECULATION
+    seconds = {
+        (s, b): float((b > 4) == (s == few)) * (9.0 if b > 4 else 1.0) + 1.0 for s in (few, many) for b in range(1, 17)
+    }
+    prices = Prices(strategies=(many, few), seconds=seconds, max_batch=16)
+    pool = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=2**20)
+    room = GraphMemory(pool=pool, cap_bytes=2**40, max_batch=8, sizes=sglang_sizes(8))
+    assert [(row.min_batch, row.strategy) for row in prices.table(4, room).rows] == [(1, few), (5, many)]
+    low = replace(room, max_batch=2, sizes=sglang_sizes(2))
+    assert [(row.min_batch, row.strategy) for row in prices.table(4, low).rows] == [(1, few), (2, many)]
+
+
+def test_robust_tuning_minimises_the_worst_case():
+    found = tune(TRACE, **SMALL | {"trials": 0}, robust=True, cost_error=0.3)
+    assert len(found.policy.provenance["cases"]) == 5
+    best = min(found.searched, key=found.searched.__getitem__)
+    case = Case(name="t", trace=0, scenario=Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7", rl_steps=[0, 2]))
+    worst = []
+    for one in [case, *case.off_by(0.3)]:
+        pair = {"none": load_policy("none"), "fixed": Policy.model_validate(
+            {"selector": {"kind": "fixed", "strategy": Strategy.chain("ngram", 4)}})}  # fmt: skip
+        made = Cases(cases=(one,), robust=False).makespans(pair, mode="fluid", seeds=[0])
+        worst.append(made["fixed"][0].sum() / made["none"][0].sum())
+    assert found.searched["fixed ngram:4"] == pytest.approx(max(worst))
+    assert found.searched[best] <= max(worst)
+    assert found.searched["none"] == pytest.approx(1.0)
+
+
+def test_costs_that_are_off_are_off_by_what_was_said():
+    strategy = Strategy.chain("ngram", 4)
+    off = OffCosts.of(CPU, plain=0.8, speculative=1.2)
+    assert off.iteration(strategy).seconds(3, 900) == pytest.approx(1.2 * CPU.iteration(strategy).seconds(3, 900))
+    assert off.iteration(NO_SPECULATION).seconds(3, 900) == pytest.approx(
+        0.8 * CPU.iteration(NO_SPECULATION).seconds(3, 900)
+    )
+    assert off.noise == CPU.noise
+    known = GeometricAcceptance(alpha=0.6)
+    for factor in (0.8, 1.2):
+        accepted = OffAcceptance(model=known, factor=factor).tokens_per_iteration(strategy) - 1.0
+        assert accepted == pytest.approx(factor * (known.tokens_per_iteration(strategy) - 1.0))
+    full = OffAcceptance(model=GeometricAcceptance(alpha=0.95), factor=2.0)
+    assert full.tokens_per_iteration(strategy) == pytest.approx(5.0)
+    assert len(corners(0.2)) == 4
+
+
+def test_several_traces_count_together():
+    other = log_normal(prompts=4, group_size=4, rl_steps=2, median=300, cap=900, workers=2)
+    found = tune([TRACE, other], **SMALL | {"trials": 0})
+    assert found.tuned_on == ((0, 2), (0,))
+    assert len(found.policy.provenance["trace"]) == 2
+
+
+def test_prices_weigh_batches_by_the_time_spent_at_them():
+    scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7", rl_steps=[0])
+    case = Case(name="t", trace=0, scenario=scenario)
+    plain = scenario.rollouts(load_policy("none"))[0]
+    decoding = sum(float(log.columns.seconds.sum()) for log in plain.logs)
+    prices = Prices.of([case], [])
+    assert sum(prices.seconds[NO_SPECULATION, b] for b in range(1, prices.max_batch + 1)) == pytest.approx(
+        decoding, rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("trace", "options", "what"),
+    [
+        (log_normal(prompts=2, group_size=2, rl_steps=1, median=90, cap=200, workers=1), {}, "at least two"),
+        (TRACE, {"depths": [-1]}, "depths"),
+        (TRACE, {"depths": [0]}, "no depth above 0"),
+        (TRACE, {"drafters": []}, "no drafter given"),
+        (TRACE, {"robust": True, "cost_error": float("nan")}, "between 0 and 1"),
+        (TRACE, {"robust": True, "cost_error": 1.0}, "between 0 and 1"),
+        (TRACE, {"acceptance": None}, "acceptance"),
+        (TRACE, {"judge_steps": [0, 1, 2, 3]}, "leaves 0 to tune on"),
+        (TRACE, {"cost_error": 0.2}, "--robust"),
+        (TRACE, {"robust": True}, "more than one case"),
+        (TRACE, {"trials": -1}, "trials"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_with_a_sentence(trace: Trace, options: dict[str, Any], what: str):
+    with pytest.raises(ConfigError, match=what):
+        tune(trace, **SMALL | options)
+
+
+def test_depths_that_acceptance_does_not_cover_are_left_out_with_a_note():
+    fitted = load_acceptance("traces/tiny/acceptance.json")
+    found = tune(TRACE, **SMALL | {"acceptance": fitted, "depths": (4, 64), "trials": 0})
+    assert any("ngram:64 is left out" in note for note in found.notes)
+    assert not any("ngram:64" in name for name in found.searched)
+    assert "fixed ngram:4" in found.searched
+
+
+def _run(*words: str) -> int:
+    with pytest.raises(SystemExit) as done:
+        main(["tune", *words])
+    return int(done.value.code or 0)
+
+
+def test_the_command_writes_a_policy_that_the_simulator_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "policy.json"
+    assert _run(TINY, "--out", str(out), "--trials", "2", "--repeats", "1", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {"policy", "name", "worth_it", "verdict", "candidates", "buckets", "tuned_on", "judged_on", "trials",
+            "wall_s"} <= set(told)  # fmt: skip
+    assert {"name", "makespan_s", "ratio", "ratio_low", "ratio_high", "regret", "regret_to_bound"} <= set(
+        told["candidates"][0]
+    )
+    policy = load_policy(out)
+    assert policy.provenance["verdict"] == told["verdict"]
+    assert simulate(read(TINY), out, placement="recorded").makespan_s > 0
+
+
+def test_the_command_refuses_before_it_works(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert _run(TINY, "--out", str(tmp_path)) == 2
+    assert "it is a folder" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert _run(TINY, "--out", str(tmp_path / "file" / "policy.json")) == 2
+    assert "tuning on" not in capsys.readouterr().err
+    assert _run(TINY, "--out", str(tmp_path / "p.json"), "--depths", "deep") == 2
+    assert _run(TINY, "--out", str(tmp_path / "p.json"), "--graph-memory", "4") == 2
+    assert not (tmp_path / "p.json").exists()
+    capsys.readouterr()
+    assert _run(TINY, "--out", str(tmp_path / "new" / "p.json"), "--judge", "9") == 2
+    assert "--judge 9" in capsys.readouterr().err
+    assert _run(TINY, "--out", str(tmp_path / "p.json"), "--graph-memory", "nan", "--graph-pool", "pool.json") == 2
+    assert "--graph-memory" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()

@@ -1,0 +1,198 @@
+"""`verify` on a run that trains its drafter: updates, idle time used, and acceptance by the drafter's state."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from tltlab.acceptance.load import FreshAcceptance, Freshness, GeometricAcceptance
+from tltlab.bench.simulator import COSTS
+from tltlab.cli.verify import verify as command
+from tltlab.coordination.progress import SpotTraining
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.sim import simulate
+from tltlab.sim.verification.idle_training import SpotRun
+from tltlab.sim.verification.rollouts import text, verify
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import Trace, read
+
+from ...spot_rows import frame, spot_rows
+
+CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 3)))
+QUICK = SpotTraining(
+    padded_samples_per_s=400, packed=False, samples_per_update=4, sample_tokens=100, scaling_efficiency=0.5,
+    start_s=0.05, join_s=0.02, checkpoint_every=10, checkpoint_s=0.005,
+)  # fmt: skip
+"""An update of one worker takes 10 ms; the rollouts below leave workers idle for a second or more."""
+FADES = Freshness(untrained=0.5, updates_to_train=60.0, floor=0.3, age_steps=6.0)
+WORKERS, STEPS, DEPTH = 4, 6, 3
+TRAINED = tuple(step % 3 != 2 for step in range(STEPS))
+"""The schedule leaves out every third RL step."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A RUN whose rollouts are simulations with the drafter's true state, each followed by planted training rows."""
+    out = tmp_path_factory.mktemp("run")
+    source = log_normal(prompts=8, group_size=4, rl_steps=STEPS, median=250, sigma=0.8, cap=1500, workers=WORKERS)
+    truth = FreshAcceptance(base=GeometricAcceptance(alpha=0.8), freshness=FADES)
+    rng = np.random.default_rng(0)
+    tables: dict[str, list] = {}
+    steps, training, acceptance = [], [], []
+    age, updates = 0, 0
+    published: list[tuple[int, int]] = [(0, 0)]
+    for step in source.rl_steps:
+        level = FADES.level(age, updates)
+        made = simulate(
+            source.select([step]),
+            CHAIN,
+            costs=COSTS,
+            acceptance=GeometricAcceptance(alpha=0.8 * level),
+            mode="sampled",
+            seed=step,
+            record_iterations=True,
+        ).trace
+        for name in ("workload", "outcomes", "steps", "spans", "iterations"):
+            tables.setdefault(name, []).append(made.table(name))
+        steps.append({"rl_step": step, "drafter_age": age, "drafter_updates": updates})
+        for response in made.outcomes.head(12).itertuples():
+            for since, done in published[-3:]:
+                chance = truth.base.alpha * FADES.level(step - since, done)
+                kept = np.minimum(rng.geometric(1 - chance, int(response.response_tokens)) - 1, DEPTH)
+                acceptance.append(
+                    {
+                        "rl_step": step, "prompt_id": response.prompt_id, "sample": response.sample, "turn": 0,
+                        "drafter": "learned", "drafter_age": step - since, "drafter_updates": done, "max_depth": DEPTH,
+                        "accept_if_drafted": kept.tolist(),
+                    }
+                )  # fmt: skip
+        assert made.iterations is not None
+        ends = (made.iterations["t_start"] + made.iterations["duration"]).groupby(made.iterations["worker"]).max()
+        rows = spot_rows(QUICK, step, ends.tolist(), float(ends.max()), rng, noise=0.1) if TRAINED[step] else []
+        training += rows
+        gained = max((row["updates"] for row in rows), default=0)
+        age, updates = (0 if gained else age + 1), updates + gained
+        if gained:
+            published.append((step + 1, updates))
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    known = joined["steps"].drop(columns=["drafter_age", "drafter_updates"]).merge(pd.DataFrame(steps), on="rl_step")
+    manifest = source.manifest.model_copy(update={"kind": "recorded"})
+    Trace.from_tables(
+        manifest,
+        joined
+        | {"steps": known.assign(policy="chain"), "acceptance": pd.DataFrame(acceptance)}
+        | {"spot_training": frame(training)},
+    ).write(out / "trace")
+    policies = [{"rl_step": 0, "name": "chain", "policy": CHAIN.model_dump(mode="json")}]
+    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
+    return out
+
+
+@pytest.fixture(scope="module")
+def found(run: Path):
+    return verify(run, samples=3)
+
+
+def test_updates_and_idle_time_used_are_predicted_from_the_other_steps(found):
+    rows = found.rows.set_index("rl_step")
+    trained = rows[list(TRAINED)]
+    assert (trained["updates"] > 20).all()
+    assert found.spot_median_error < 0.1
+    assert (trained["predicted_used_share"] - trained["used_share"]).abs().max() < 0.1
+    assert trained["used_share"].between(0.3, 1.0).all()
+
+
+def test_steps_without_training_are_recorded_as_such_and_not_predicted(found):
+    rest = found.rows[[not trained for trained in TRAINED]]
+    assert (rest["updates"] == 0).all()
+    assert rest["predicted_updates"].isna().all()
+
+
+def test_the_figures_are_in_the_json_and_in_the_text(run: Path, found, capsys: pytest.CaptureFixture[str]):
+    told = found.json()
+    assert told["spot_median_error"] == found.spot_median_error
+    assert told["steps"][2]["predicted_updates"] is None
+    assert {"updates", "predicted_updates", "used_share", "predicted_used_share"} <= told["steps"][0].keys()
+    assert "drafter updates on steps not fitted on: median error" in text(found)
+    assert "idle time used" in text(found)
+    command(run, rl_steps="1", samples=1, as_json=True)
+    assert json.loads(capsys.readouterr().out)["steps"][0]["predicted_updates"] > 0
+
+
+def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path):
+    """The first steps' drafter is untrained: rates of its neighbours, taken as they are, would be too fast."""
+    first = found.rows.set_index("rl_step").loc[0]
+    trace = read(run)
+    trace.replace(acceptance=None).write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    blind = verify(tmp_path, rl_steps=[0], samples=4).rows.iloc[0]
+    assert abs(first["error"]) < 0.06
+    assert blind["error"] < -0.08
+    assert found.median_error < 0.05
+
+
+def test_the_drafter_s_state_must_be_told_by_every_step_that_counts(run: Path):
+    trace = read(run)
+    assert trace.steps is not None
+    steps = trace.steps
+    steps["drafter_age"] = steps["drafter_age"].where(steps["rl_step"] != 3)
+    partly = SpotRun(trace=trace.replace(steps=steps))
+    assert 3 not in partly.states
+    base = GeometricAcceptance(alpha=0.5)
+    assert partly.acceptance(base, 3, [0, 1], trace.rl_steps) is base  # type: ignore[arg-type]
+
+
+def test_training_begins_with_as_many_idle_workers_as_in_the_other_steps(run: Path):
+    trace = read(run)
+    assert SpotRun(trace=trace).coordinator(0).min_idle_workers == 1
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in trace.rl_steps:
+        one = trace.select([step]).iterations
+        assert one is not None
+        ends = (one["t_start"] + one["duration"]).groupby(one["worker"]).max()
+        rows += spot_rows(QUICK, step, ends.tolist(), float(ends.max()), rng, min_idle=2)
+    later = SpotRun(trace=trace.replace(spot_training=frame(rows)))
+    assert later.coordinator(0).min_idle_workers == 2
+
+
+def test_workers_that_stop_by_themselves_bound_the_prediction(run: Path, tmp_path: Path):
+    trace = read(run)
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in trace.rl_steps:
+        one = trace.select([step]).iterations
+        assert one is not None
+        ends = (one["t_start"] + one["duration"]).groupby(one["worker"]).max()
+        rows += spot_rows(QUICK, step, ends.tolist(), float(ends.max()), rng, max_updates=15)
+    trace.replace(spot_training=frame(rows)).write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    rows_found = verify(tmp_path, rl_steps=[1], samples=1).rows
+    assert rows_found["updates"].tolist() == [15]
+    assert rows_found["predicted_updates"].tolist() == pytest.approx([15], rel=0.01)
+
+
+def test_an_update_that_outlasts_the_rollout_uses_no_more_than_the_idle_time(run: Path):
+    trace = read(run)
+    table = trace.spot_training
+    assert table is not None
+    late = table["rl_step"] == 1
+    # All of it in updates, the last of which goes on for three seconds after the rollout.
+    longer = table["duration"].where(~late, table["duration"] + 3.0)
+    table = table.assign(duration=longer, train_s=table["train_s"].where(~late, longer))
+    shares = [SpotRun(trace=trace.replace(spot_training=table)).columns(step, [])["used_share"] for step in (0, 1)]
+    assert shares[0] == pytest.approx(SpotRun(trace=trace).columns(0, [])["used_share"])
+    assert 0.9 < shares[1] <= 1.0
+
+
+def test_a_run_without_training_rows_looks_as_before(run: Path, tmp_path: Path):
+    read(run).replace(spot_training=None).write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    bare = verify(tmp_path, rl_steps=[1], samples=1)
+    assert "spot_median_error" not in bare.json()
+    assert "updates" not in bare.json()["steps"][0]
+    assert "updates" not in text(bare)
+    assert bare.spot_median_error is None

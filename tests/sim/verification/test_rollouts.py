@@ -1,0 +1,175 @@
+"""Predicted against measured: on simulated recordings, where the truth is known, and on a recorded one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import tltlab
+from tltlab.bench.simulator import COSTS
+from tltlab.cli.verify import verify as command
+from tltlab.errors import ConfigError
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.sim import simulate
+from tltlab.sim.verification.rollouts import drawn_lengths, nearest, text, verify
+from tltlab.sim.verification.run_files import policies_in_force
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import read
+
+CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 3)))
+GCD = Path(__file__).parents[3] / "traces" / "gcd-small"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A RUN whose recording is a simulation, plain and speculative RL steps in turn: costs and acceptance are known."""
+    out = tmp_path_factory.mktemp("run")
+    source = log_normal(prompts=10, group_size=4, rl_steps=6, median=300, sigma=0.7, cap=2000, workers=2)
+    tables: dict[str, list] = {}
+    policies = []
+    for step in source.rl_steps:
+        policy = CHAIN if step % 2 else load_policy("none")
+        policies.append(
+            {"rl_step": step, "name": "ours" if step % 2 else "none", "policy": policy.model_dump(mode="json")}
+        )
+        made = simulate(
+            source.select([step]),
+            policy,
+            costs=COSTS,
+            acceptance="geometric:0.6",
+            mode="sampled",
+            seed=step,
+            record_iterations=True,
+        ).trace
+        for name in ("workload", "outcomes", "steps", "spans", "iterations"):
+            tables.setdefault(name, []).append(made.table(name))
+    steps = pd.concat(tables.pop("steps"), ignore_index=True).assign(
+        policy=["none" if s % 2 == 0 else "ours" for s in source.rl_steps]
+    )
+    joined = {name: pd.concat(parts, ignore_index=True) for name, parts in tables.items()}
+    manifest = source.manifest.model_copy(update={"kind": "recorded"})
+    tltlab.Trace.from_tables(manifest, joined | {"steps": steps}).write(out / "trace")
+    (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
+    return out
+
+
+def test_a_run_without_noise_is_predicted_within_what_sampling_leaves(run: Path):
+    found = verify(run, samples=4)
+    assert found.rows["policy"].tolist() == ["none", "ours"] * 3
+    plain = found.rows[found.rows["policy"] == "none"]
+    assert plain["error"].abs().max() < 0.01
+    assert found.median_error < 0.03
+    assert found.worst_error < 0.12
+    assert found.rows["step_time_ratio"].tolist() == pytest.approx([1.0] * 6, abs=0.02)
+    assert found.repeat_spread is None
+    assert found.goal == 0.05
+
+
+def test_a_step_is_never_fitted_on_itself(run: Path):
+    rows = verify(run, rl_steps=[2, 3], window=3).rows
+    assert [step in fitted for step, fitted in zip(rows["rl_step"], rows["fitted_on"], strict=True)] == [False, False]
+    assert rows["fitted_on"].tolist() == [[0, 1, 3], [1, 2, 4]]
+
+
+def test_a_forecast_needs_history_and_spans_an_interval(run: Path):
+    rows = verify(run, rl_steps=[0, 4]).rows.set_index("rl_step")
+    assert np.isnan(rows.loc[0, "forecast_s"])
+    assert rows.loc[4, "forecast_low_s"] <= rows.loc[4, "forecast_s"] <= rows.loc[4, "forecast_high_s"]
+
+
+def test_a_rollout_run_twice_tells_the_noise_from_the_bias(run: Path, tmp_path: Path):
+    (run / "repeats.json").write_text(
+        json.dumps(
+            {
+                "repeats": [
+                    {"rl_step": 0, "rollout_s": 1.0, "repeat_s": 0.9, "same_tokens": True},
+                    {"rl_step": 2, "rollout_s": 1.0, "repeat_s": 0.93, "same_tokens": True},
+                    {"rl_step": 4, "rollout_s": 1.0, "repeat_s": 0.81, "same_tokens": True},
+                    {"rl_step": 5, "rollout_s": 1.0, "repeat_s": 9.0, "same_tokens": False},
+                ]
+            }
+        )
+    )
+    try:
+        found = verify(run, rl_steps=[0])
+    finally:
+        (run / "repeats.json").unlink()
+    assert found.repeat_bias == pytest.approx(-0.1)
+    assert found.repeat_spread == pytest.approx(0.03 / 0.9)
+    assert "second run" in text(found)
+
+
+def test_drawn_lengths_come_from_history_and_respect_the_cap():
+    trace = read(GCD)
+    step, history = trace.select([5]), trace.select([0, 1])
+    drawn = drawn_lengths(step, history, np.random.default_rng(0)).outcomes
+    assert set(drawn["response_tokens"]) <= set(history.outcomes["response_tokens"])
+    assert len(drawn) == len(step.outcomes)
+
+
+def test_a_recorded_run_of_a_shipped_policy_can_be_verified(capsys: pytest.CaptureFixture[str]):
+    command(GCD, rl_steps="3:5", samples=1, as_json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert {"median_error", "worst_error", "repeat_spread", "steps"} <= found.keys()
+    assert [row["rl_step"] for row in found["steps"]] == [3, 4]
+    # Two engines on a shared machine: what is asked here is that the prediction is of the right size.
+    assert found["worst_error"] < 0.5
+
+
+def test_bad_input_is_a_sentence(run: Path, tmp_path: Path):
+    with pytest.raises(ConfigError, match="iterations"):
+        verify(log_normal(rl_steps=3, workers=2).write(tmp_path / "lengths"))
+    with pytest.raises(ConfigError, match="no RL step 9"):
+        verify(run, rl_steps=[9])
+    read(run / "trace").write(tmp_path / "bare")
+    with pytest.raises(ConfigError, match=r"RL step 1 ran policy 'ours'"):
+        policies_in_force(read(tmp_path / "bare"))
+
+
+def test_nearest_steps_are_the_neighbours():
+    assert nearest([0, 1, 2, 5, 6], 5, 2) == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "complaint"),
+    [
+        ("policies.json", "{", "not JSON"),
+        ("policies.json", "[]", "policies.json"),
+        ("policies.json", '{"seed": -3, "policies": []}', "seed"),
+        ("policies.json", '{"seed": 0, "policies": []}', "no policy was in force"),
+        ("repeats.json", '{"repeats": [{"rl_step": 0}]}', "repeats.0.rollout_s"),
+    ],
+)
+def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str, text: str, complaint: str):
+    read(run / "trace").write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        verify(tmp_path, rl_steps=[2], samples=1)
+
+
+def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
+    trace = read(run / "trace")
+    steps = trace.steps
+    assert steps is not None
+    trace.replace(steps=steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))).write(
+        tmp_path / "trace"
+    )
+    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    with pytest.raises(ConfigError, match="RL step 3 has no rollout_s"):
+        verify(tmp_path)
+
+
+def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
+    trace = read(run / "trace")
+    steps = trace.steps
+    assert steps is not None
+    names = ["none", "none", "explore", "explore", "none", "none"]
+    trace.replace(steps=steps.assign(policy=names)).write(tmp_path / "named")
+    found = policies_in_force(read(tmp_path / "named"))
+    assert [found[step].since for step in range(6)] == [0, 0, 2, 2, 4, 4]

@@ -1,0 +1,1 @@
+"""How many draft tokens the target accepts: by position, request, tree and age of the drafter; replay."""

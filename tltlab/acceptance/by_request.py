@@ -1,0 +1,165 @@
+"""Acceptance that differs by request: a level of its own with drift, or growth with the group's finished samples."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from statistics import NormalDist
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from tltlab.strategy import Strategy
+
+from .base import FloatArray, Key, RequestAcceptance, Share, known_drafter, only_chains, reach
+
+POSITION_SCALE_TOKENS = 64.0
+"""Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
+DraftedShare = Annotated[float, Field(gt=0, le=1)]
+
+
+def progress(generated_tokens: FloatArray) -> FloatArray:
+    """The drift's argument, 0 at the start of a response."""
+    grown: FloatArray = np.log1p(generated_tokens / POSITION_SCALE_TOKENS)
+    return grown
+
+
+def normals(seed: int, keys: Iterable[Key]) -> FloatArray:
+    """A standard normal per request, a hash of (seed, key) and of nothing else."""
+    quantile = NormalDist().inv_cdf
+    digests = (hashlib.blake2b(repr(("level", seed, key)).encode(), digest_size=8).digest() for key in keys)
+    return np.array([quantile(((int.from_bytes(d, "little") >> 11) + 0.5) * 2.0**-53) for d in digests], np.float64)
+
+
+class KnownLevel(BaseModel):
+    """The level that was measured for one response."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    rl_step: int
+    prompt_id: str
+    sample: int
+    turn: int = 0
+    level: float
+
+
+class RequestCurve(BaseModel):
+    """One drafter's chances: token i of a draft, given those before it, is kept with probability
+
+        sigmoid(keep_logits[i - 1] + level + drift * progress),
+
+    where `level` is the request's own, normal with standard deviation `spread` over requests. Beyond the last of
+    `keep_logits` the last holds. `drafted_share` is tokens really drafted over tokens asked for; `num_drafts` is what
+    the fit saw.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    keep_logits: Annotated[tuple[float, ...], Field(min_length=1)]
+    drift: float = 0.0
+    spread: Annotated[float, Field(ge=0)] = 0.0
+    drafted_share: DraftedShare = 1.0
+    known: tuple[KnownLevel, ...] = ()
+    num_drafts: int | None = None
+
+    def known_levels(self) -> dict[Key, float]:
+        """The measured levels by the response's key."""
+        return {(k.rl_step, k.prompt_id, k.sample, k.turn): k.level for k in self.known}
+
+    def survival(self, depth: int, levels: FloatArray, generated_tokens: FloatArray) -> FloatArray:
+        """P(accepted >= i), i = 1..depth, shape (requests, depth)."""
+        at = np.minimum(np.arange(depth), len(self.keep_logits) - 1)
+        logits = np.asarray(self.keep_logits)[at] + (levels + self.drift * progress(generated_tokens))[:, None]
+        kept: FloatArray = np.cumprod(1.0 / (1.0 + np.exp(-logits)), axis=1)
+        return kept
+
+
+class CurveAcceptance(RequestAcceptance):
+    """Each request has its own level, and acceptance drifts with the tokens generated so far.
+
+    A response that the fit knew has its level; another one's is drawn from (seed, key) with the fitted spread, the same
+    quantile for all drafters: what is easy to predict is so for all of them.
+    """
+
+    kind: Literal["per-request"] = "per-request"
+    curves: Annotated[dict[str, RequestCurve], Field(alias="drafters")]
+    notes: tuple[str, ...] = ()
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
+    )
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return tuple(sorted(self.curves))
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+        curve = self.curves[drafter]
+        known = curve.known_levels()
+        drawn = curve.spread * normals(seed, keys)
+        return np.array([known.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
+
+    def survival(
+        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
+    ) -> FloatArray:
+        return self._curve(strategy).survival(reach(strategy), levels, generated_tokens)
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self._curve(strategy).drafted_share * reach(strategy)
+
+    def _curve(self, strategy: Strategy) -> RequestCurve:
+        only_chains(strategy, "per-request acceptance")
+        known_drafter(strategy, self.curves, "the acceptance model")
+        return self.curves[strategy.drafter]
+
+
+class SiblingAcceptance(RequestAcceptance):
+    """A model-free drafter that retrieves from its group: acceptance grows with the samples that have finished.
+
+    A drafted token is kept, while all before it were, with probability
+
+        alpha = most - (most - alone) * (1 + r)^-exponent,      r = finished siblings + generated / own_tokens:
+
+    from `alone` with nothing to retrieve from towards `most`. `own_tokens` generated tokens of the response itself are
+    worth one finished sibling, None: they are worth nothing. The text of siblings that still run does not count.
+    """
+
+    kind: Literal["siblings"] = "siblings"
+    drafter: str | None = None
+    alone: Share
+    most: Share
+    exponent: Annotated[float, Field(gt=0)]
+    own_tokens: Annotated[float, Field(gt=0)] | None = None
+    drafted_share: DraftedShare = 1.0
+    notes: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _grows(self) -> SiblingAcceptance:
+        if self.most < self.alone:
+            raise ValueError(f"most = {self.most} is less than alone = {self.alone}: siblings can only help")
+        return self
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return () if self.drafter is None else (self.drafter,)
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+        return np.zeros(len(keys))
+
+    def alpha(self, num_siblings: FloatArray, generated_tokens: FloatArray) -> FloatArray:
+        """The chance to keep one more token."""
+        references = num_siblings + (0.0 if self.own_tokens is None else generated_tokens / self.own_tokens)
+        kept: FloatArray = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
+        return kept
+
+    def survival(
+        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
+    ) -> FloatArray:
+        only_chains(strategy, "sibling acceptance")
+        if self.drafter is not None:
+            known_drafter(strategy, self.drafters, "the acceptance model")
+        kept: FloatArray = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, reach(strategy) + 1)
+        return kept
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.drafted_share * reach(strategy)

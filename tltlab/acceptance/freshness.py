@@ -1,0 +1,187 @@
+"""How a drafter's acceptance falls with its age and rises with its training, and that on top of any other model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+
+from tltlab.errors import ConfigError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+from .base import (
+    AcceptanceModel,
+    ConstantAcceptance,
+    FloatArray,
+    GeometricAcceptance,
+    Key,
+    RequestAcceptance,
+    Share,
+    StoredModel,
+    from_survival,
+    scaled,
+)
+from .by_request import CurveAcceptance, SiblingAcceptance
+from .measured import BatchAcceptance, FittedAcceptance
+from .trees import TreeAcceptance
+
+Positive = Annotated[float, Field(gt=0)]
+Base = Annotated[
+    ConstantAcceptance
+    | GeometricAcceptance
+    | FittedAcceptance
+    | BatchAcceptance
+    | TreeAcceptance
+    | CurveAcceptance
+    | SiblingAcceptance,
+    Field(discriminator="kind"),
+]
+
+
+class Freshness(BaseModel):
+    """A drafter's level: the chance of a drafted token over that of a fully trained, fresh drafter's, 0 to 1.
+
+        fresh(updates)      = 1 - (1 - untrained) * exp(-updates / updates_to_train)
+        level(age, updates) = floor + (fresh(updates) - floor) * exp(-age / age_steps)
+
+    `age` counts RL steps since the last update, `updates` the updates so far. What is never updated falls to `floor`.
+
+    The defaults are an assumption, not a fit. TLT accepts 6.53 tokens with an adaptive drafter and 4.59 with the one it
+    began with (arXiv 2511.16665, table 6, bonus included): `untrained` is the factor on every token's chance that leads
+    from the one to the other on the curve fitted to its figure 13, at 8 levels, 4 branches, 48 tokens. A stale drafter
+    is taken to fall back to that. Figure 15 shows top-3 accuracy dropping at each target update and back within a few
+    training iterations, hence the few updates; over how many RL steps acceptance falls without any, nobody reports.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    untrained: Share = 0.885
+    updates_to_train: Positive = 3.0
+    floor: Share = 0.885
+    age_steps: Positive = 10.0
+
+    @model_validator(mode="after")
+    def _ages_downwards(self) -> Freshness:
+        if self.floor > self.untrained:
+            raise ValueError(f"floor = {self.floor} is above untrained = {self.untrained}: age would improve a drafter")
+        return self
+
+    def level(self, age: float, updates: float) -> float:
+        """The drafter's level, 1 for a fresh and fully trained one.
+
+        >>> Freshness(untrained=0.5, floor=0.5, age_steps=10).level(age=0, updates=0)
+        0.5
+        """
+        fresh = 1.0 - (1.0 - self.untrained) * float(np.exp(-updates / self.updates_to_train))
+        return self.floor + (fresh - self.floor) * float(np.exp(-age / self.age_steps))
+
+
+class ScaledAcceptance(AcceptanceModel):
+    """A model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
+
+    base: SerializeAsAny[AcceptanceModel]
+    drafter: str
+    ratio: Annotated[float, Field(ge=0)]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.base.drafters
+
+    def at(self, batch: int) -> AcceptanceModel:
+        held = self.base.at(batch)
+        if held is self.base:
+            return self
+        # One object per band: callers remember models by identity.
+        if id(held) not in self._at:
+            self._at[id(held)] = ScaledAcceptance(base=held, drafter=self.drafter, ratio=self.ratio)
+        return self._at[id(held)]
+
+    @cached_property
+    def _at(self) -> dict[int, ScaledAcceptance]:
+        return {}
+
+    def survival(self, strategy: Strategy) -> FloatArray:
+        kept = self.base.survival(strategy)
+        return scaled(kept, self.ratio) if strategy.drafter == self.drafter else kept
+
+    def distribution(self, strategy: Strategy) -> FloatArray:
+        return from_survival(self.survival(strategy))
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.base.num_drafted(strategy)
+
+
+class ScaledRequests(RequestAcceptance):
+    """The same for a model that tells requests apart."""
+
+    base: SerializeAsAny[RequestAcceptance]
+    drafter: str
+    ratio: Annotated[float, Field(ge=0)]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.base.drafters
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+        return self.base.levels(drafter, keys, seed)
+
+    def survival(
+        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
+    ) -> FloatArray:
+        kept = self.base.survival(strategy, levels, generated_tokens, num_siblings)
+        return scaled(kept, self.ratio) if strategy.drafter == self.drafter else kept
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.base.num_drafted(strategy)
+
+
+class Measured(BaseModel):
+    """The drafter's state in which the base model was measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    age: Annotated[float, Field(ge=0)] = 0.0
+    updates: Annotated[float, Field(ge=0)]
+
+
+class FreshAcceptance(StoredModel):
+    """Any model as it holds for a drafter of some age and training: ask `at_freshness`.
+
+    Only strategies of `drafter` are touched. `measured` is the state that the base describes, None the fresh and fully
+    trained one: chances are scaled by level(state) / level(measured).
+    """
+
+    kind: Literal["fresh"] = "fresh"
+    base: Base
+    drafter: str = "learned"
+    freshness: Freshness = Freshness()
+    measured: Measured | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.base.drafters
+
+    def ratio(self, state: DrafterState) -> float:
+        """What the chance of every drafted token is multiplied by."""
+        level = self.freshness.level(state.age, state.updates)
+        if self.measured is None:
+            return level
+        reference = self.freshness.level(self.measured.age, self.measured.updates)
+        if reference <= 0.0:
+            raise ConfigError(
+                f"freshness: the level of the measured drafter (age {self.measured.age:g}, "
+                f"{self.measured.updates:g} updates) is 0: nothing can be scaled from it"
+            )
+        return level / reference
+
+    def at_freshness(self, state: DrafterState) -> AcceptanceModel | RequestAcceptance:
+        """The model for a drafter in this state."""
+        ratio = self.ratio(state)
+        if isinstance(self.base, RequestAcceptance):
+            return ScaledRequests(base=self.base, drafter=self.drafter, ratio=ratio)
+        return ScaledAcceptance(base=self.base, drafter=self.drafter, ratio=ratio)

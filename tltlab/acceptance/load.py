@@ -1,0 +1,169 @@
+"""How many drafted tokens the target accepts: every kind of model under one name, from a value, a name or a file.
+
+base.py says what a model is; constant and geometric ones are there too. measured.py holds what `calibrate` writes,
+trees.py trees, by_request.py what differs by request, freshness.py what changes with the drafter's age, replay.py the
+replay per position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from tltlab.config import faults
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.state import DrafterState
+
+from .base import (
+    AcceptanceModel,
+    Alike,
+    ConstantAcceptance,
+    FloatArray,
+    GeometricAcceptance,
+    Key,
+    RequestAcceptance,
+    per_request,
+    reach,
+)
+from .by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
+from .freshness import FreshAcceptance, Freshness
+from .measured import Band, BatchAcceptance, FittedAcceptance, FittedDepth
+from .replay import TraceAcceptance
+from .trees import TreeAcceptance, TreeRange
+
+__all__ = [
+    "SHIPPED",
+    "Acceptance",
+    "AcceptanceModel",
+    "Alike",
+    "Band",
+    "BatchAcceptance",
+    "ConstantAcceptance",
+    "CurveAcceptance",
+    "FittedAcceptance",
+    "FittedDepth",
+    "FloatArray",
+    "FreshAcceptance",
+    "Freshness",
+    "GeometricAcceptance",
+    "Key",
+    "RequestAcceptance",
+    "RequestCurve",
+    "Settled",
+    "SiblingAcceptance",
+    "TraceAcceptance",
+    "TreeAcceptance",
+    "fresh",
+    "load_acceptance",
+    "per_request",
+    "reach",
+]
+
+Settled = AcceptanceModel | RequestAcceptance | TraceAcceptance
+"""A model that can be asked."""
+Acceptance = Settled | FreshAcceptance
+"""Any model, also one that first has to hear how fresh the drafter is."""
+
+_TLT_TREES = TreeAcceptance(
+    late_miss=0.12428737,
+    onset_levels=4.84687628,
+    onset_shape=2.97470283,
+    pruned=0.233194748,
+    best_top_k=8.50430338,
+    top_k_penalty=0.219142982,
+    calibrated=TreeRange(draft_depth=(4, 16), top_k=(4, 16), tokens_to_verify=(16, 128)),
+    notes=(
+        "fitted to the accept lengths of TLT (arXiv 2511.16665) figure 13 (36 cells) and table 1 (6 values of "
+        "topK): Qwen2.5-32B, EAGLE drafter, TP 4, H100, batch 1",
+        "error 0.4 % mean, 1.7 % worst in sample; leaving out each depth 0.8 % and 2.5 %, each number of tokens to "
+        "verify 0.5 % and 1.8 %",
+        "chains are an extrapolation: only trees were measured",
+    ),
+)
+
+SHIPPED: dict[str, AcceptanceModel | RequestAcceptance | FreshAcceptance] = {
+    "tlt-qwen2.5-32b": _TLT_TREES,
+    "tlt-qwen2.5-32b-fresh": FreshAcceptance(
+        base=_TLT_TREES,
+        notes=(
+            "assumption, see Freshness: tlt-qwen2.5-32b taken as the fresh and fully trained drafter's, acceptance "
+            "falling with age and rising with training by default values",
+            *_TLT_TREES.notes,
+        ),
+    ),
+    "seer-siblings": SiblingAcceptance(
+        alone=0.41591936,
+        most=0.63463907,
+        exponent=0.74728552,
+        notes=(
+            "fitted to accepted length per round against reference siblings (0, 1, 5, 15), linear drafts, of Seer "
+            "(arXiv 2511.14617): within 0.03 tokens in sample, 0.15 leaving one out; three parameters on four points",
+            "the table does not say how deep the drafts were: depth 8, its largest, is assumed",
+        ),
+    ),
+}
+"""Models that come along, by name."""
+
+_FILE: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        ConstantAcceptance
+        | GeometricAcceptance
+        | FittedAcceptance
+        | BatchAcceptance
+        | TreeAcceptance
+        | CurveAcceptance
+        | SiblingAcceptance
+        | FreshAcceptance,
+        Field(discriminator="kind"),
+    ]
+)
+_SHORT = {"constant": "tokens", "geometric": "alpha"}
+
+
+def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Acceptance:
+    """Return an acceptance model from itself, a dict, `constant:A`, `geometric:ALPHA`, a shipped name or a JSON file.
+
+    >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
+    1.75
+    """
+    if isinstance(source, AcceptanceModel | RequestAcceptance | TraceAcceptance | FreshAcceptance):
+        return source
+    if isinstance(source, dict):
+        return _validated(source, "acceptance")
+    if str(source) in SHIPPED:
+        return SHIPPED[str(source)]
+    name, colon, number = str(source).partition(":")
+    if colon and name in _SHORT:
+        return _validated({"kind": name, _SHORT[name]: number}, str(source))
+    if not Path(source).exists():
+        raise ConfigError(
+            f"no acceptance model {str(source)!r}: give constant:A, geometric:ALPHA, 'trace', {', '.join(SHIPPED)} "
+            f"(-fresh: with an assumed effect of the drafter's age and training) or a fitted model's file"
+        )
+    return _validated(read_json(Path(source)), str(source))
+
+
+def fresh(model: Acceptance, drafters: Mapping[str, DrafterState]) -> Settled:
+    """The model for drafters in these states; one that is not named counts as never updated, and of age 0.
+
+    A replayed trace takes the age of the one drafter it has a state for, and its youngest rows where it has none.
+    """
+    if isinstance(model, FreshAcceptance):
+        return model.at_freshness(drafters.get(model.drafter, DrafterState()))
+    if isinstance(model, TraceAcceptance):
+        known = [drafters[name] for name in model.drafters if name in drafters]
+        return model.at_freshness(known[0]) if len(known) == 1 else model
+    return model
+
+
+def _validated(value: Any, where: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:
+    try:
+        return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {faults(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,92 @@
+"""Acceptance replayed per position from acceptance.parquet, with the drafter as old as it is asked for."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.errors import ConfigError, TraceError
+from tltlab.state import DrafterState
+from tltlab.strategy import Strategy
+
+from .base import Key, known_drafter, only_chains, reach
+
+_KEY = ("rl_step", "prompt_id", "sample", "turn")
+_Row = tuple[int, npt.NDArray[np.uint8]]
+
+
+class TraceAcceptance:
+    """Counterfactual acceptance per position, from acceptance.parquet: a draft at position p keeps min(reach, row[p]).
+
+    Position p is before the request's token p (p tokens stand). Of several rows of one request and drafter, at
+    different drafter ages, the one with the smallest age that is at least `drafter_age` counts; where all are younger,
+    the oldest. Nothing is interpolated. None asks for the youngest.
+
+    Raises TraceError for an accepted length outside [0, max_depth].
+    """
+
+    def __init__(self, table: pd.DataFrame, drafter_age: int | None = None) -> None:
+        self.drafters: tuple[str, ...] = tuple(sorted(table["drafter"].unique()))
+        self.drafter_age = drafter_age
+        self._rows: dict[tuple[str, Key], dict[int, _Row]] = {}
+        columns = [table[c].tolist() for c in (*_KEY, "drafter", "drafter_age", "max_depth", "accept_if_drafted")]
+        for rl_step, prompt_id, sample, turn, drafter, age, max_depth, listed in zip(*columns, strict=True):
+            key = (rl_step, prompt_id, sample, turn)
+            positions = np.asarray(listed)
+            if len(wrong := positions[(positions < 0) | (positions > max_depth)]):
+                raise TraceError(
+                    f"acceptance.parquet: accept_if_drafted of {key}, drafter {drafter!r}: got {wrong[0]}, "
+                    f"outside [0, max_depth = {max_depth}]"
+                )
+            ages = self._rows.setdefault((drafter, key), {})
+            ages[age] = max_depth, positions.astype(np.uint8)
+
+    @property
+    def ages(self) -> tuple[int, ...]:
+        """The drafter ages that the trace has."""
+        return tuple(sorted({age for ages in self._rows.values() for age in ages}))
+
+    def at_freshness(self, state: DrafterState) -> TraceAcceptance:
+        """The same recording with the drafter as old as `state` says; the rows are shared."""
+        made = TraceAcceptance.__new__(TraceAcceptance)
+        made.drafters, made.drafter_age, made._rows = self.drafters, state.age, self._rows
+        return made
+
+    def at_best(self) -> TraceAcceptance:
+        """The most that any of the recorded ages accepts at each position: for bounds."""
+        made = TraceAcceptance.__new__(TraceAcceptance)
+        made.drafters, made.drafter_age = self.drafters, None
+        made._rows = {
+            key: {0: (min(depth for depth, _ in ages.values()), np.max([row for _, row in ages.values()], axis=0))}
+            for key, ages in self._rows.items()
+        }
+        return made
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise ConfigError for a strategy that the recorded counterfactuals do not cover."""
+        only_chains(strategy, "the trace's acceptance.parquet")
+        known_drafter(strategy, self.drafters, "the trace's acceptance.parquet")
+        deepest = min(self._row(name, key)[0] for name, key in self._rows if name == strategy.drafter)
+        if reach(strategy) > deepest:
+            raise ConfigError(
+                f"the trace's acceptance.parquet goes to depth {deepest} of drafter {strategy.drafter!r}; "
+                f"{strategy} is deeper: annotate the trace with a larger max_depth"
+            )
+
+    def positions(self, drafter: str, key: Key, num_tokens: int) -> npt.NDArray[np.uint8]:
+        """Acceptable tokens at positions 0..num_tokens-1 of one request; ConfigError where the trace has none."""
+        if (drafter, key) not in self._rows:
+            raise ConfigError(f"acceptance.parquet has no row for drafter {drafter!r} and response {key}")
+        row = self._row(drafter, key)[1]
+        if len(row) < num_tokens:
+            raise ConfigError(
+                f"acceptance.parquet has {len(row)} positions for {key}, its response has {num_tokens} tokens"
+            )
+        return row[:num_tokens]
+
+    def _row(self, drafter: str, key: Key) -> _Row:
+        ages = self._rows[drafter, key]
+        if self.drafter_age is None:
+            return ages[min(ages)]
+        return ages[min((age for age in ages if age >= self.drafter_age), default=max(ages))]

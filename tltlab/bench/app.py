@@ -1,0 +1,281 @@
+"""`tltlab bench ...`: the commands behind every figure in the README."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+
+MODEL_FREE = "model-free"
+DRAFTER_PARTS = (
+    MODEL_FREE, "packing", "checkpoint", "recipes", "adaptive", "coordination", "reward", "by-product",
+)  # fmt: skip
+
+app = typer.Typer(
+    help="Benchmarks, as ratios within one run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Benchmarks, as ratios within one run."""
+
+
+@app.command()
+def sim(
+    rounds: Annotated[int, typer.Option(min=2, help="Times that every case runs, in turn.")] = 7,
+    configurations: Annotated[
+        int, typer.Option(min=0, help="Tables in the sweep over ten RL steps; 0 for none.")
+    ] = 1000,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that share the sweep.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """How fast the simulator is, against an event per iteration and against a pure closed form.
+
+    Example: tltlab bench sim --rounds 7 --configurations 1000
+    """
+    from .simulator import bench_sim, text
+
+    progress(f"{rounds} rounds, then a sweep of {configurations} tables")
+    found = bench_sim(rounds, configurations, jobs)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def accuracy(
+    data: Annotated[Path, typer.Option(help="Folder of the measurements that the cost models are held against.")],
+    as_json: Json = False,
+) -> None:
+    """Predicted against measured: cost and memory models, fitted anew, on data not used for the fit where it says so.
+
+    Example: tltlab bench accuracy --data measurements
+    """
+    from .accuracy import rows, text
+
+    found = rows(data)
+    emit({"rows": found.to_dict("records")}, as_json=as_json, text=text(found))
+
+
+@app.command()
+def buckets(
+    rounds: Annotated[int, typer.Option(min=1, help="Cases, each under five caps on memory.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """How fast buckets are chosen exactly under a memory cap, and whether exhaustive search agrees on small cases.
+
+    Example: tltlab bench buckets --rounds 5
+    """
+    from .buckets import bench, text
+
+    found = bench(rounds)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def trace(
+    responses: Annotated[int, typer.Option(min=1000, help="Responses to write, describe and read back.")] = 2_000_000,
+    as_json: Json = False,
+) -> None:
+    """Peak memory and speed of writing, describing and reading a large synthetic trace.
+
+    Example: tltlab bench trace --responses 10000000
+    """
+    from .streams import bench_stream, text
+
+    found = bench_stream(responses)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def drafter(
+    trace: Annotated[
+        Path | None, typer.Argument(help="A trace with tokens; without one the text is made up.", show_default=False)
+    ] = None,
+    groups: Annotated[
+        int | None, typer.Option(min=1, help="Prompts to take. [default: all of a trace, 2 made up]")
+    ] = None,
+    response_tokens: Annotated[int, typer.Option(min=2, help="Length of a made-up response.")] = 16_384,
+    depth: Annotated[int, typer.Option(min=1, help="Longest draft of drafters that run no network.")] = 8,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
+            "memory), packing (half a minute: against padding), checkpoint (half a minute: how long saving blocks), "
+            "recipes (3 minutes: EAGLE, HASS, EAGLE-3), adaptive (6: frozen against trained beside the rollout), "
+            "coordination (4: what that costs the rollout), reward (8: with and without all of it), by-product (5: on "
+            "another task). Times are of two idle cores; a model and a warm-up take 3 more."
+        ),
+    ] = ",".join(DRAFTER_PARTS),
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a model is trained first.")
+    ] = None,
+    size: Annotated[str | None, typer.Option(help="Size of that model. [default: small]", show_default=False)] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Rollout workers. [default: 4]", show_default=False)
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="RL steps, frozen and adaptive. [default: 12]", show_default=False)
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Seeds. [default: 1 for adaptive, 3 for reward]", show_default=False)
+    ] = None,
+    pairs: Annotated[
+        int | None,
+        typer.Option(min=2, help="Rollouts done with and without training. [default: 16]", show_default=False),
+    ] = None,
+    draft_depth: Annotated[
+        int | None, typer.Option(min=1, help="Draft of the learned drafter. [default: 4]", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for models, runs and drafter.json; else they are removed at the end.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="A tiny model and little of everything.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Drafters: those that run no network, and the adaptive one on real GRPO runs.
+
+    Example: tltlab bench drafter --parts adaptive,coordination --out bench
+    """
+    chosen = [part.strip() for part in parts.split(",") if part.strip()]
+    for part in chosen or [""]:
+        if part not in DRAFTER_PARTS:
+            raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
+    if out is not None and out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    found: dict[str, Any] = {}
+    said = []
+    if MODEL_FREE in chosen:
+        from .drafters import bench_drafters, text
+
+        found |= bench_drafters(trace, num_groups=groups, response_tokens=response_tokens, depth=depth)
+        said.append(text(found))
+    if learned := [part for part in chosen if part != MODEL_FREE]:
+        # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        from tltlab.bench.drafter.run import bench_learned
+        from tltlab.bench.drafter.run import text as text_of_learned
+        from tltlab.bench.drafter.runs import sizes_of
+
+        sizes = sizes_of(
+            fast=fast,
+            model=size,
+            workers=workers,
+            steps=steps,
+            seeds=seeds,
+            reward_seeds=seeds,
+            pairs=pairs,
+            draft_depth=draft_depth,
+        )
+        measured = bench_learned(learned, sizes, model=model, trace=trace, out=out, seed=seed, progress=progress)
+        found |= measured
+        said.append(text_of_learned(measured))
+    emit(found, as_json=as_json, text="\n\n".join(said))
+
+
+@app.command()
+def policy(
+    calls: Annotated[int, typer.Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every case runs, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Microseconds per decision of the shipped policies: choose and observe, and sharing out drafts.
+
+    Example: tltlab bench policy --calls 3000
+    """
+    from .policies import bench_policies, text
+
+    found = bench_policies(calls, rounds)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def runtime(
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a deep model is trained first.")
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft model of the same vocabulary; one more mode may use it.")
+    ] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts of each rollout.")] = 24,
+    group_size: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="Drafters know the prompts from the second one on.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What speculation is worth in a real engine: off, fixed depths, a table and bandits on the same prompts.
+
+    Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
+    """
+    # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from .runtime import bench_runtime, trained_model
+    from .speedups import text
+
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    if fast:
+        prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
+    folder = model or trained_model("tiny" if fast else "deep", progress)
+    found = bench_runtime(
+        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, progress=progress
+    )
+    if out is not None:
+        write_json(out, found)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
+def train(
+    trl: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of `pip install --target FOLDER --no-deps trl==1.16.0 accelerate==1.15.0`; without one pip "
+            "makes it.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a tiny model is trained first.")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="RL steps of each run. [default: 5]", show_default=False)
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(min=1, help="Runs of every side, in turn. [default: 4]", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="Speculation in our rollouts: a shipped policy's name or a file.")
+    ] = "none",
+    seed: Annotated[int, typer.Option(min=0, help="The first block's seed.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for TRL, model, runs and train.json; else all is removed at the end.")
+    ] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="A tiny model, little of everything, no vLLM in TRL.")] = False,
+    as_json: Json = False,
+) -> None:
+    """GRPO with `tltlab train` against TRL's GRPOTrainer: seconds per RL step, lines to write, reward (25 minutes).
+
+    Example: tltlab bench train --trl ~/trl --out bench
+    """
+    from tltlab.bench.train.figures import text
+    from tltlab.bench.train.run import bench_train, train_sizes
+
+    if out is not None and out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
+    found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
+    emit(found, as_json=as_json, text=text(found))

@@ -1,0 +1,1 @@
+"""Benchmarks of the drafter's training: packing, checkpoints, recipes, coordination, intervals."""

@@ -1,0 +1,179 @@
+"""What training in idle time costs the rollout, and how much of the idle time it uses."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.files import read_json, write_json
+from tltlab.runtime.data.order import prompt_batch
+from tltlab.runtime.drafter.figures import IdleTime, idle_times
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.collected import requests_of
+from tltlab.runtime.run.rows import StepReport
+from tltlab.runtime.run.train import GrpoRun
+from tltlab.traces.trace import Trace
+
+from .intervals import as_text, mean_over_orders, to_json
+from .runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside
+
+GOAL = 0.05
+FEWEST_WORKERS = 4
+HELD = "held.json"
+
+
+class PairedRun(GrpoRun):
+    """Every rollout runs twice from the same state, once without trainers, in turn after and before the other one.
+
+    `held.json`: the seconds of those without, by RL step, and in `other_work` the steps in which it was other work.
+    """
+
+    def __init__(self, recipe: Recipe, out: Path) -> None:
+        super().__init__(recipe, out)
+        self._held: dict[int, float] = {}
+        self._other: list[int] = []
+
+    def step(self) -> StepReport:
+        rl_step = self.rl_step
+        if rl_step % 2:
+            rollout, recipe = self.recipe.rollout, self.recipe
+            picked = prompt_batch(len(self.data.train), rl_step, rollout.prompts_per_step, recipe.seed)
+            groups = [
+                requests_of(self.data.train[n], rl_step, rollout.group_size, rollout.max_response_tokens)
+                for _, n in picked
+            ]
+            shares = self.pool.share([request for group in groups for request in group])
+            start = time.perf_counter()
+            parts = self.pool.rehearse(shares, rl_step, ahead=True)
+            self._held[rl_step] = time.perf_counter() - start
+            report = super().step()
+            same = report.num_tokens == sum(len(r.token_ids) for part in parts for r in part.responses)
+        else:
+            report = super().step()
+            self._held[rl_step], same = self.state.repeats[-1]["repeat_s"], self.state.repeats[-1]["same_tokens"]
+        if not same:
+            self._other.append(rl_step)
+        held_s = {str(step): seconds for step, seconds in self._held.items()}
+        write_json(self.out / HELD, {"held_s": held_s, "other_work": self._other})
+        return report
+
+
+def bench_coordination(
+    model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress
+) -> dict[str, Any]:
+    """One GRPO run, each rollout done twice: with idle workers training, and with none of the drafter's machinery.
+
+    The second kind captures no hidden states and knows no trainer, so `slow_down` is of all of it: capture, feed,
+    coordinator, updates and waiting for trainers to yield. Whichever comes first finds caches cold, so they take turns
+    and both orders weigh the same. The first pair warms up; pairs without an update, and those that did not come to the
+    same tokens, are left out. ConfigError for fewer than four workers: of two only one is ever idle.
+    """
+    if sizes.workers < FEWEST_WORKERS:
+        raise ConfigError(f"{sizes.workers} workers: coordination is measured with at least {FEWEST_WORKERS}")
+    policy = fixed_depth(out / "policy.json", sizes.draft_depth)
+    recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=trained_beside(head, sizes), repeat_every=2)
+    progress(f"{sizes.pairs} rollouts of {sizes.workers} workers, each with and without training")
+    folder = out / "run"
+    trace = run_steps(recipe, folder, sizes.pairs, progress, made=PairedRun)
+    said = read_json(folder / HELD)
+    held = {int(step): float(s) for step, s in said["held_s"].items() if int(step) not in said["other_work"]}
+    return {
+        "workers": sizes.workers,
+        "pairs": sizes.pairs,
+        "other_work": len(said["other_work"]),
+        "goal": GOAL,
+        **figures(trace, held),
+    }
+
+
+def figures(trace: Trace, held_s: Mapping[int, float]) -> dict[str, Any]:
+    """The figures of a run with training, and of its rollouts without, whose seconds are `held_s` by RL step.
+
+    Those came first in odd RL steps. RunError where no rollout had an update.
+    """
+    times = [t for t in idle_times(trace) if t.rl_step != min(trace.rl_steps) and t.updates]
+    if not times:
+        raise RunError("no drafter was trained in any rollout but the first: its workers were never idle long enough")
+    logs: tuple[list[float], list[float]] = ([], [])
+    for t in times:
+        if t.rl_step in held_s:
+            logs[t.rl_step % 2].append(math.log(t.rollout_s / held_s[t.rl_step]))
+    slow_down = mean_over_orders(logs) if any(logs) else None
+    idle = sum(t.idle_s for t in times)
+    yields = [seconds for t in times for seconds in t.yield_s]
+    waits = [t.wait_s for t in times]
+    return {
+        "slow_down": _as_share(to_json(slow_down)),
+        "met": None if slow_down is None or math.isnan(slow_down.high) else math.expm1(slow_down.high) <= GOAL,
+        "idle_share": idle / (_num_workers(trace) * sum(t.ran_s for t in times)),
+        "idle_held": sum(t.held_s for t in times) / idle if idle else None,
+        "idle_trained": sum(t.train_s for t in times) / idle if idle else None,
+        "yield_s": _spread(yields),
+        "wait_s": _spread(waits),
+        "wait_share": sum(waits) / sum(t.rollout_s for t in times),
+        "updates_per_rollout": float(np.mean([t.updates for t in times])),
+        "rows": [_row(t, held_s.get(t.rl_step)) for t in times],
+    }
+
+
+def _num_workers(trace: Trace) -> int:
+    assert trace.iterations is not None
+    return trace.manifest.num_workers or int(trace.iterations["worker"].nunique())
+
+
+def _as_share(log_ratio: dict[str, Any] | None) -> dict[str, Any] | None:
+    """A slow-down as a share: the logarithm of 1.02 is 0.02."""
+    if log_ratio is None:
+        return None
+    ends = ("estimate", "low", "high")
+    return log_ratio | {end: None if log_ratio[end] is None else math.expm1(log_ratio[end]) for end in ends}
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {"median": float(np.median(values)), "max": float(max(values)), "count": len(values)}
+
+
+def _row(times: IdleTime, held_s: float | None) -> dict[str, Any]:
+    return {
+        "rl_step": times.rl_step,
+        "rollout_s": times.rollout_s,
+        "held_rollout_s": held_s,
+        "idle_s": times.idle_s,
+        "held_s": times.held_s,
+        "train_s": times.train_s,
+        "wait_s": times.wait_s,
+        "updates": times.updates,
+    }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The result for people."""
+    lines = [
+        f"{found['workers']} workers, {len(found['rows'])} rollouts with training, each also without",
+        f"{'step':>6s}{'rollout s':>11s}{'without s':>11s}{'idle s':>9s}{'held s':>9s}{'trained s':>11s}"
+        f"{'updates':>9s}",
+    ]
+    for row in found["rows"]:
+        without = "-" if row["held_rollout_s"] is None else f"{row['held_rollout_s']:.2f}"
+        lines.append(
+            f"{row['rl_step']:6d}{row['rollout_s']:11.2f}{without:>11s}{row['idle_s']:9.2f}{row['held_s']:9.2f}"
+            f"{row['train_s']:11.2f}{row['updates']:9d}"
+        )
+    lines.append(
+        f"the rollout is slower by {as_text(found['slow_down'])} (goal: upper end at most {found['goal']}); workers "
+        f"idle {found['idle_share']:.0%} of it; {found['wait_share']:.1%} is waiting after the last token"
+    )
+    if found["idle_held"] is not None:
+        lines.append(f"of idle time {found['idle_held']:.0%} held by trainers, {found['idle_trained']:.0%} in updates")
+    for name, said in (("yield_s", "from the order to stop to the free device"), ("wait_s", "after the last token")):
+        if (spread := found[name]) is not None:
+            lines.append(f"{said}: median {spread['median'] * 1e3:.0f} ms, at most {spread['max'] * 1e3:.0f} ms")
+    return "\n".join(lines)

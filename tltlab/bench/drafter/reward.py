@@ -1,0 +1,104 @@
+"""Does the machinery change what is learned? GRPO with all of it and with none, from the same seeds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tltlab.policies.policy import BegMabSpec, Bucket, Policy
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.train import GrpoRun
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .intervals import as_text, mean_of_few, to_json
+from .runs import DRAFTER, Progress, Sizes, recipe_of, trained_beside
+
+WORKERS = 2
+
+
+def bench_reward(model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress) -> dict[str, Any]:
+    """Held-out reward after some GRPO steps, several seeds: speculation by a bandit among the trained drafter, suffix
+    drafts and none, with training in idle time, against plain decoding.
+
+    `held_out` and `trained` are the differences, with minus without, of the reward on held-out prompts at the end and
+    of the mean over the RL steps, with Student's interval over seeds; `equal` says whether both hold 0.
+    """
+    policy = adaptive_policy(out / "policy.json", sizes.draft_depth)
+    rows = []
+    for number in range(seed, seed + sizes.reward_seeds):
+        drafter = trained_beside(head, sizes)
+        recipes = {
+            "without": recipe_of(model, sizes, seed=number, policy=None, drafter=None, workers=WORKERS),
+            "with": recipe_of(model, sizes, seed=number, policy=policy, drafter=drafter, workers=WORKERS),
+        }
+        row: dict[str, Any] = {"seed": number}
+        for name, recipe in recipes.items():
+            progress(f"{name} the machinery, seed {number}")
+            row[name] = _rewards(recipe, out / f"{name}-{number}", sizes.reward_steps, progress)
+        rows.append(row)
+    return {
+        "steps": sizes.reward_steps,
+        "seeds": sizes.reward_seeds,
+        "heldout": sizes.heldout,
+        **differences(rows, {"held_out": sizes.heldout, "trained": sizes.reward_steps * sizes.prompts_per_step}),
+        "rows": rows,
+    }
+
+
+def adaptive_policy(path: Path, depth: int) -> Path:
+    """A policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
+    arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
+    buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Policy(selector=BegMabSpec(buckets=buckets)).write(path)
+    return path
+
+
+def _rewards(recipe: Recipe, out: Path, steps: int, progress: Progress) -> dict[str, float]:
+    with GrpoRun(recipe, out) as run:
+        first = run.evaluate()
+        for _ in range(steps):
+            progress(str(run.step()))
+        return {
+            "first": first,
+            "held_out": run.evaluate(),
+            "trained": sum(report.reward_mean for report in run.reports) / len(run.reports),
+        }
+
+
+def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -> dict[str, Any]:
+    """With minus without, of each kind of reward, over seeds; `equal` is None from one seed: it allows no interval.
+
+    `prompts`: on how many a reward is a mean, in each run. Its chance is known from that, and no interval is narrower.
+    """
+    found = {}
+    for name, count in prompts.items():
+        values = [row["with"][name] - row["without"][name] for row in rows]
+        chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in ("with", "without")]
+        found[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
+    known = len(rows) > 1
+    return {
+        **{name: to_json(interval) for name, interval in found.items()},
+        "equal": all(interval.low <= 0 <= interval.high for interval in found.values()) if known else None,
+    }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The result for people."""
+    lines = [
+        f"{found['steps']} GRPO steps, {found['seeds']} seed(s), {found['heldout']} held-out prompts",
+        f"{'seed':>6s}{'before':>9s}{'without':>9s}{'with':>9s}{'in training without':>21s}{'with':>9s}",
+    ]
+    for row in found["rows"]:
+        without, all_ = row["without"], row["with"]
+        lines.append(
+            f"{row['seed']:6d}{without['first']:9.3f}{without['held_out']:9.3f}{all_['held_out']:9.3f}"
+            f"{without['trained']:21.3f}{all_['trained']:9.3f}"
+        )
+    equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[found["equal"]]
+    lines.append(
+        f"with minus without: held out {as_text(found['held_out'])}, in training {as_text(found['trained'])}: {equal}"
+    )
+    return "\n".join(lines)

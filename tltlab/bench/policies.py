@@ -1,0 +1,125 @@
+"""What a decision takes: microseconds of the shipped policies, per engine iteration and batch size."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.state import RequestState, StepOutcome, StepState
+
+BATCHES = (1, 8, 32, 128)
+GOAL_US = 20.0
+RESPONSE_ITERATIONS = 1000
+"""Iterations that a response takes: batch / this many end, and begin, in each."""
+_PROMPTS = 64
+_HISTORY = 4096
+_WARM_UP = 500
+
+
+def bench_policies(calls: int, rounds: int) -> dict[str, Any]:
+    """Time `calls` decisions of every shipped policy at every batch size, `rounds` times, in turn.
+
+    A decision is `choose` and `observe`, and where the policy has a budget `allot`, with `finished` for the requests
+    that end. What they are given is made outside the measured time; windows and history are full. Counted is the CPU
+    time of this thread, so other processes do not matter. `decide_us` and
+    `allot_us` are medians and 99th percentiles of all calls; `mean_us` is the mean of a decision with its allotment in
+    the best round, `within_20_us` whether that holds.
+    """
+    cases = [(name, batch) for name in SHIPPED for batch in BATCHES]
+    taken: dict[tuple[str, int], list[tuple[np.ndarray, np.ndarray]]] = {case: [] for case in cases}
+    for number in range(rounds):
+        for name, batch in cases:
+            taken[name, batch].append(_time(SHIPPED[name], batch, calls, number))
+    return {"goal_us": GOAL_US, "rows": [_row(name, batch, taken[name, batch]) for name, batch in cases]}
+
+
+def _row(name: str, batch: int, rounds: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Any]:
+    decide, allot = (np.concatenate(parts) for parts in zip(*rounds, strict=True))
+    mean_us = min(float((one + other).mean()) for one, other in rounds)
+    return {
+        "policy": name,
+        "batch": batch,
+        "decide_us": _spread(decide),
+        "allot_us": _spread(allot) if SHIPPED[name].budget else None,
+        "mean_us": mean_us,
+        "within_20_us": mean_us <= GOAL_US,
+    }
+
+
+def _spread(microseconds: np.ndarray) -> dict[str, float]:
+    return {"median": float(np.median(microseconds)), "p99": float(np.percentile(microseconds, 99))}
+
+
+def _time(policy: Policy, batch: int, calls: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Microseconds of each decision and of each allotment."""
+    rng = np.random.default_rng(seed)
+    selector, budget = policy.build(rng), policy.build_budget()
+    for n in range(_HISTORY if policy.budget else 0):
+        tokens = int(rng.lognormal(6.0 + n % _PROMPTS / 16, 0.5)) + 1
+        budget.finished(_request(n, tokens), drafted=2 * tokens, accepted=tokens // 2)
+    decide, allot = np.zeros(calls), np.zeros(calls)
+    clock = time.thread_time_ns
+    for i, (state, ended) in enumerate(_states(batch, calls + _WARM_UP)):
+        began = clock()
+        strategy = selector.choose(state)
+        chosen = clock()
+        depth = strategy.draft_depth
+        kept = rng.binomial(depth, 0.6, batch).tolist() if depth else ()
+        outcome = StepOutcome(
+            elapsed_s=1e-2 + 1e-3 * depth, batch=batch, drafted=(depth,) * batch if depth else (), accepted=kept
+        )
+        told = clock()
+        selector.observe(strategy, outcome)
+        observed = clock()
+        if policy.budget:
+            if ended is not None:
+                budget.finished(ended, drafted=2000, accepted=1000)
+            budget.allot(state, strategy)
+        shared_out = clock()
+        if i >= _WARM_UP:
+            decide[i - _WARM_UP] = (chosen - began + observed - told) / 1e3
+            allot[i - _WARM_UP] = (shared_out - observed) / 1e3
+    return decide, allot
+
+
+def _states(batch: int, count: int) -> Iterator[tuple[StepState, RequestState | None]]:
+    """A full batch in which, one after another, requests end and others take their place; and the one that ended."""
+    numbers = list(range(batch))
+    generated = [RESPONSE_ITERATIONS * j // batch * 3 for j in range(batch)]
+    ended_before = 0
+    for i in range(count):
+        generated = [tokens + 3 for tokens in generated]
+        ended = None
+        if (i + 1) * batch // RESPONSE_ITERATIONS > ended_before:
+            at = ended_before % batch
+            ended = _request(numbers[at], generated[at])
+            ended_before += 1
+            numbers[at] += batch
+            generated[at] = 1
+        requests = tuple(_request(n, tokens) for n, tokens in zip(numbers, generated, strict=True))
+        yield StepState(rl_step=0, batch=batch, context_tokens=float(sum(generated)), requests=requests), ended
+
+
+def _request(number: int, generated: int) -> RequestState:
+    prompt = f"p{number % _PROMPTS}"
+    return RequestState(
+        key=(0, prompt, number, 0), prompt_id=prompt, generated_tokens=generated, max_response_tokens=32768
+    )
+
+
+def text(found: dict[str, Any]) -> str:
+    """The table for people."""
+    lines = [f"{'policy':16s}{'batch':>6s}{'decide us':>12s}{'p99':>8s}{'allot us':>12s}{'p99':>8s}{'mean':>8s}"]
+    for row in found["rows"]:
+        allot = row["allot_us"]
+        shared = f"{allot['median']:12.1f}{allot['p99']:8.1f}" if allot else f"{'':20s}"
+        slow = "" if row["within_20_us"] else f"  over {found['goal_us']:.0f} us"
+        lines.append(
+            f"{row['policy']:16s}{row['batch']:6d}{row['decide_us']['median']:12.1f}{row['decide_us']['p99']:8.1f}"
+            f"{shared}{row['mean_us']:8.1f}{slow}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,257 @@
+"""Predicted against measured: what the roofline says about published measurements, in its fit and outside.
+
+The measurements are tables of other people, which are not part of the package: `decode_tpot_h100.csv` (AIConfigurator,
+Apache-2.0), `tlt_sd_tables.csv` and `tlt_gpu_diversity.csv` (TLT, arXiv 2511.16665: Fig. 13, Tables 1, 2, 4),
+`eagle3_speedup_by_batch.csv` (EAGLE-3, arXiv 2503.01840, Table 3) and kernel tables
+(`tltlab.calibration.measurements.kernels`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
+from tltlab.calibration.measurements.times import from_speedups, from_tpot, from_waves
+from tltlab.calibration.roofline import Fitted, FloatArray, fit, predict
+from tltlab.calibration.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
+from tltlab.costs.base import CalibratedRange
+from tltlab.costs.roofline import Constants, RooflineCosts
+
+_DECODE = ("tp_size", "concurrency", "isl", "osl", "silicon_tpot_ms", "silicon_ttft_ms")
+_SETTING = ("draft_depth", "tokens_to_verify")
+COLUMNS = ("source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note")
+GPUS = ("H100", "H200", "A100")
+_TLT = "TLT, Qwen2.5-32B, TP 4, H100"
+_VLLM = "vLLM 0.12, Qwen3-32B bf16, H100, time per output token"
+SHORT_CONTEXT = 2048
+"""New tokens per request in the benchmark script that TLT released; the paper gives no context."""
+_CONSTANTS = "one set of constants for vLLM and TLT"
+
+
+@cache
+def fitted(data: Path) -> Fitted:
+    """One set of constants from vLLM's decode times on H100 and TLT's speed-ups, cross-validated.
+
+    Rows whose requests exceed the KV capacity by the arithmetic of `tltlab.hardware` are left out: their measured time
+    holds queueing and preemption. Folds: `tp` (vLLM), `batch` above 1 (Table 4), `draft_depth` and `tokens_to_verify`
+    (Fig. 13). ConfigError where a file is missing.
+    """
+    rows = _measurements(data)
+    for fold, source, column in (
+        ("fold tp", _VLLM, "tp"),
+        ("fold batch", "table4", "batch"),
+        ("fold draft_depth", "fig13", "draft_depth"),
+        ("fold tokens_to_verify", "fig13", "tokens_to_verify"),
+    ):
+        rows[fold] = rows[column].where(rows["source"] == source)
+    return fit(rows, [name for name in map(str, rows.columns) if name.startswith("fold ")])
+
+
+@cache
+def fitted_at(data: Path, context_tokens: float) -> Fitted:
+    """The same fit with the context of TLT's speed-ups held at so many tokens per request; no cross-validation."""
+    rows = _measurements(data)
+    held = rows["context_tokens"].mask(rows["kind"] == "speedup", float(context_tokens))
+    return fit(rows.assign(context_tokens=held))
+
+
+def rows(data: Path) -> pd.DataFrame:
+    """The table "predicted against measured": relative errors, one row per set of measurements (`COLUMNS`).
+
+    Everything is fitted anew from the folder `data`; ConfigError where that has no measurements.
+    """
+    found = fitted(Path(data))
+    return pd.DataFrame(
+        [*_fit_rows(found, data), *_fold_rows(found), *_unseen_rows(found, data)], columns=list(COLUMNS)
+    )
+
+
+def presets(data: Path) -> dict[str, RooflineCosts]:
+    """The cost models that ship with the package for H100, H200 and A100, made anew from the measurements."""
+    found = fitted(Path(data))
+    errors = _by_source(found)
+    left_out = found.cross_validation.groupby("fold")["mean_abs_error"].mean()
+    short = _by_source(fitted_at(Path(data), SHORT_CONTEXT))
+    origin = (
+        f"Fitted by tltlab.bench.roofline to {len(found.predictions)} published measurements on H100: vLLM 0.12, "
+        f"Qwen3-32B bf16, TP 2/4/8 (AIConfigurator; error {errors[_VLLM]:.1%}, {left_out['fold tp']:.1%} with each TP "
+        f"left out) and TLT's speed-ups (arXiv 2511.16665; Fig. 13 {errors['fig13']:.1%}, Table 4 "
+        f"{errors['table4']:.1%}, {left_out['fold batch']:.0%} with each batch left out)."
+    )
+    drafting = (
+        f"TLT does not give its context; drafting terms assume {found.context_tokens:.0f} tokens per request, the most "
+        f"allowed, which fit best: Table 4 above batch 1 within {errors['table4']:.1%}, against {short['table4']:.1%} "
+        f"with {SHORT_CONTEXT}, what its released benchmark generates. A learned drafter is one decoder layer and the "
+        f"LM head. sd_idle_s = 0 is an assumption; {SWITCH_NOTE}."
+    )
+    limits = f"kv_capacity_tokens: {MEMORY_FRACTION:.0%} of memory, less weights and 2 GB per GPU."
+    end_to_end = shares(data, GPUS[0])
+    made: dict[str, RooflineCosts] = {}
+    for name in GPUS:
+        there = shares(data, name)
+        constants = found.constants if name == GPUS[0] else transfer(found.constants, end_to_end, there)
+        for shape, tp in SHAPES:
+            notes = [origin, *found.notes[1:], drafting, limits]
+            calibrated = found.calibrated
+            if name != GPUS[0]:
+                notes.insert(1, f"Efficiencies carried over from H100 in proportion to kernels measured on {name}.")
+            if (name, shape) != (GPUS[0], "Qwen2.5-32B"):
+                calibrated = CalibratedRange(batch=calibrated.batch, verified_tokens=calibrated.verified_tokens)
+                notes.insert(1, "No end-to-end measurement of this model on this GPU is in the fit.")
+            key = f"{name}-{shape}" + (f"-tp{tp}" if tp > 1 else "")
+            made[key.lower()] = preset(constants, name, shape, tp, calibrated, tuple(notes))
+    return made
+
+
+def _measurements(data: Path) -> pd.DataFrame:
+    """What the constants are fitted to: vLLM's times where requests fit in memory, Fig. 13, Table 4 above batch 1."""
+    vllm, fits = _decode(data, "vllm")
+    served = from_tpot(vllm[fits], _VLLM)
+    figure = from_speedups(_tlt(data, "fig13"), "fig13")
+    table = from_speedups(_tlt(data, "table4").query("batch_size > 1"), "table4")
+    return pd.concat([served, figure, table], ignore_index=True)
+
+
+def _by_source(found: Fitted) -> pd.Series[float]:
+    return found.predictions["error"].abs().groupby(found.predictions["source"]).mean()
+
+
+def _fit_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
+    error = found.predictions.set_index("source")["error"]
+    table = from_speedups(_tlt(data, "table4"), "table4")
+    whole = _error(found.constants, table, found.context_tokens)
+    batches = "16 cells; the 4 at batch 1 are a row of Fig. 13"
+    short = fitted_at(Path(data), SHORT_CONTEXT).predictions.set_index("source")["error"]
+    above_one = from_speedups(_tlt(data, "table4").query("batch_size > 1"), "table4")
+    unfitted = _error(found.constants, above_one, SHORT_CONTEXT)
+    context = f"context fitted: {found.context_tokens:,.0f} tokens per request, the most allowed"
+    held = (
+        f"what TLT's released benchmark generates, constants fitted anew (Fig. 13 {_mean(short['fig13']):.1%}); "
+        f"{_mean(unfitted):.1%} with those of the row above"
+    )
+    return [
+        _row(_TLT, "Fig. 13: depth x tokens to verify, speed-up", True, error["fig13"], _CONSTANTS),
+        _row(_TLT, "Table 4: batch x tokens to verify, speed-up", True, whole, f"{_CONSTANTS}; {batches}"),
+        _row(_TLT, "Table 4 above batch 1, speed-up", True, error["table4"], context),
+        _row(_TLT, f"Table 4 above batch 1, context held at {SHORT_CONTEXT:,}", True, short["table4"], held),
+        _row(_VLLM, "within the KV capacity", True, error[_VLLM], _CONSTANTS),
+    ]
+
+
+def _fold_rows(found: Fitted) -> list[tuple[object, ...]]:
+    named = {
+        "fold tp": (_VLLM, "each TP left out"),
+        "fold batch": (_TLT, "Table 4, each batch above 1 left out"),
+        "fold draft_depth": (_TLT, "Fig. 13, each depth left out"),
+        "fold tokens_to_verify": (_TLT, "Fig. 13, each number of tokens to verify left out"),
+    }
+    made: list[tuple[object, ...]] = []
+    for fold, parts in found.cross_validation.groupby("fold", sort=False):
+        source, what = named[str(fold)]
+        each = ", ".join(f"{p.left_out:g}: {p.mean_abs_error:.1%}" for p in parts.itertuples())
+        mean, most = float(parts["mean_abs_error"].mean()), float(parts["max_abs_error"].max())
+        made.append((source, what, int(parts["num_points"].sum()), False, mean, most, f"mean of the folds ({each})"))
+    return made
+
+
+def _unseen_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
+    c, context = found.constants, found.context_tokens
+    vllm, fits = _decode(data, "vllm")
+    sglang, sglang_fits = _decode(data, "sglang")
+    trtllm, trtllm_fits = _decode(data, "trtllm")
+    top_k = from_speedups(_tlt(data, "table1_topk"), "table1")
+    waves = "its times to first token say that all requests came at once: predicted with these times"
+    at_once = _mean(_error(c, from_waves(trtllm[trtllm_fits], "trtllm")))
+    unclear = f"how requests come is not stated: a closed loop as in the fit; {at_once:.1%} if all come at once"
+    beyond = "not a step time: requests queue and are preempted"
+    sglang_wave = from_waves(sglang[sglang_fits], "sglang")
+    trtllm_loop = from_tpot(trtllm[trtllm_fits], "trtllm")
+    made = [
+        _row(_VLLM, "beyond the KV capacity", False, _error(c, from_tpot(vllm[~fits], _VLLM)), beyond),
+        _row(_TLT, "Table 1: topK 4 to 16, speed-up", False, _error(c, top_k, context), "accept lengths as published"),
+        _row("SGLang 0.5, Qwen3-32B bf16, H100", "time per output token", False, _error(c, sglang_wave), waves),
+        _row(
+            "TensorRT-LLM 1.0, Llama-3.1-8B bf16, H100", "time per output token", False, _error(c, trtllm_loop), unclear
+        ),
+    ]
+    return [*made, *_other_gpu_rows(found, data), _eagle3_row(found, data)]
+
+
+def _other_gpu_rows(found: Fitted, data: Path) -> list[tuple[object, ...]]:
+    path = Path(data) / "tlt_gpu_diversity.csv"
+    table = measured_table(path, ("tok_s_no_sd", "tok_s_with_sd"), ("gpu",)).set_index("gpu")
+    plain_rate: pd.Series[float] = table["tok_s_no_sd"]
+    on_a100 = transfer(found.constants, shares(data, "H100"), shares(data, "A100"))
+    cells = pd.DataFrame({"model": ["Qwen2.5-7B"], "tp": 1, "batch_size": 1, "topk": 8, "draft_depth": 8})
+    cells = cells.assign(tokens_to_verify=48, accept_length=1.0, speedup=1.0)
+    errors, costs = [], {}
+    for name, constants in (("H100", found.constants), ("A100", on_a100)):
+        speculative = from_speedups(cells.assign(gpu=name), "table2")
+        plain = speculative.assign(kind="iteration", draft_depth=0, tokens_to_verify=1)
+        plain["context_tokens"] = found.context_tokens
+        took = float(predict(constants, plain)[0])
+        errors.append(took * plain_rate[name] - 1)
+        costs[name] = float(predict(constants, speculative, found.context_tokens)[0])
+    speedups = table["tok_s_with_sd"] / plain_rate
+    accepted = float(speedups["H100"]) / costs["H100"]
+    other = accepted * costs["A100"] / float(speedups["A100"]) - 1
+    source = "TLT Table 2, Qwen2.5-7B, batch 1"
+    implied = f"with the accept length that H100's speed-up implies at depth 8 and 48 tokens ({accepted:.1f})"
+    each = "time per token " + ", ".join(f"{name} {e:+.1%}" for name, e in zip(("H100", "A100"), errors, strict=True))
+    return [
+        _row(source, "tokens/s without speculation, H100 and A100", False, np.array(errors), each),
+        _row(source, "speed-up on A100", False, np.array([other]), implied),
+    ]
+
+
+def _eagle3_row(found: Fitted, data: Path) -> tuple[object, ...]:
+    path = Path(data) / "eagle3_speedup_by_batch.csv"
+    table = measured_table(path, ("batch_size", "throughput_speedup"), ("method",))
+    table = table[table["method"] == "EAGLE-3"].assign(gpu="H100", model="Llama-3.1-8B", tp=1, draft_depth=3, topk=1)
+    cells = table.assign(tokens_to_verify=4, accept_length=1.0, context_tokens=512, speedup=table["throughput_speedup"])
+    measured = from_speedups(cells, "eagle3")
+    measured["context_tokens"] = 512.0
+    ratio = np.asarray(measured["measured"], np.float64) / predict(found.constants, measured)
+    accepted = float(ratio[0])
+    note = f"accept length not published: the one that batch 2 implies ({accepted:.2f} of 4), other batches predicted"
+    source = "EAGLE-3 Table 3, SGLang 0.4.4, Llama-3.1-8B, H100"
+    return _row(source, "speed-up by batch, 4 to 64, chain of 3", False, accepted / ratio[1:] - 1, note)
+
+
+def _row(source: str, what: str, used: bool, error: FloatArray | pd.Series[float], note: str) -> tuple[object, ...]:
+    size = np.abs(np.asarray(error, np.float64))
+    return source, what, len(size), used, float(size.mean()), float(size.max()), note
+
+
+def _mean(error: FloatArray) -> float:
+    return float(np.abs(error).mean())
+
+
+def _error(constants: Constants, rows: pd.DataFrame, context_tokens: float | None = None) -> FloatArray:
+    measured = rows["measured"].to_numpy(np.float64)
+    return np.asarray(predict(constants, rows, context_tokens) / measured - 1, np.float64)
+
+
+def _decode(data: Path, backend: str) -> tuple[pd.DataFrame, npt.NDArray[np.bool_]]:
+    """bf16 rows of a backend on H100, and which of them fit into the KV cache when every response is complete."""
+    table = measured_table(Path(data) / "decode_tpot_h100.csv", _DECODE, ("backend", "precision", "model_path"))
+    chosen = table[(table["backend"] == backend) & (table["precision"] != "fp8")].reset_index(drop=True)
+    renamed = chosen.rename(columns={"model_path": "model", "tp_size": "tp"})
+    found = renamed.assign(gpu="H100", tpot_s=chosen["silicon_tpot_ms"] / 1e3, ttft_s=chosen["silicon_ttft_ms"] / 1e3)
+    return found, fits_kv_cache(found)
+
+
+def _tlt(data: Path, name: str) -> pd.DataFrame:
+    """A table of TLT's; accept lengths that it does not repeat are those of Fig. 13 at the same setting."""
+    numbers = (*_SETTING, "tp", "batch_size", "topk", "accept_length", "speedup")
+    table = measured_table(Path(data) / "tlt_sd_tables.csv", numbers, ("table", "gpu", "model"))
+    setting = list(_SETTING)
+    known = table[table["table"] == "fig13"].set_index(setting)["accept_length"]
+    chosen = table[table["table"] == name].copy()
+    listed = known.reindex(pd.MultiIndex.from_frame(chosen[setting])).to_numpy()
+    return chosen.assign(accept_length=chosen["accept_length"].fillna(pd.Series(listed, chosen.index)))

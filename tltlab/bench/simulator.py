@@ -1,0 +1,197 @@
+"""How fast the simulator is: wall times and ratios, measured in turn in one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tltlab.costs.base import LinearCosts
+from tltlab.lengths.generate import log_normal
+from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
+from tltlab.sim.scenario import Scenario
+from tltlab.sim.sweep import sweep
+from tltlab.stats import paired_interval
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import Trace
+
+from .baselines import closed_form_makespan_s, per_iteration_makespan_s
+
+COSTS = LinearCosts(
+    base_s=4e-3,
+    per_request_s=4e-5,
+    per_token_s=2e-5,
+    per_context_s=2e-8,
+    sd_base_s=1e-3,
+    sd_idle_s=0.0,
+    draft_level_s=3e-4,
+    draft_level_per_request_s=1e-5,
+    prefill_per_token_s=1e-6,
+)
+DECISION_BLOCK = 32
+LEAST_S = 0.1
+"""A case runs at least this long in each round, as often as it takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something to time; `goal_ms` is what it should stay below, None for a baseline."""
+
+    name: str
+    run: Callable[[], float]
+    goal_ms: float | None = None
+
+
+def lengths(prompts: int, rl_steps: int = 1, stretch: int = 1) -> Trace:
+    """`prompts` groups of 8 responses, log-normal around 4,024 tokens, sigma 0.9, cut at 32K: 24 M tokens at 512."""
+    median, cap = float(np.exp(8.3)) * stretch, 32768 * stretch
+    return log_normal(prompts=prompts, group_size=8, rl_steps=rl_steps, median=median, sigma=0.9, cap=cap, seed=0)
+
+
+def cases() -> list[Case]:
+    """What rollouts of one RL step take: plain, table and bandit, fluid and sampled, and ten times longer responses."""
+    step, large, long = lengths(512), lengths(2048), lengths(512, stretch=10)
+    table, bandit, plain = example_table(), example_bandit(), load_policy("none")
+
+    def scenario(trace: Trace, costs: LinearCosts = COSTS, workers: int = 8, **options: Any) -> Scenario:
+        return Scenario.of(trace, costs=costs, acceptance="geometric:0.7", workers=workers, **options)
+
+    base, many, stretched = scenario(step), scenario(large, workers=64), scenario(long)
+    sampled, blocks = scenario(step, mode="sampled"), scenario(step, decision_block=DECISION_BLOCK)
+    tight = scenario(step, costs=COSTS.model_copy(update={"kv_capacity_tokens": 1_000_000}))
+
+    def makespan(where: Scenario, policy: Policy) -> Callable[[], float]:
+        return lambda: where.rollouts(policy)[0].makespan_s
+
+    requests, queues = base.steps[0], base.queues[0]
+    return [
+        Case(name="plain", run=makespan(base, plain), goal_ms=20),
+        Case(name="plain, an event per iteration", run=lambda: per_iteration_makespan_s(requests, queues, COSTS)),
+        Case(name="plain, closed form", run=lambda: closed_form_makespan_s(requests, queues, COSTS)),
+        Case(name="plain, lengths x 10", run=makespan(stretched, plain)),
+        Case(name="plain, KV cache of 1 M tokens", run=makespan(tight, plain)),
+        Case(name="plain, 16,384 responses, 64 workers", run=makespan(many, plain), goal_ms=100),
+        Case(name="table, fluid", run=makespan(base, table), goal_ms=30),
+        Case(name="table, fluid, lengths x 10", run=makespan(stretched, table)),
+        Case(name="BEG-MAB, fluid", run=makespan(blocks, bandit), goal_ms=150),
+        Case(name="table, sampled", run=makespan(sampled, table), goal_ms=1000),
+    ]
+
+
+def bench_sim(rounds: int, configurations: int, jobs: int, seed: int = 0) -> dict[str, Any]:
+    """Time every case once per round, in turn, so that a busy machine slows all of them; then the sweep."""
+    chosen = cases()
+    for case in chosen:
+        case.run()
+    wall_ms: dict[str, list[float]] = {case.name: [] for case in chosen}
+    made: dict[str, float] = {}
+    for _ in range(rounds):
+        for case in chosen:
+            began, runs = time.perf_counter(), 0
+            while not runs or time.perf_counter() - began < LEAST_S:
+                made[case.name] = case.run()
+                runs += 1
+            wall_ms[case.name].append((time.perf_counter() - began) / runs * 1e3)
+    rng = np.random.default_rng(seed)
+    found: dict[str, Any] = {
+        "cases": [_row(case, wall_ms[case.name], made[case.name]) for case in chosen],
+        "ratios": {
+            "per_iteration_over_plain": _ratio(wall_ms, "plain, an event per iteration", "plain", rng),
+            "plain_over_closed_form": _ratio(wall_ms, "plain", "plain, closed form", rng),
+            "plain_lengths_x10_over_plain": _ratio(wall_ms, "plain, lengths x 10", "plain", rng),
+            "table_lengths_x10_over_table": _ratio(wall_ms, "table, fluid, lengths x 10", "table, fluid", rng),
+        },
+        "decision_block": DECISION_BLOCK,
+        "rounds": rounds,
+    }
+    if configurations:
+        found["sweep"] = bench_sweep(configurations, jobs)
+    return found
+
+
+def bench_sweep(configurations: int, jobs: int) -> dict[str, Any]:
+    """`configurations` batch-size tables on ten RL steps of 4,096 responses each."""
+    scenario = Scenario.of(lengths(512, rl_steps=10), costs=COSTS, acceptance="geometric:0.7", workers=8)
+    policies = random_tables(configurations)
+    began = time.perf_counter()
+    table = sweep(scenario, policies, jobs=jobs)
+    wall_s = time.perf_counter() - began
+    means = table.groupby("policy")["makespan_s"].mean()
+    return {
+        "configurations": configurations,
+        "rl_steps": 10,
+        "jobs": jobs,
+        "wall_s": wall_s,
+        "best_makespan_s": float(means.min()),
+        "worst_makespan_s": float(means.max()),
+    }
+
+
+def random_tables(count: int, seed: int = 0) -> dict[str, Policy]:
+    """Batch-size tables with random borders and falling depths."""
+    rng = np.random.default_rng(seed)
+    tables = {}
+    for i in range(count):
+        borders = [1, *sorted(rng.choice(np.arange(2, 513), size=3, replace=False).tolist())]
+        depths = sorted(rng.choice([0, 1, 2, 3, 4, 6, 8, 12], size=4, replace=False).tolist(), reverse=True)
+        rows = [
+            TableRow(min_batch=b, strategy=Strategy.chain("learned", d)) for b, d in zip(borders, depths, strict=True)
+        ]
+        tables[f"table {i}"] = Policy(selector=TableSpec(rows=tuple(rows)))
+    return tables
+
+
+def example_table() -> Policy:
+    """Deep drafts in the tail, none in large batches."""
+    rows = ((1, Strategy.chain("learned", 8)), (5, Strategy.chain("learned", 4)), (33, NO_SPECULATION))
+    return Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in rows)))
+
+
+def example_bandit() -> Policy:
+    """BEG-MAB with two arms in each of three buckets."""
+    deep, middle, shallow = (Strategy.chain("learned", depth) for depth in (8, 4, 2))
+    buckets = ((1, (deep, middle)), (9, (middle, shallow)), (65, (shallow, NO_SPECULATION)))
+    made = tuple(Bucket(min_batch=b, strategies=arms) for b, arms in buckets)
+    return Policy(selector=BegMabSpec(buckets=made))
+
+
+def _row(case: Case, wall_ms: list[float], makespan_s: float) -> dict[str, Any]:
+    median = float(np.median(wall_ms))
+    return {
+        "case": case.name,
+        "wall_ms": median,
+        "wall_ms_least": min(wall_ms),
+        "wall_ms_most": max(wall_ms),
+        "goal_ms": case.goal_ms,
+        "met": None if case.goal_ms is None else median <= case.goal_ms,
+        "makespan_s": makespan_s,
+    }
+
+
+def _ratio(wall_ms: dict[str, list[float]], above: str, below: str, rng: np.random.Generator) -> dict[str, float]:
+    interval = paired_interval(np.array(wall_ms[above]), np.array(wall_ms[below]), rng=rng)
+    return {"ratio": interval.estimate, "low": interval.low, "high": interval.high}
+
+
+def text(found: dict[str, Any]) -> str:
+    """The result for people."""
+    lines = [f"{'case':40s}{'median ms':>10s}{'least':>9s}{'most':>9s}{'goal':>7s}"]
+    for row in found["cases"]:
+        goal = "" if row["goal_ms"] is None else f"{row['goal_ms']:7.0f}{'' if row['met'] else '  MISSED'}"
+        lines.append(
+            f"{row['case']:40s}{row['wall_ms']:10.2f}{row['wall_ms_least']:9.2f}{row['wall_ms_most']:9.2f}{goal}"
+        )
+    lines.append("")
+    for name, ratio in found["ratios"].items():
+        lines.append(f"{name.replace('_', ' '):40s}{ratio['ratio']:9.2f}x  [{ratio['low']:.2f}, {ratio['high']:.2f}]")
+    lines.append(f"a bandit decides once per {found['decision_block']} iterations; {found['rounds']} rounds, in turn")
+    if "sweep" in found:
+        s = found["sweep"]
+        lines.append(
+            f"sweep: {s['configurations']} tables x {s['rl_steps']} RL steps of 4,096 responses in {s['wall_s']:.1f} s "
+            f"({s['jobs']} process{'es' if s['jobs'] > 1 else ''})"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""GRPO training against TRL, on the same samples and in time."""

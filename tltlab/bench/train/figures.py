@@ -1,0 +1,196 @@
+"""What runs of several trainers come to: seconds per RL step, who learned more, goals, and a table for people."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
+
+from tltlab.bench.drafter.intervals import as_text, decimals, mean_of_few, to_json
+from tltlab.stats import Interval
+
+GOALS = {"trl": 20.0, "trl-vllm": 1.3}
+"""How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One run of one side: `seconds`, `rewards` (means) and `lengths` (mean response tokens), one of each per RL step.
+
+    `whole_s` is the whole process with its start, `stages` the seconds of each part of our steps. `as_is` says how a
+    side failed before it ran in another way, `error` how it failed for good; a side that failed has no steps.
+    """
+
+    side: str
+    seed: int
+    seconds: list[float] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[float] = field(default_factory=list)
+    stages: dict[str, list[float]] = field(default_factory=dict)
+    whole_s: float | None = None
+    heldout_reward: float | None = None
+    as_is: str | None = None
+    error: str | None = None
+
+
+def steady(blocks: Sequence[Block], side: str) -> list[float]:
+    """Seconds of a side's RL steps but the first of each run, in which compilers and caches warm up."""
+    return [seconds for block in blocks if block.side == side for seconds in block.seconds[1:]]
+
+
+def median_of(seconds: Sequence[float]) -> Interval:
+    """The median with its interval over resampled RL steps."""
+    return _resampled((seconds,), lambda a, axis=-1: np.median(a, axis=axis))
+
+
+def ratio_of_medians(slow: Sequence[float], fast: Sequence[float]) -> Interval:
+    """median(slow) / median(fast), RL steps of both resampled on their own: percentiles of 2000 resamples.
+
+    >>> ratio_of_medians([40.0, 50.0, 60.0], [5.0, 5.0, 5.0]).estimate
+    10.0
+    """
+    return _resampled((slow, fast), lambda a, b, axis=-1: np.median(a, axis=axis) / np.median(b, axis=axis))
+
+
+def _resampled(samples: Sequence[Sequence[float]], statistic: Any) -> Interval:
+    arrays = [np.asarray(sample, np.float64) for sample in samples]
+    estimate = float(statistic(*arrays))
+    if min(map(len, arrays)) < 2:
+        return Interval(estimate=estimate, low=float("nan"), high=float("nan"), level=0.95, method="none")
+    found = bootstrap(
+        arrays,
+        statistic,
+        n_resamples=2000,
+        confidence_level=0.95,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Interval(estimate=estimate, low=float(found.low), high=float(found.high), level=0.95, method="percentile")
+
+
+def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] | None:
+    """How much more held-out reward `tltlab train` ends with than a side, over seeds that both ran; None without one.
+
+    `difference` has Student's interval over seeds; each reward is a mean over `heldout` prompts, whose chance is known,
+    and no interval is narrower than that. `equal` says whether it holds 0, and is None from one seed.
+    """
+    ended = {(block.side, block.seed): block.heldout_reward for block in blocks}
+    ours = {seed: reward for (name, seed), reward in ended.items() if name == "tltlab" and reward is not None}
+    pairs = [(ours[seed], ended[side, seed]) for seed in ours if ended.get((side, seed)) is not None]
+    if not pairs:
+        return None
+    chance = sum(reward * (1 - reward) / heldout for pair in pairs for reward in pair)
+    found = mean_of_few([a - b for a, b in pairs], least_error=math.sqrt(max(chance, 0.0)) / len(pairs))
+    return {
+        "against": side,
+        "seeds": len(pairs),
+        "difference": to_json(found),
+        "equal": found.low <= 0 <= found.high if len(pairs) > 1 else None,
+    }
+
+
+def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int) -> dict[str, Any]:
+    """Figures of every side, `lines` being those that a user writes for it, who learned more, and the goals.
+
+    Rewards of each step are means over a side's runs, and `heldout_reward` is one over `heldout` prompts each.
+    `mean_response_tokens` is of the steps that the seconds are of: longer responses take longer.
+    """
+    sides = []
+    for side, written in lines.items():
+        ran = [block for block in blocks if block.side == side and block.seconds]
+        seconds = steady(ran, side)
+        tokens = [length for block in ran for length in block.lengths[1:]]
+        wholes = [block.whole_s for block in ran if block.whole_s is not None]
+        ended = [block.heldout_reward for block in ran if block.heldout_reward is not None]
+        sides.append(
+            {
+                "side": side,
+                "runs": len(ran),
+                "seconds": to_json(median_of(seconds)) if seconds else None,
+                "whole_seconds": float(np.mean(wholes)) if wholes else None,
+                "first_seconds": float(np.mean([block.seconds[0] for block in ran])) if ran else None,
+                "mean_response_tokens": float(np.mean(tokens)) if tokens else None,
+                "rewards": np.mean([block.rewards for block in ran], axis=0).tolist() if ran else [],
+                "heldout_reward": to_json(mean_of_few(ended)) if ended else None,
+                "stages": {
+                    name: float(np.mean([value for block in ran for value in block.stages[name][1:]]))
+                    for name in (ran[0].stages if seconds else {})
+                },
+                "lines": written,
+                "as_is": next((block.as_is for block in blocks if block.side == side and block.as_is), None),
+                "error": next((block.error for block in blocks if block.side == side and block.error), None),
+            }
+        )
+    ours = steady(blocks, "tltlab")
+    goals = []
+    for side, wanted in GOALS.items():
+        theirs = steady(blocks, side)
+        if side in lines:
+            ratio = ratio_of_medians(theirs, ours) if theirs and ours else None
+            goals.append(
+                {
+                    "against": side,
+                    "ratio": to_json(ratio),
+                    "wanted": wanted,
+                    "met": None if ratio is None else ratio.estimate >= wanted,
+                }
+            )
+    return {
+        "sides": sides,
+        "learned": [found for side in GOALS if side in lines and (found := learned(blocks, side, heldout))],
+        "goals": goals,
+        "blocks": [asdict(block) for block in blocks],
+    }
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """A result for a terminal: a row per side, where our time goes, who learned more, how many times faster ours is."""
+    setting = found["setting"]
+    responses = f"{setting['prompts_per_step']} x {setting['group_size']}"
+    lines = [
+        f"{responses} responses a step, cap {setting['max_response_tokens']}, float32, {setting['steps']} RL steps, "
+        f"{found['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
+        f"{'':10s}{'s per step':>24s}{'first':>8s}{'whole':>9s}{'tokens':>8s}{'lines':>7s}{'held-out':>20s}"
+        "  reward by step",
+    ]
+    for side in found["sides"]:
+        rewards = " ".join(decimals(reward) for reward in side["rewards"])
+        lines.append(
+            f"{side['side']:10s}{_interval(side['seconds']):>24s}{decimals(side['first_seconds']):>8s}"
+            f"{decimals(side['whole_seconds']):>9s}"
+            f"{decimals(side['mean_response_tokens']):>8s}{side['lines']:7d}{_interval(side['heldout_reward']):>20s}"
+            f"  {rewards}"
+        )
+    lines.append(f"held-out reward before training {found['start_heldout_reward']:.2f}")
+    for side in found["sides"]:
+        if side["as_is"]:
+            lines.append(f"{side['side']} as it is: {side['as_is']}")
+        if side["as_is"] and not side["error"]:
+            lines.append(f"{side['side']} above: with vLLM on torch's linear, which lets TRL write weights on CPU")
+        if side["error"]:
+            lines.append(f"{side['side']} did not run: {side['error']}")
+        if side["stages"]:
+            whole = sum(side["stages"].values())
+            shares = ", ".join(f"{name[:-2]} {value / whole:.0%}" for name, value in side["stages"].items())
+            lines.append(f"{side['side']}: {shares}")
+    for row in found["learned"]:
+        equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[row["equal"]]
+        lines.append(
+            f"held-out reward, tltlab less {row['against']}: {as_text(row['difference'])} over {row['seeds']} seed(s): "
+            f"{equal}"
+        )
+    for goal in found["goals"]:
+        said = "unknown" if goal["met"] is None else "met" if goal["met"] else "MISSED"
+        lines.append(f"{said:8s}against {goal['against']}: {_interval(goal['ratio'])} times, goal {goal['wanted']:g}")
+    return "\n".join(lines)
+
+
+def _interval(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    ends = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
+    return f"{found['estimate']:.2f}{ends}"

@@ -1,0 +1,1 @@
+"""Acceptance models fitted to recorded or counterfactual drafts."""

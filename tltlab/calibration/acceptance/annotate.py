@@ -1,0 +1,178 @@
+"""What drafters would have had accepted at each position of recorded text: the rows of acceptance.parquet.
+
+A greedy draft x is kept with the target's probability of x, and that is the chance that the recorded token is x; so
+the number of leading drafted tokens that equal the recorded ones is an exact sample of what verification would have
+kept there, the bonus token not counted. It holds at any temperature, for the policy that sampled the text.
+
+An engine drafts at the borders of its iterations; here every position has a draft. Between the tokens of one
+iteration it is made before later requests of the batch got theirs. Drafts have the depth that is asked for: a shorter
+draft of an n-gram or learned drafter is the longer one cut, while a suffix drafter may follow another match then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from tltlab.drafters.base import Drafter
+from tltlab.errors import ConfigError
+from tltlab.traces.schema import TABLES, UNIQUE
+from tltlab.traces.token_times import RecordedResponse, recorded_responses
+from tltlab.traces.trace import Trace
+
+MAX_DEPTH = 255
+"""Accepted lengths are stored in a byte."""
+
+Kept = npt.NDArray[np.uint8]
+
+
+class DraftedBy(NamedTuple):
+    """A drafter as acceptance.parquet names it: `age` in RL steps since its last update, 0 for what never ages."""
+
+    drafter: str
+    age: int = 0
+
+
+class Annotator(Protocol):
+    """Something that drafts along recorded text."""
+
+    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Kept]:
+        """Drafted tokens kept at each position of each response of one RL step; RL steps come in order."""
+
+
+class ReplayedDrafter:
+    """A model-free drafter that is told the recorded text in the order in which it came.
+
+    As in the runtime each worker has its own, which sees its own responses as they grow and the other workers' when
+    the RL step is over; where workers are unknown there is one. What comes at the same time is told before anything is
+    drafted at its end. `observe` is called as in a run that drafts `max_depth` tokens in every iteration.
+    """
+
+    def __init__(self, build: Callable[[], Drafter]) -> None:
+        self._build = build
+        self._drafters: dict[int | None, Drafter] = {}
+
+    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Kept]:
+        kept = [np.zeros(len(r.token_ids), np.uint8) for r in responses]
+        workers = {r.worker: [n for n, s in enumerate(responses) if s.worker == r.worker] for r in responses}
+        for worker, mine in workers.items():
+            drafter = self._drafters.setdefault(worker, self._build())
+            drafter.begin(responses[mine[0]].key[0])
+            _replay(drafter, [responses[n] for n in mine], [kept[n] for n in mine], max_depth)
+        ended = sorted(responses, key=lambda r: r.times_s[-1] if len(r.times_s) else r.opened_s)
+        for worker, drafter in self._drafters.items():
+            for r in ended:
+                if r.worker != worker:
+                    drafter.remember(r.key, r.prompt_token_ids, r.token_ids)
+        return kept
+
+
+def annotate(
+    trace: Trace, annotators: Mapping[DraftedBy, Annotator], max_depth: int
+) -> Iterator[tuple[Trace, pa.Table]]:
+    """Each RL step of a trace, and its rows of acceptance.parquet by these drafters; `drafter_updates` is unknown.
+
+    Responses without recorded tokens have no rows. Raises ConfigError for a depth that a byte does not hold.
+    """
+    if not 1 <= max_depth <= MAX_DEPTH:
+        raise ConfigError(f"max depth is {max_depth}: give 1 to {MAX_DEPTH} tokens")
+    for step in trace.iter_rl_steps():
+        responses = recorded_responses(step)
+        parts = [TABLES["acceptance"].empty_table()]
+        for named, annotator in annotators.items():
+            parts.append(_rows(named, responses, annotator.annotate(responses, max_depth), max_depth))
+        yield step, pa.concat_tables(parts)
+
+
+def merged(old: pa.Table | None, new: pa.Table) -> pa.Table:
+    """Rows of acceptance.parquet with new ones added; a row of the same response, drafter and age is replaced."""
+    if old is None:
+        return new
+    names = list(UNIQUE["acceptance"])
+    replaced = set(new.select(names).to_pandas().itertuples(index=False, name=None))
+    stays = [key not in replaced for key in old.select(names).to_pandas().itertuples(index=False, name=None)]
+    return pa.concat_tables([old.filter(pa.array(stays, pa.bool_())), new])
+
+
+def _rows(named: DraftedBy, responses: Sequence[RecordedResponse], kept: Sequence[Kept], max_depth: int) -> pa.Table:
+    num, keys = len(responses), list(zip(*(r.key for r in responses), strict=True)) or [()] * 4
+    columns = [*keys, [named.drafter] * num, [named.age] * num, [None] * num, [max_depth] * num, list(kept)]
+    schema = TABLES["acceptance"]
+    return pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
+
+
+def _replay(drafter: Drafter, responses: Sequence[RecordedResponse], kept: Sequence[Kept], max_depth: int) -> None:
+    """Fill `kept` with what `drafter` has accepted at each position."""
+    texts = [r.token_ids for r in responses]
+    # Position at which the draft that a run would have made is verified, its length and what was kept of it.
+    pending = [(0, 0, 0)] * len(responses)
+
+    def draft(who: int, at: int) -> None:
+        key = responses[who].key
+        due, drafted, accepted = pending[who]
+        if at == due and drafted:
+            drafter.observe(key, drafted, accepted)
+        tokens = drafter.propose(key, max_depth).tokens
+        found = num_equal(tokens, texts[who], at)
+        kept[who][at] = found
+        if at == due:
+            pending[who] = at + found + 1, len(tokens), found
+
+    waiting = sorted(range(len(responses)), key=lambda n: responses[n].opened_s)[::-1]
+    for now, arrived in _arrivals(responses):
+        while waiting and responses[waiting[-1]].opened_s <= now:
+            r = responses[waiting.pop()]
+            drafter.open(r.key, r.prompt_token_ids)
+            if not r.token_ids:
+                drafter.close(r.key)
+        for who, first, _ in arrived:
+            if first == 0:
+                draft(who, 0)
+        for who, first, end in arrived:
+            for at in range(first, end):
+                if at > first:
+                    draft(who, at)
+                drafter.extend(responses[who].key, [texts[who][at]])
+        for who, _, end in arrived:
+            if end < len(texts[who]):
+                draft(who, end)
+            else:
+                drafter.close(responses[who].key)
+
+
+def num_equal(draft: Sequence[int], text: Sequence[int], at: int) -> int:
+    """How many leading tokens of `draft` are what `text` goes on with at position `at`.
+
+    >>> num_equal([5, 6, 9], [4, 5, 6, 7], at=1)
+    2
+    """
+    count = 0
+    for drafted, recorded in zip(draft, text[at : at + len(draft)], strict=False):
+        if drafted != recorded:
+            break
+        count += 1
+    return count
+
+
+def _arrivals(responses: Sequence[RecordedResponse]) -> Iterator[tuple[float, list[tuple[int, int, int]]]]:
+    """Tokens in order of time, as (time, [(response, first position, end), ...]); what comes at once is one item.
+
+    In an item come first the responses that end with it, as in the runtime.
+    """
+    lengths = [len(r.token_ids) for r in responses]
+    who = np.repeat(np.arange(len(responses)), lengths)
+    at = np.concatenate([np.arange(0), *(np.arange(n) for n in lengths)])
+    time = np.concatenate([np.zeros(0), *(r.times_s for r in responses)])
+    starts = np.flatnonzero((np.diff(who, prepend=-1) != 0) | (np.diff(time, prepend=np.nan) != 0))
+    who, time, first = who[starts], time[starts], at[starts]
+    end = first + np.diff(np.append(starts, len(at)))
+    goes_on = end < np.asarray(lengths, np.int64)[who]
+    order = np.lexsort((who, goes_on, time))
+    events = zip(time[order].tolist(), who[order].tolist(), first[order].tolist(), end[order].tolist(), strict=True)
+    for now, tied in groupby(events, key=lambda event: event[0]):
+        yield now, [event[1:] for event in tied]

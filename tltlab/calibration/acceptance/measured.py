@@ -1,0 +1,83 @@
+"""Fits accepted tokens per drafter, depth and batch size to recorded iterations."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth
+
+BANDS = (4, 16, 48)
+"""Upper ends of the batch bands; a last one is open."""
+ENOUGH = 64
+"""Request-iterations that make a cell of its own; one with fewer takes over the nearest band that has enough."""
+
+
+def fit_acceptance(iterations: pd.DataFrame) -> tuple[BatchAcceptance | None, list[str]]:
+    """The distribution of accepted tokens and the mean tokens drafted, and notes; None where nothing was speculated.
+
+    One sample is one request in one iteration. The first d tokens of a longer chain are the chain of depth d, so depth
+    d also learns from min(accepted, d) of deeper drafts. Where `accepted_per_request` is unknown only the mean is, and
+    the distribution is the one of a chain whose tokens are kept with equal probability. Only whole chains are fitted:
+    trees and trimmed chains are counted in a note.
+    """
+    spec = iterations[iterations["draft_depth"] > 0]
+    whole = spec[(spec["top_k"] == 1) & (spec["tokens_to_verify"] == spec["draft_depth"] + 1)]
+    notes = []
+    if len(whole) < len(spec):
+        notes.append(f"acceptance: {len(spec) - len(whole)} iterations with trees or trimmed chains left out")
+    number = np.searchsorted(BANDS, whole["batch"].to_numpy())
+    bands: list[dict[str, dict[int, FittedDepth]]] = [{} for _ in range(len(BANDS) + 1)]
+    for drafter, depth in whole[["drafter", "draft_depth"]].drop_duplicates().sort_values("draft_depth").to_numpy():
+        mine = (whole["drafter"] == drafter).to_numpy()
+        cells = [_fit(whole[mine & (number == b)], int(depth)) for b in range(len(bands))]
+        for b, fitted in enumerate(_filled(cells)):
+            if fitted is not None:
+                bands[b].setdefault(str(drafter), {})[int(depth)] = fitted
+    if not bands[0]:
+        return None, notes
+    return BatchAcceptance(
+        bands=tuple(
+            Band(max_batch=end, drafters_by_depth=found) for end, found in zip((*BANDS, None), bands, strict=True)
+        )
+    ), notes
+
+
+def _filled(cells: list[FittedDepth | None]) -> list[FittedDepth | None]:
+    """Each band's fit, or that of the nearest band with enough samples, or of the one with most."""
+    samples = [cell.num_samples or 0 if cell else 0 for cell in cells]
+    enough = [b for b, n in enumerate(samples) if n >= ENOUGH] or [int(np.argmax(samples))]
+    return [cells[min(enough, key=lambda e: (abs(e - b), e))] for b in range(len(cells))]
+
+
+def _fit(rows: pd.DataFrame, depth: int) -> FittedDepth | None:
+    """One drafter's iterations in one band as the chain of `depth`; None without any at least as deep."""
+    rows = rows[rows["draft_depth"] >= depth]
+    own = rows[rows["draft_depth"] == depth]
+    counted = own if len(own) else rows
+    requests = int(counted["batch"].sum())
+    if requests == 0:
+        return None
+    drafted = float((counted["num_drafted"] * depth / counted["draft_depth"]).sum()) / requests
+    lists = rows["accepted_per_request"].dropna() if "accepted_per_request" in rows else pd.Series(dtype=object)
+    if len(lists) == len(rows):
+        accepted = np.concatenate([np.asarray(x, np.int64) for x in lists])
+        num_samples = len(accepted)
+        p = np.bincount(np.minimum(accepted, depth), minlength=depth + 1) / num_samples
+    else:
+        num_samples = requests
+        accepted_mean = float((counted["num_accepted"]).clip(upper=counted["batch"] * depth).sum()) / requests
+        p = equal_chain(min(accepted_mean, depth), depth)
+    return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
+
+
+def equal_chain(mean: float, depth: int) -> npt.NDArray[np.float64]:
+    """P(accepted = j), j = 0..depth, of a chain with equal chances and this mean: alpha + ... + alpha^depth = mean."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        alpha = (low + high) / 2
+        low, high = (alpha, high) if float((alpha ** np.arange(1, depth + 1)).sum()) < mean else (low, alpha)
+    kept = low ** np.arange(depth + 1)
+    chances: npt.NDArray[np.float64] = np.append(kept[:-1] - kept[1:], kept[-1])
+    return chances

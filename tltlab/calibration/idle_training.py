@@ -1,0 +1,268 @@
+"""Fits the rates and pauses of drafter training on idle workers to spot_training.parquet, and says how they hold.
+
+Rows of one RL step and term are a group: who was in it when follows from their times. A member's updates are those of
+its group while it was in it, so that updates = rate * (training seconds + efficiency * (others training beside it)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.coordination.progress import SpotTraining
+from tltlab.errors import ConfigError
+from tltlab.traces.trace import Trace
+
+Floats = npt.NDArray[np.float64]
+
+_ROUND = (1000, 500, 100, 50, 25, 10, 5, 2, 1)
+"""People set round numbers: of several that explain the data, one that the largest of these divides."""
+_ALONE = 0.05
+"""Up to this many others beside it on average a row counts as one of a single worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpotFit:
+    """`fit_spot`'s result.
+
+    `residuals` has a row per RL step with training: rl_step, num_periods, train_s (worker-seconds in updates), updates
+    (the drafter's), predicted_updates for the recorded training seconds by the fit to the other RL steps, and error
+    (predicted / recorded - 1); NaN with one RL step only. `notes` says what keeps its default, and why.
+    """
+
+    model: SpotTraining
+    residuals: pd.DataFrame
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def median_error(self) -> float | None:
+        """Median absolute error over RL steps left out of the fit; None where there is one only."""
+        known = self.residuals["error"].abs().dropna()
+        return float(known.median()) if len(known) else None
+
+    def table(self) -> str:
+        """Residuals for people."""
+        lines = [f"{'RL step':>7s}{'periods':>9s}{'train s':>10s}{'updates':>9s}{'predicted':>11s}{'error':>8s}"]
+        for row in self.residuals.to_dict("records"):
+            left_out = f"{row['predicted_updates']:11.1f}{row['error']:+8.1%}"
+            lines.append(
+                f"{row['rl_step']:7d}{row['num_periods']:9d}{row['train_s']:10.2f}{row['updates']:9d}"
+                f"{'' if np.isnan(row['error']) else left_out}"
+            )
+        return "\n".join(lines)
+
+
+def fit_spot(trace: Trace, rl_steps: Sequence[int] | None = None) -> SpotFit:
+    """Fit `SpotTraining` to the trace's spot_training.parquet, of some RL steps or all.
+
+    What a term needs and the table lacks leaves it at its default, with a note. The table does not tell how long an
+    optimizer step alone takes (part of the rate), what padding would cost (the factor stays TLT's), nor what
+    limits training but time: `carried_share`, `max_epochs`. `scaling_efficiency` counts updates, not tokens. Raises
+    ConfigError for a trace without the table, and for one without a single update.
+    """
+    table = trace.spot_training
+    where = trace.path or "the trace"
+    if table is None or table.empty:
+        raise ConfigError(
+            f"{where} has no spot_training.parquet to fit spot training to: record a run that trains its drafter"
+        )
+    if rl_steps is not None:
+        table = table[table["rl_step"].isin(rl_steps)]
+    rows = _beside(table)
+    if not (rows["updates"] > 0).any():
+        raise ConfigError(f"{where}: no training period came to an update, so nothing tells how fast training is")
+    model, notes = _fitted(rows)
+    return SpotFit(model=model, residuals=_residuals(rows), notes=tuple(notes))
+
+
+def recorded_updates(table: pd.DataFrame) -> dict[int, int]:
+    """Updates of the drafter in each RL step of spot_training.parquet: those of a group count once."""
+    per_period = table.groupby(["rl_step", "term"], as_index=False)["updates"].max()
+    per_step = per_period.groupby("rl_step", as_index=False)["updates"].sum()
+    return {int(step): int(n) for step, n in zip(per_step["rl_step"], per_step["updates"], strict=True)}
+
+
+def _beside(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows that held a device, with `opens` (first of their period), `changes` of the group while they were in it, and
+    `others`: how many trained beside them on average.
+
+    A killed trainer's row tells when it held its device and little else: it opens nothing where another row does.
+    """
+    rows = table[table["duration"] > 0].reset_index(drop=True)
+    opens = np.zeros(len(rows), bool)
+    changes, others = np.zeros(len(rows), np.int64), np.zeros(len(rows))
+    for _, period in rows.groupby(["rl_step", "term"]):
+        at = period.sort_values(["t_start", "worker"], kind="stable").index.to_numpy()
+        start = rows["t_start"].to_numpy()[at]
+        end = start + rows["duration"].to_numpy()[at]
+        ready = np.minimum(start + rows["setup_s"].to_numpy()[at], end)
+        opens[next((row for row in at if rows["ended"][row] != "killed"), at[0])] = True
+        moments = np.unique(np.concatenate([start, end]))
+        for i, row in enumerate(at):
+            changes[row] = int(((moments > start[i]) & (moments < end[i])).sum())
+            shared = np.minimum(end, end[i]) - np.maximum(ready, ready[i])
+            shared[i] = 0.0
+            training_s = end[i] - ready[i]
+            others[row] = float(np.maximum(shared, 0.0).sum() / training_s) if training_s > 0 else 0.0
+    return rows.assign(opens=opens, changes=changes, others=others)
+
+
+def _fitted(rows: pd.DataFrame) -> tuple[SpotTraining, list[str]]:
+    notes: list[str] = []
+    rate, efficiency = _rate(rows, notes)
+    samples, tokens = _update(rows, notes)
+    default = SpotTraining()
+    start_s, join_s = _pauses(rows, default, notes)
+    model = SpotTraining(
+        padded_samples_per_s=samples * rate / default.packing_factor,
+        scaling_efficiency=efficiency,
+        samples_per_update=samples,
+        sample_tokens=tokens / samples,
+        start_s=start_s,
+        join_s=join_s,
+        checkpoint_every=_checkpoint_every(rows, default, notes),
+        checkpoint_s=_checkpoint_s(rows, default, notes),
+        yield_s=_yield_s(rows, default, notes),
+    )
+    held_s, wait_s = float(rows["duration"].sum()), float(rows["wait_s"].sum())
+    if wait_s > 0.05 * held_s:
+        notes.append(
+            f"{wait_s / held_s:.0%} of the time in training was spent waiting for data: what limits it is not in the "
+            f"table, and the model does not foresee it"
+        )
+    return model, notes
+
+
+def _rate(rows: pd.DataFrame, notes: list[str]) -> tuple[float, float]:
+    """Updates per second of one worker, and `scaling_efficiency`: weighted least squares, as of counts."""
+    trained = rows[rows["train_s"] > 0]
+    alone = trained["train_s"].to_numpy(np.float64)
+    beside = alone * trained["others"].to_numpy(np.float64)
+    updates = trained["updates"].to_numpy(np.float64)
+    if not len(alone) or updates.sum() <= 0:
+        raise ConfigError("spot_training.parquet has updates, but no seconds of training that they took")
+    aa, ab, bb = alone.sum(), beside.sum(), float((beside**2 / alone).sum())
+    ua, ub = updates.sum(), float((updates * beside / alone).sum())
+    determinant = aa * bb - ab * ab
+    if determinant <= 1e-3 * aa * max(bb, aa * _ALONE**2):
+        efficiency = SpotTraining().scaling_efficiency
+        notes.append(
+            "scaling_efficiency keeps its default: "
+            + ("no workers trained together" if bb <= aa * _ALONE**2 else "all training was in groups of one size")
+        )
+    else:
+        efficiency = float((aa * ub - ab * ua) / max(bb * ua - ab * ub, 1e-12))
+        if not 0.0 <= efficiency <= 1.0:
+            notes.append(f"scaling_efficiency: the data say {efficiency:.2f}, the model takes 0 to 1")
+            efficiency = float(np.clip(efficiency, 0.0, 1.0))
+    seconds = alone + efficiency * beside
+    return float((updates * seconds / alone).sum() / (seconds**2 / alone).sum()), efficiency
+
+
+def _update(rows: pd.DataFrame, notes: list[str]) -> tuple[int, float]:
+    """Samples of an update, as a whole number, and its tokens: those of one worker that trains alone."""
+    trained = rows[rows["updates"] > 0]
+    updates, together = trained["updates"].to_numpy(np.float64), 1.0 + trained["others"].to_numpy(np.float64)
+    size = 1.0 / together if _is_shared(trained["tokens"].to_numpy(np.float64) / updates, together, updates) else 1.0
+    if np.ndim(size) == 0 and (together > 1.0 + _ALONE).any():
+        notes.append(
+            "each member trains tokens of its own: a larger group trains more tokens in an update and, unless "
+            "scaling_efficiency says so, not more updates; the model's tokens are those of one worker"
+        )
+    whole_updates = float((updates * size).sum())
+    samples, tokens = float(trained["sequences"].sum()) / whole_updates, float(trained["tokens"].sum()) / whole_updates
+    whole = max(1, round(samples))
+    if tokens <= 0:
+        notes.append("sample_tokens keeps its default: the table counts no tokens")
+        return whole, whole * SpotTraining().sample_tokens
+    return whole, tokens
+
+
+def _is_shared(tokens: Floats, together: Floats, weight: Floats) -> bool:
+    """Whether members share the tokens of an update, which falls with the group's size then, or have their own."""
+    off = []
+    for shape in (np.ones(len(tokens)), 1.0 / together):
+        level = float((weight * tokens * shape).sum() / (weight * shape**2).sum())
+        off.append(float((weight * (tokens - level * shape) ** 2).sum()))
+    return off[1] < 0.5 * off[0]
+
+
+def _pauses(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> tuple[float, float]:
+    """`start_s` and `join_s`: whoever joins a group pauses for that and for every later change, who opens it starts."""
+    told = rows[rows["ended"] != "killed"]
+    opened, joined = told[told["opens"]], told[~told["opens"]]
+    if opened.empty:
+        notes.append("start_s and join_s keep their defaults: every period was killed")
+        return default.start_s, default.join_s
+    if joined.empty:
+        notes.append("join_s keeps its default: no worker joined another's group")
+        return float(opened["setup_s"].median()), default.join_s
+    join_s = float((joined["setup_s"] / (1 + joined["changes"])).median())
+    return max(0.0, float((opened["setup_s"] - join_s * opened["changes"]).median())), join_s
+
+
+def _checkpoint_s(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> float:
+    saved = rows[rows["checkpoints"] > 0]
+    if saved.empty:
+        notes.append("checkpoint_s keeps its default: no checkpoint was written")
+        return default.checkpoint_s
+    return float(saved["blocked_s"].sum()) / float(saved["checkpoints"].sum())
+
+
+def _checkpoint_every(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> int | None:
+    """The number of updates that explains the checkpoints of whole periods best; the last one is written at the end."""
+    whole = rows[rows["opens"] & (rows["updates"] > 0)]
+    updates, written = whole["updates"].to_numpy(np.int64), whole["checkpoints"].to_numpy(np.int64)
+    # Whoever is not killed saves at the end what it has not saved yet.
+    saves = (whole["ended"] != "killed").to_numpy()
+    most = int(updates.max(initial=0))
+    if not (written > saves).any():
+        if default.checkpoint_every is not None and most >= default.checkpoint_every:
+            notes.append("checkpoint_every is None: the only checkpoints are those at the end of a period")
+            return None
+        notes.append(f"checkpoint_every keeps its default: no period of up to {most} updates tells more")
+        return default.checkpoint_every
+    tried = np.arange(1, most + 1)
+    expected = updates // tried[:, None] + (saves & (updates % tried[:, None] > 0))
+    off = np.abs(expected - written).sum(axis=1)
+    best = tried[off == off.min()]
+    if len(best) > 1:
+        notes.append(f"checkpoint_every: anything from {best[0]} to {best[-1]} agrees with the checkpoints written")
+    roundest = max(best.tolist(), key=lambda every: next(step for step in _ROUND if every % step == 0))
+    return int(roundest)
+
+
+def _yield_s(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> float:
+    told = rows.loc[(rows["ended"] == "stopped") & rows["yield_s"].notna(), "yield_s"]
+    if told.empty:
+        notes.append("yield_s keeps its default: no row tells how long a worker took to stop")
+        return default.yield_s
+    return float(told.mean())
+
+
+def _residuals(rows: pd.DataFrame) -> pd.DataFrame:
+    """Each RL step's updates from its own training seconds and the rates of the other steps."""
+    steps, opened = np.sort(rows["rl_step"].unique()), rows[rows["opens"]]
+    updates = recorded_updates(rows)
+    found = []
+    for step in steps.tolist():
+        others, mine = rows[rows["rl_step"] != step], opened[opened["rl_step"] == step]
+        predicted = np.nan
+        if (others["updates"] > 0).any() and (others["train_s"] > 0).any():
+            rate, efficiency = _rate(others, [])
+            predicted = float((mine["train_s"] * (1.0 + efficiency * mine["others"])).sum()) * rate
+        found.append(
+            {
+                "rl_step": step,
+                "num_periods": len(mine),
+                "train_s": float(rows.loc[rows["rl_step"] == step, "train_s"].sum()),
+                "updates": updates[step],
+                "predicted_updates": predicted,
+                "error": predicted / updates[step] - 1.0 if updates[step] else np.nan,
+            }
+        )
+    return pd.DataFrame(found)

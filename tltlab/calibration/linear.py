@@ -1,0 +1,238 @@
+"""Fits the linear cost model to recorded iterations or to a table of measured ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.costs.base import FAR_TOKENS, CalibratedRange, LinearCosts
+
+from .isotonic import non_negative
+from .residuals import NUM_BANDS, band, regimes
+from .robust import FloatArray, fit
+
+_ENOUGH_FAR = 200
+"""Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""
+_DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Iterations as columns. What row i verified: batch, verified, spec; what it drafted: next_depth, draft_s."""
+
+    batch: FloatArray
+    context: FloatArray
+    prefill: FloatArray
+    verified: FloatArray
+    spec: npt.NDArray[np.bool_]
+    loaded: npt.NDArray[np.bool_]
+    next_depth: FloatArray
+    draft_s: FloatArray
+    draft_known: npt.NDArray[np.bool_]
+    duration: FloatArray
+    regime: npt.NDArray[np.int64]
+    block: npt.NDArray[np.int64]
+
+
+def rows_of(table: pd.DataFrame, steps: pd.DataFrame | None) -> Rows:
+    """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting."""
+    spec = table["draft_depth"].to_numpy() > 0
+    with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
+    if steps is not None and "policy" in steps:
+        named = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
+        with_drafter |= set(named.tolist())
+    batch = table["batch"].to_numpy(np.float64)
+    draft = table["draft_duration"] if "draft_duration" in table else pd.Series(np.nan, index=table.index)
+    next_depth = table["next_draft_depth"] if "next_draft_depth" in table else pd.Series(np.nan, index=table.index)
+    prefill = table["prefill_tokens"].to_numpy(np.float64)
+    return Rows(
+        batch=batch,
+        context=table["context_tokens"].to_numpy(np.float64),
+        prefill=prefill,
+        verified=batch + table["num_drafted"].to_numpy(np.float64),
+        spec=spec,
+        loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
+        next_depth=np.asarray(next_depth.fillna(0), np.float64),
+        draft_s=np.asarray(draft.fillna(0.0), np.float64),
+        draft_known=(draft.notna() & next_depth.notna()).to_numpy(),
+        duration=table["duration"].to_numpy(np.float64),
+        regime=regimes(prefill, spec),
+        block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
+    )
+
+
+def rows_of_points(points: pd.DataFrame) -> Rows:
+    """Rows of a table that `tltlab.calibration.measurements.steps` has read; a row's time holds its own drafting."""
+    batch, verify, context, prefill, depth, seconds = (
+        points[name].to_numpy(np.float64)
+        for name in ("batch", "tokens_to_verify", "context_tokens", "prefill_tokens", "draft_depth", "seconds")
+    )
+    none = np.zeros(len(points), dtype=bool)
+    return Rows(
+        batch=batch,
+        context=context,
+        prefill=prefill,
+        verified=batch * verify,
+        spec=depth > 0,
+        loaded=none,
+        next_depth=depth,
+        draft_s=np.zeros(len(points)),
+        draft_known=none,
+        duration=seconds,
+        regime=regimes(prefill, (depth > 0) | (verify > 1)),
+        block=np.arange(len(points)),
+    )
+
+
+def covered(rows: Rows) -> CalibratedRange:
+    """The span of batch, tokens and context in these rows."""
+    spans = {"batch": rows.batch, "verified_tokens": rows.verified, "context_tokens": rows.context}
+    return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
+
+
+def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
+    """The costs of recorded iterations, and notes on terms that are None or inside others.
+
+    Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.calibration.robust` does:
+    robust to outliers, and with sums that are right.
+    """
+    notes: list[str] = []
+    plain = ~rows.spec
+    columns = {
+        "base_s": np.ones_like(rows.batch),
+        "per_request_s": rows.batch,
+        "per_context_s": rows.context,
+        "sd_base_s": rows.spec.astype(np.float64),
+        "per_token_s": rows.verified,
+        "prefill_per_token_s": rows.prefill,
+    }
+    if (rows.verified[rows.spec] >= 2 * FAR_TOKENS).sum() >= _ENOUGH_FAR:
+        columns["per_token_s"] = np.minimum(rows.verified, FAR_TOKENS)
+        columns["far_token_s"] = np.maximum(rows.verified - FAR_TOKENS, 0.0)
+    idle_seen = bool((rows.loaded & plain).any())
+    # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
+    if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
+        columns["sd_idle_s"] = (rows.loaded & plain).astype(np.float64)
+    verify = fit(columns, rows.duration - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
+    terms = dict(verify.coefficients)
+    if abs(verify.level - 1.0) > 0.02:
+        notes.append(
+            f"outliers: typical iterations times {verify.level:.3f} give a typical rollout's time, as these costs do"
+        )
+    if not rows.spec.any():
+        terms |= {"per_token_s": None, "sd_base_s": None}
+        terms |= {"draft_level_s": None, "draft_level_per_request_s": None}
+        notes.append("nothing was speculated: per_token_s is inside per_request_s, the drafting terms are unknown")
+    else:
+        _fit_drafting(rows, terms, notes)
+    _fit_idle(rows, idle_seen, terms, notes)
+    _note_unidentified(terms, notes)
+    if rows.spec.any() and terms.get("per_token_s") is None:
+        notes.append("per_token_s is not identified: drafts of one size only, so it cannot be told from other terms")
+    elif rows.spec.all() and terms["sd_base_s"] is None:
+        terms["sd_base_s"] = 0.0
+        notes.append("every iteration speculates: sd_base_s is inside base_s and written 0")
+    return LinearCosts.model_validate(terms), notes
+
+
+def fit_points(points: pd.DataFrame) -> tuple[LinearCosts, list[str]]:
+    """The costs of measured iterations, and notes: one non-negative least-squares fit of relative errors.
+
+    Drafting is not measured apart here, so a chain's d drafted tokens per request are the same as d more to verify:
+    then draft_level_per_request_s is inside per_token_s and written 0.
+    """
+    rows = rows_of_points(points)
+    columns = {
+        "base_s": np.ones_like(rows.batch),
+        "per_request_s": rows.batch,
+        "per_context_s": rows.context,
+        "sd_base_s": rows.spec.astype(np.float64),
+        "per_token_s": rows.verified,
+        "prefill_per_token_s": rows.prefill,
+        "draft_level_s": rows.next_depth,
+        "draft_level_per_request_s": rows.next_depth * rows.batch,
+    }
+    terms = non_negative(columns, rows.duration) | {"sd_idle_s": None}
+    notes = []
+    if rows.spec.any():
+        inside = [name for name in _DRAFTING if terms[name] is None]
+        terms |= dict.fromkeys(inside, 0.0) | {"sd_idle_s": 0.0}
+        notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
+        if inside:
+            notes.append(f"{', '.join(inside)} could not be told from other terms, in which they are; written 0")
+    else:
+        notes.append("nothing was drafted: the drafting terms are unknown")
+    if (rows.verified == rows.batch).all():
+        notes.append("one token was verified per request: per_token_s is inside per_request_s")
+    elif terms["per_token_s"] is None:
+        notes.append("per_token_s is not identified: it does not vary apart from other terms")
+    _note_unidentified(terms, notes)
+    return LinearCosts.model_validate(terms), notes
+
+
+def _note_unidentified(terms: dict[str, float | None], notes: list[str]) -> None:
+    for name in ("base_s", "per_request_s", "per_context_s", "prefill_per_token_s"):
+        if terms.get(name) is None:
+            prefill = name == "prefill_per_token_s"
+            why = "no iteration prefilled" if prefill else "it does not vary apart from other terms"
+            notes.append(f"{name} is not identified: {why}")
+
+
+def _fit_drafting(rows: Rows, terms: dict[str, float | None], notes: list[str]) -> None:
+    drafting = rows.draft_known & (rows.next_depth > 0)
+    if not drafting.any() or not rows.draft_s[drafting].any():
+        terms |= {"draft_level_s": 0.0, "draft_level_per_request_s": 0.0}
+        notes.append("drafting time was not recorded apart: it is inside sd_base_s and per_token_s, draft terms are 0")
+        return
+    depth, batch = rows.next_depth[drafting], rows.batch[drafting]
+    columns = {
+        "draft_level_s": depth,
+        "draft_level_per_request_s": depth * batch,
+        "draft_per_request_s": batch,
+        "once": np.ones_like(depth),
+    }
+    found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting])
+    once = found.coefficients.pop("once")
+    terms |= found.coefficients | {"draft_per_request_s": found.coefficients["draft_per_request_s"] or 0.0}
+    if once:
+        terms["sd_base_s"] = (terms["sd_base_s"] or 0.0) + once
+    if once is None:
+        notes.append("drafts of one depth only: their time is all in the draft_level terms, none in sd_base_s")
+    if terms["draft_level_per_request_s"] is None:
+        notes.append("draft_level_per_request_s is not identified: drafts at one batch size only")
+
+
+def _fit_idle(rows: Rows, idle_seen: bool, terms: dict[str, float | None], notes: list[str]) -> None:
+    """sd_idle_s: measured as drafting time at depth 0, else by comparison, else inside base_s."""
+    idle = _idle(rows)
+    if idle.any():
+        terms["sd_idle_s"] = float(rows.draft_s[idle].mean())
+    elif terms.get("sd_idle_s") is not None:
+        return
+    elif idle_seen:
+        terms["sd_idle_s"] = 0.0
+        notes.append("plain iterations all had a drafter loaded: sd_idle_s is inside base_s and written 0")
+    else:
+        terms["sd_idle_s"] = None
+        notes.append("sd_idle_s is not identified: no plain iteration with a drafter loaded")
+
+
+def _idle(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Rows that recorded what a loaded drafter took to draft nothing."""
+    idle: npt.NDArray[np.bool_] = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
+    return idle
+
+
+def predict(costs: LinearCosts, rows: Rows) -> FloatArray:
+    """Duration of each row under the fit; terms that are None stand for nothing here."""
+    c = {name: getattr(costs, name) or 0.0 for name in LinearCosts.model_fields if name.endswith("_s")}
+    far_s = c["per_token_s"] if costs.far_token_s is None else costs.far_token_s
+    verify = c["base_s"] + c["per_request_s"] * rows.batch + c["per_token_s"] * np.minimum(rows.verified, FAR_TOKENS)
+    verify += far_s * np.maximum(rows.verified - FAR_TOKENS, 0.0)
+    verify += c["per_context_s"] * rows.context + c["prefill_per_token_s"] * rows.prefill
+    verify += c["sd_base_s"] * rows.spec + c["sd_idle_s"] * (rows.loaded & ~rows.spec)
+    drafting = rows.next_depth * (c["draft_level_s"] + c["draft_level_per_request_s"] * rows.batch)
+    return verify + drafting + c["draft_per_request_s"] * rows.batch * (rows.next_depth > 0)

@@ -1,0 +1,50 @@
+"""Reads the folder of measurements: tables of other people, which are not part of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, kv_capacity_tokens, model
+
+
+def measured_table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
+    """A CSV or parquet file that has these columns, `numbers` of them numeric.
+
+    Raises ConfigError that names the file: missing, unreadable, without rows, without a column, or with a column that
+    holds no numbers.
+    """
+    if not path.is_file():
+        raise ConfigError(f"no {path.name} in {path.parent}: give the folder of published measurements")
+    try:
+        table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
+    except pd.errors.EmptyDataError as error:
+        raise ConfigError(f"{path} is empty; wanted the columns {', '.join((*texts, *numbers))}") from error
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if missing := [name for name in (*texts, *numbers) if name not in table]:
+        raise ConfigError(f"{path}: no column {', '.join(missing)}; there are {', '.join(map(str, table.columns))}")
+    if table.empty:
+        raise ConfigError(f"{path} has no rows")
+    for name in numbers:
+        if not is_numeric_dtype(table[name]) or is_bool_dtype(table[name]):
+            raise ConfigError(f"{path}: column {name} holds no numbers: it begins with {table[name].iloc[0]!r}")
+    return table
+
+
+def fits_kv_cache(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
+    """Whether the requests of each row fit in the KV cache when every response is complete.
+
+    By the arithmetic of `tltlab.hardware`, from the columns gpu, model, tp, concurrency, isl and osl. Where they do
+    not fit, a measured time per token holds queueing and preemption.
+    """
+    servers = rows[["gpu", "model", "tp"]].itertuples(index=False)
+    capacity = [kv_capacity_tokens(gpu(g), model(m), int(tp)) for g, m, tp in servers]
+    return (rows["concurrency"] * (rows["isl"] + rows["osl"]) <= capacity).to_numpy(bool)

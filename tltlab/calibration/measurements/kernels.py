@@ -1,0 +1,290 @@
+"""Measured kernel times of one GPU: what a forward pass takes by them, and how well the tables interpolate.
+
+Three files in a folder, bf16: `gemm_bf16.parquet` (gpu, m, n, k, latency_ms), `decode_attention_bf16.parquet` (gpu,
+batch_size, num_heads, num_key_value_heads, step, latency_ms; one query per request over `step` past tokens, heads of
+128) and `allreduce_bf16.parquet` (gpu, num_gpus, message_size, latency_ms, kernel_source; the size counts values). They
+are extracts of the tables of AIConfigurator (Apache-2.0), which gives them per system and engine version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.calibration.isotonic import attention_knots, context_columns, fixed_columns, non_negative
+from tltlab.calibration.robust import FloatArray
+from tltlab.costs.table import AttentionKnot, smooth_max
+from tltlab.errors import ConfigError
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
+
+from .folder import measured_table
+
+_GRAPH = "vLLM_custom_graph"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Kernels:
+    """The tables of one GPU.
+
+    Matrix products are interpolated by utilisation in the logarithms of m, n and k, constant beyond the grid.
+    Attention is interpolated by time, linear in the batch and in the past tokens, and goes on with its last slopes.
+    """
+
+    gpu: Gpu
+    tokens: FloatArray
+    n: FloatArray
+    k: FloatArray
+    gemm: FloatArray  # (tokens, n, k) seconds
+    batches: FloatArray
+    past: FloatArray
+    attention: dict[tuple[int, int], FloatArray]  # (heads, kv heads) -> (batches, past) seconds
+    reduce: dict[int, tuple[FloatArray, FloatArray]]  # GPUs -> values, seconds
+
+    @classmethod
+    def read(cls, data: Path, gpu_name: str) -> Kernels:
+        """The tables of the GPU of that name; ConfigError where `data` has none of it."""
+        device = gpu(gpu_name)
+        gemm = _rows(data, "gemm_bf16.parquet", device, ("m", "n", "k"))
+        shape_columns = ("batch_size", "num_heads", "num_key_value_heads", "step")
+        attention = _rows(data, "decode_attention_bf16.parquet", device, shape_columns)
+        reduce = _rows(data, "allreduce_bf16.parquet", device, ("num_gpus", "message_size"), ("kernel_source",))
+        reduce = reduce[reduce["kernel_source"] == _GRAPH].sort_values("message_size")
+        (tokens, n, k), times = _grid(gemm, ["m", "n", "k"])
+        shapes = {}
+        (batches, past), _ = _grid(attention.drop_duplicates(["batch_size", "step"]), ["batch_size", "step"])
+        cells = pd.MultiIndex.from_product([batches.astype(int), past.astype(int)])
+        for _, rows in attention.groupby(["num_heads", "num_key_value_heads"]):
+            found = rows.set_index(["batch_size", "step"])["latency_ms"].reindex(cells).to_numpy(np.float64)
+            shape = int(rows["num_heads"].iloc[0]), int(rows["num_key_value_heads"].iloc[0])
+            shapes[shape] = found.reshape(len(batches), len(past)) * 1e-3
+        return cls(
+            gpu=device, tokens=tokens, n=n, k=k, gemm=times, batches=batches, past=past, attention=shapes,
+            reduce={
+                int(num): (rows["message_size"].to_numpy(np.float64), rows["latency_ms"].to_numpy(np.float64) * 1e-3)
+                for num, rows in ((num, reduce[reduce["num_gpus"] == num]) for num in reduce["num_gpus"].unique())
+            },
+        )  # fmt: skip
+
+    def gemm_s(self, m: npt.ArrayLike, n: float, k: float) -> FloatArray:
+        """Seconds of an (m x k) times (k x n) product for each of `m`."""
+        rows = np.asarray(m, np.float64)
+        ideal = self.ideal_gemm_s(self.tokens[:, None, None], self.n[None, :, None], self.k[None, None, :])
+        excess = _filled(np.log(self.gemm / ideal))
+        found = np.zeros_like(rows)
+        at = [_between(np.log(axis), np.log(x)) for axis, x in ((self.tokens, rows), (self.n, n), (self.k, k))]
+        for corner in product((0, 1), repeat=3):
+            cells = tuple(i + c for c, (i, _) in zip(corner, at, strict=True))
+            weights = [share if c else 1 - share for c, (_, share) in zip(corner, at, strict=True)]
+            found = found + weights[0] * weights[1] * weights[2] * excess[cells]
+        return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(found), np.float64)
+
+    def ideal_gemm_s(self, m: FloatArray, n: FloatArray | float, k: FloatArray | float) -> FloatArray:
+        compute = 2 * m * n * k / self.gpu.peak_flops
+        moved = BYTES_PER_VALUE * (m * k + k * n + m * n) / self.gpu.hbm_bytes_per_s
+        return np.asarray(smooth_max(moved, compute), np.float64)
+
+    def all_reduce_s(self, tp: int, values: npt.ArrayLike) -> FloatArray:
+        """Seconds to sum `values` numbers over `tp` GPUs; nothing for one."""
+        if tp == 1:
+            return np.zeros(np.shape(values))
+        if tp not in self.reduce:
+            raise ConfigError(f"no all-reduce over {tp} GPUs was measured: tp is one of 1, {_listed(self.reduce)}")
+        sizes, seconds = self.reduce[tp]
+        per_value = seconds[-1] / sizes[-1]
+        asked = np.asarray(values, np.float64)
+        return np.asarray(np.interp(asked, sizes, seconds) + per_value * np.maximum(asked - sizes[-1], 0), np.float64)
+
+    def layers_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> FloatArray:
+        """Seconds of all layers on `tokens` tokens, attention apart: four matrix products and two all-reduces each."""
+        heads, kv_heads = per_gpu_heads(shape, tp)
+        inner = shape.intermediate / tp
+        products = (
+            ((heads + 2 * kv_heads) * shape.head_dim, shape.hidden),
+            (shape.hidden, heads * shape.head_dim),
+            (2 * inner, shape.hidden),
+            (shape.hidden, inner),
+        )
+        values = np.asarray(tokens, np.float64) * shape.hidden
+        reduces = 2 * self.all_reduce_s(tp, values)
+        layer = np.sum([self.gemm_s(tokens, n, k) for n, k in products], axis=0)
+        return np.asarray(shape.layers * (layer + reduces), np.float64)
+
+    def forward_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> FloatArray:
+        """Seconds of a forward pass without attention: the layers, and the LM head on every token."""
+        return self.layers_s(shape, tp, tokens) + self.gemm_s(tokens, shape.vocab / tp, shape.hidden)
+
+    def attention_table(self, shape: ModelShape, tp: int) -> FloatArray:
+        """(batches, past) seconds of decode attention over all layers; NaN where it was not measured.
+
+        A number of heads that was not measured is interpolated between its neighbours with as many KV heads.
+        """
+        heads, kv_heads = per_gpu_heads(shape, tp)
+        if (heads, kv_heads) in self.attention:
+            return shape.layers * self.attention[heads, kv_heads]
+        known = sorted(h for h, kv in self.attention if kv == kv_heads)
+        below, above = [h for h in known if h < heads], [h for h in known if h > heads]
+        if not below or not above:
+            raise ConfigError(
+                f"{shape.name} with tp {tp} has {heads} heads and {kv_heads} KV heads per GPU; measured with as many "
+                f"KV heads are {_listed(known)} heads"
+            )
+        share = (heads - below[-1]) / (above[0] - below[-1])
+        low, high = self.attention[below[-1], kv_heads], self.attention[above[0], kv_heads]
+        return shape.layers * ((1 - share) * low + share * high)
+
+    def attention_s(self, shape: ModelShape, tp: int, batch: float, past_tokens: float) -> float:
+        """Seconds of decode attention over all layers, `batch` requests with `past_tokens` each."""
+        i, weight = _between(self.batches, batch)
+        pair = [_on(self.past, row, past_tokens) for row in self.attention_table(shape, tp)[int(i) : int(i) + 2]]
+        return float((1 - weight) * pair[0] + weight * pair[1])
+
+    def linear_attention(
+        self, shape: ModelShape, tp: int, past_tokens: tuple[int, int]
+    ) -> tuple[tuple[AttentionKnot, ...], pd.DataFrame]:
+        """Attention made linear in contexts of `past_tokens` (least, most) per request, and what that costs.
+
+        A row per batch: `num_points`, the largest `context_tokens` (summed), `mean_abs_error` and `max_abs_error`
+        relative to attention's own time, and `max_error_of_forward` relative to the whole forward pass.
+        """
+        seconds = self.attention_table(shape, tp)
+        measured = ~np.isnan(seconds) & (self.past >= past_tokens[0]) & (self.past <= past_tokens[1])
+        rows, columns = np.nonzero(measured & (measured.sum(axis=1) > 2)[:, None])
+        if not len(rows):
+            raise ConfigError(f"no batch has attention measured at three contexts within {past_tokens} tokens")
+        batch, context, took = self.batches[rows], self.batches[rows] * self.past[columns], seconds[rows, columns]
+        at = np.unique(batch)
+        terms = {"fixed": np.ones_like(batch)} | context_columns(batch, context, at) | fixed_columns(batch, at)
+        knots = attention_knots(non_negative(terms, took), at)
+        own = [knots[i] for i in np.searchsorted(at, batch)]
+        off = np.array([k.fixed_s for k in own]) + np.array([k.per_context_s for k in own]) * context - took
+        found = pd.DataFrame({"batch": batch.astype(int), "context_tokens": context, "error": np.abs(off / took)})
+        found["of_forward"] = np.abs(off / (took + self.forward_s(shape, tp, batch)))
+        return knots, found.groupby("batch", as_index=False).agg(
+            num_points=("error", "size"),
+            context_tokens=("context_tokens", "max"),
+            mean_abs_error=("error", "mean"),
+            max_abs_error=("error", "max"),
+            max_error_of_forward=("of_forward", "max"),
+        )
+
+
+def leave_one_out(kernels: Kernels) -> pd.DataFrame:
+    """Errors of predicting each measured kernel from its neighbours, by utilisation and by time.
+
+    One row per kernel, grid and method: `num_points`, median, mean and largest absolute relative error. The grids of
+    `gemm` are the whole one (a value of m goes with its twin m + 1) and powers of four, whose gaps are those of
+    a short table; `beyond` predicts four times the tokens of the last one kept. `attention` leaves out values of
+    `past`. The last two of `gemm` look at products of 4 Mi weights or more: smaller ones are no layer of a large model.
+    """
+    ideal = kernels.ideal_gemm_s(kernels.tokens[:, None, None], kernels.n[None, :, None], kernels.k[None, None, :])
+    m = kernels.tokens
+    large = (kernels.n[:, None] * kernels.k[None, :]) >= 2**22
+    everything = np.ones_like(large)
+    found: list[tuple[str, str, str, FloatArray]] = []
+
+    def gemm(grid: str, low: int, mid: int, high: int, chosen: npt.NDArray[np.bool_]) -> None:
+        u = np.log(kernels.gemm / ideal)
+        for method, predicted in (
+            ("utilisation", ideal[mid] * np.exp(_mixed(np.log(m), low, mid, high, u))),
+            ("time", _mixed(m, low, mid, high, kernels.gemm)),
+        ):
+            found.append(("gemm", grid, method, (predicted / kernels.gemm[mid] - 1)[chosen]))
+
+    index = {int(x): i for i, x in enumerate(m)}
+    single = [i for x, i in index.items() if x <= 16 or x - 1 not in index]
+    for low, mid, high in zip(single[:-2], single[1:-1], single[2:], strict=True):
+        gemm("whole", low, mid, high, everything)
+    fours = [index[4**e] for e in range(1, 7) if 4**e in index]
+    for low, mid, high in zip(fours[:-2], fours[1:-1], fours[2:], strict=True):
+        gemm("powers of four", low, mid, high, large)
+    for last in fours[:-1]:
+        half, far = index.get(int(m[last]) // 2), index[int(m[last]) * 4]
+        if half is not None:
+            flat = ideal[far] * kernels.gemm[last] / ideal[last]
+            found.append(("gemm", "beyond", "utilisation", (flat / kernels.gemm[far] - 1)[large]))
+            line = _mixed(m, half, far, last, kernels.gemm)
+            found.append(("gemm", "beyond", "time", (line / kernels.gemm[far] - 1)[large]))
+    found += _attention_errors(kernels)
+    frame = pd.DataFrame(found, columns=["kernel", "grid", "method", "errors"])
+    rows = []
+    for (kernel, grid, method), parts in frame.groupby(["kernel", "grid", "method"], sort=False)["errors"]:
+        errors = np.abs(np.concatenate([np.ravel(part) for part in parts]))
+        errors = errors[~np.isnan(errors)]
+        rows.append(
+            {
+                "kernel": kernel,
+                "grid": grid,
+                "method": method,
+                "num_points": len(errors),
+                "median_abs_error": float(np.median(errors)),
+                "mean_abs_error": float(errors.mean()),
+                "max_abs_error": float(errors.max()),
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, FloatArray]]:
+    # Reading keys and values is proportional to the past: utilisation in logarithms is the time in logarithms.
+    found: list[tuple[str, str, str, FloatArray]] = []
+    for table in kernels.attention.values():
+        for mid in range(1, len(kernels.past) - 1):
+            by_log = np.exp(_mixed(np.log(kernels.past), mid - 1, mid, mid + 1, np.log(table.T)))
+            by_time = _mixed(kernels.past, mid - 1, mid, mid + 1, table.T)
+            for method, predicted in (("utilisation", by_log), ("time", by_time)):
+                found.append(("attention", "whole", method, predicted / table.T[mid] - 1))
+    return found
+
+
+def _mixed(x: FloatArray, low: int, at: int, high: int, y: FloatArray) -> FloatArray:
+    """y at x[at] on the line through its values at x[low] and x[high]."""
+    share = (x[at] - x[low]) / (x[high] - x[low])
+    return np.asarray((1 - share) * y[low] + share * y[high], np.float64)
+
+
+def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Sequence[str] = ()) -> pd.DataFrame:
+    path = Path(data) / name
+    table = measured_table(path, ("latency_ms", *columns), ("gpu", *texts))
+    rows = table[table["gpu"].str.lower() == device.name.lower()]
+    if rows.empty:
+        raise ConfigError(f"{path} has no {device.name}: it has {_listed(table['gpu'].unique())}")
+    return rows
+
+
+def _grid(rows: pd.DataFrame, columns: list[str]) -> tuple[list[FloatArray], FloatArray]:
+    axes = [np.sort(rows[c].unique()) for c in columns]
+    seconds = rows.set_index(columns)["latency_ms"].reindex(pd.MultiIndex.from_product(axes)).to_numpy(np.float64)
+    return [a.astype(np.float64) for a in axes], seconds.reshape([len(a) for a in axes]) * 1e-3
+
+
+def _filled(excess: FloatArray) -> FloatArray:
+    """Missing cells take the value before them along the last axis: the same utilisation."""
+    filled = excess.copy()
+    for i in range(1, filled.shape[-1]):
+        filled[..., i] = np.where(np.isnan(filled[..., i]), filled[..., i - 1], filled[..., i])
+    return filled
+
+
+def _between(axis: FloatArray, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], FloatArray]:
+    """The interval of `axis` that x lies in and how far along, held to its ends."""
+    asked = np.asarray(x, np.float64)
+    i = np.clip(np.searchsorted(axis, asked, side="right") - 1, 0, len(axis) - 2)
+    return i, np.asarray(np.clip((asked - axis[i]) / (axis[i + 1] - axis[i]), 0.0, 1.0), np.float64)
+
+
+def _on(past: FloatArray, seconds: FloatArray, asked: float) -> float:
+    """Linear in the past tokens through what was measured, and on with the last slope."""
+    known = ~np.isnan(seconds)
+    x, y = past[known], seconds[known]
+    beyond = max(0.0, asked - x[-1]) * (y[-1] - y[-2]) / (x[-1] - x[-2])
+    return float(np.interp(asked, x, y) + beyond)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(sorted(map(str, values)))

@@ -1,0 +1,219 @@
+"""Fits stage costs to a recorded run: its steps.parquet against the tokens of each RL step, and how well that holds.
+
+The error is of RL steps left out of the fit, one at a time. Beside it stands that of the median of the other steps, a
+constant: where the fit is no better, the stage's time does not depend on tokens within what noise lets one see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.costs.stages import (
+    STAGES,
+    InferenceCosts,
+    RewardCosts,
+    StageCosts,
+    StepWorkload,
+    SyncCosts,
+    TrainCosts,
+    Trained,
+)
+from tltlab.errors import TraceError
+from tltlab.traces.schema import KEY
+from tltlab.traces.trace import Trace
+
+from .robust import fit
+
+Floats = npt.NDArray[np.float64]
+Columns = Callable[[StepWorkload], dict[str, float]]
+"""What each coefficient of a stage is multiplied with, the terms in the order in which they are tried."""
+
+_STEPS_PER_TERM = 2
+"""A run of few RL steps has its stages fitted with few terms: at least this many steps to each."""
+_ALWAYS = 2
+"""Terms that a stage has where there are RL steps enough; a further one has to earn its place."""
+_WORTH = 0.9
+"""It stays where the left-out error falls below this share of what it was without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageFit:
+    """`fit_stages`'s result.
+
+    `residuals` has a row per stage and one for their sum, "all": stage, num_steps, mean_s, the absolute relative errors
+    of left-out RL steps `mean_error`, `median_error`, `worst_error`, the `bias` of their sum, and `constant_error`, the
+    mean error of a constant. NaN where only one RL step is known. `held_out` has a row per stage and RL step: stage,
+    rl_step, measured_s, predicted_s, constant_s.
+    """
+
+    costs: StageCosts
+    residuals: pd.DataFrame
+    held_out: pd.DataFrame
+
+    def table(self) -> str:
+        """Residuals for people."""
+        lines = [f"{'stage':14s}{'steps':>6s}{'mean s':>10s}{'error':>8s}{'median':>8s}{'worst':>8s}{'constant':>10s}"]
+        for row in self.residuals.itertuples(index=False):
+            lines.append(
+                f"{row.stage!s:14s}{row.num_steps:6d}{row.mean_s:10.4f}{row.mean_error:8.1%}{row.median_error:8.1%}"
+                f"{row.worst_error:8.1%}{row.constant_error:10.1%}"
+            )
+        return "\n".join(lines)
+
+
+def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
+    """Fit each stage of `trace.steps` to what its RL steps worked on; `num_gpus` is noted in the costs.
+
+    Coefficients are non-negative and fitted to relative errors, outliers set aside (`tltlab.calibration.robust`). A
+    stage has tokens and a base; attention pairs join them where they lower the left-out error by a tenth. Training is
+    fitted to all responses and to those of groups whose rewards differ, whichever errs less. These two choices are made
+    with the same left-out RL steps that the residuals report. The number of updates is not recorded and is part of the
+    base. A stage with no known time is None in the costs. Raises TraceError where no stage is known at all.
+    """
+    works, measured = _workloads(trace)
+    fits = {
+        "inference_s": _fitted("inference_s", works, measured, _inference),
+        "reward_s": _fitted("reward_s", works, measured, _reward),
+        "train_s": _fitted("train_s", works, measured, _train("all")),
+        "sync_s": _fitted("sync_s", works, measured, lambda work: {"base_s": 1.0}),
+    }
+    trains: Trained = "all"
+    if (every := fits["train_s"]) is not None:
+        informative = _fitted("train_s", works, measured, _train("informative"))
+        assert informative is not None
+        if informative.error < every.error:
+            trains, fits["train_s"] = "informative", informative
+    known = [found for found in fits.values() if found is not None]
+    if not known:
+        raise TraceError(
+            f"{trace.path or 'the trace'}: no stage of an RL step has a time in steps.parquet; a recorded run has"
+        )
+    terms = {stage: None if found is None else found.terms for stage, found in fits.items()}
+    inference, reward, train, sync = (terms[stage] for stage in STAGES)
+    costs = StageCosts(
+        num_gpus=num_gpus,
+        inference=None if inference is None else InferenceCosts(**inference),
+        reward=None if reward is None else RewardCosts(when="after", **reward),
+        train=None if train is None else TrainCosts(trains=trains, **train),
+        sync=None if sync is None else SyncCosts(**sync),
+        provenance=f"fitted to {len(works)} RL steps of {trace.manifest.name or trace.path or 'a trace'}"
+        + (f" on {trace.manifest.hardware}" if trace.manifest.hardware else ""),
+    )
+    rows = pd.concat([found.held_out for found in known], ignore_index=True)
+    return StageFit(costs=costs, residuals=_residuals(rows), held_out=rows)
+
+
+def workloads(trace: Trace) -> dict[int, StepWorkload]:
+    """What the stages of each RL step with outcomes work on; RL steps are read one by one."""
+    found = {}
+    for one in trace.iter_rl_steps():
+        rows = one.workload.merge(one.outcomes, on=list(KEY), how="inner", sort=False)
+        if len(rows):
+            found[one.rl_steps[0]] = StepWorkload.of_rows(rows)
+    return found
+
+
+def _workloads(trace: Trace) -> tuple[dict[int, StepWorkload], pd.DataFrame]:
+    steps = trace.steps
+    if steps is None or steps.empty:
+        raise TraceError(f"{trace.path or 'the trace'}: no steps.parquet, so no stage times to fit; record a run")
+    works = workloads(trace)
+    measured = steps.set_index("rl_step").reindex(columns=list(STAGES)).astype(np.float64)
+    both = [s for s in measured.index if s in works]
+    return {s: works[s] for s in both}, measured.loc[both]
+
+
+def _inference(work: StepWorkload) -> dict[str, float]:
+    return {"per_token_s": work.num_tokens, "base_s": 1.0, "per_pair_s": work.num_pairs}
+
+
+def _reward(work: StepWorkload) -> dict[str, float]:
+    # A base and the responses cannot be told apart in a run with as many responses in each RL step.
+    return {"per_response_s": work.num_responses, "per_token_s": work.num_response_tokens}
+
+
+def _train(trains: Trained) -> Columns:
+    def columns(work: StepWorkload) -> dict[str, float]:
+        every = trains == "all"
+        return {
+            "per_token_s": work.num_tokens if every else work.informative_tokens,
+            "base_s": 1.0,
+            "per_pair_s": work.num_pairs if every else work.informative_pairs,
+        }
+
+    return columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fitted:
+    terms: dict[str, float]
+    held_out: pd.DataFrame
+
+    @property
+    def error(self) -> float:
+        return float(_errors(self.held_out["predicted_s"], self.held_out["measured_s"]).mean())
+
+
+def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, columns: Columns) -> _Fitted | None:
+    """The stage with as many terms as pay; None where it has no known time."""
+    known = measured[stage].dropna()
+    if known.empty:
+        return None
+    y = known.to_numpy(np.float64)
+    table = pd.DataFrame([columns(works[s]) for s in known.index], dtype=np.float64)
+    best: _Fitted | None = None
+    affordable = max(1, len(y) // _STEPS_PER_TERM)
+    for num_terms in sorted({min(affordable, table.shape[1], most) for most in (_ALWAYS, table.shape[1])}):
+        used = table.iloc[:, :num_terms]
+        rows = _cross_validated(used, y).assign(stage=stage, rl_step=known.index)
+        found = _Fitted(terms=_coefficients(used, y), held_out=rows)
+        if best is None or found.error < _WORTH * best.error:
+            best = found
+    return best
+
+
+def _coefficients(table: pd.DataFrame, y: Floats) -> dict[str, float]:
+    # Each RL step is a block of its own: one that a neighbour slowed down does not raise the level of all others.
+    columns = {str(name): table[name].to_numpy() for name in table}
+    found = fit(columns, y, groups=np.zeros(len(y), np.int64), blocks=np.arange(len(y)))
+    return {name: value or 0.0 for name, value in found.coefficients.items()}
+
+
+def _cross_validated(table: pd.DataFrame, y: Floats) -> pd.DataFrame:
+    """Each RL step predicted from a fit to all others."""
+    predicted, constant = np.full(len(y), np.nan), np.full(len(y), np.nan)
+    for i in range(len(y) if len(y) > 1 else 0):
+        others = np.arange(len(y)) != i
+        found = _coefficients(table[others], y[others])
+        predicted[i] = sum(value * table[name].iloc[i] for name, value in found.items())
+        constant[i] = np.median(y[others])
+    return pd.DataFrame({"measured_s": y, "predicted_s": predicted, "constant_s": constant})
+
+
+def _errors(predicted: pd.Series[float], measured: pd.Series[float]) -> pd.Series[float]:
+    return (predicted - measured).abs() / measured.clip(lower=1e-9)
+
+
+def _residuals(held_out: pd.DataFrame) -> pd.DataFrame:
+    sums = held_out.groupby("rl_step", as_index=False)[["measured_s", "predicted_s", "constant_s"]].sum(min_count=1)
+    found = []
+    for stage, rows in [*held_out.groupby("stage", sort=False), ("all", sums)]:
+        error = _errors(rows["predicted_s"], rows["measured_s"])
+        found.append(
+            {
+                "stage": stage,
+                "num_steps": len(rows),
+                "mean_s": rows["measured_s"].mean(),
+                "mean_error": error.mean(),
+                "median_error": error.median(),
+                "worst_error": error.max(),
+                "bias": rows["predicted_s"].sum(min_count=1) / rows["measured_s"].sum() - 1.0,
+                "constant_error": _errors(rows["constant_s"], rows["measured_s"]).mean(),
+            }
+        )
+    return pd.DataFrame(found)

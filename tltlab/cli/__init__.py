@@ -1,0 +1,1 @@
+"""The `tltlab` command: its entry point and the commands of the core."""

@@ -1,0 +1,220 @@
+"""`tltlab trace annotate`: add to a trace what drafters would have had accepted at every position of its text."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import TypeAdapter, ValidationError
+
+from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
+from tltlab.calibration.acceptance.annotations import AcceptedLengths, AgreementCheck
+from tltlab.config import faults
+from tltlab.console import Json, emit
+from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
+from tltlab.errors import ConfigError, InputError
+from tltlab.strategy import NO_SPECULATION
+from tltlab.traces.schema import MANIFEST_FILE
+from tltlab.traces.storage import fsync_file, fsync_folder, parquet_writer
+from tltlab.traces.trace import Trace, cannot_write, new_folder, read
+
+FILE = "acceptance.parquet"
+_DEPTHS = (1, 2, 4, 8, 16)
+_OLDEST = 2**31 - 1
+_LEARNED = ("learned", "draft_model", "eagle", "eagle3")
+_SPEC: TypeAdapter[Any] = TypeAdapter(DrafterSpec)
+
+
+def annotate_trace(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace with the tokens of its responses.")],
+    drafter: Annotated[
+        list[str],
+        typer.Option(
+            metavar="[NAME=]SPEC",
+            help="ngram, suffix, suffix:scopes=problem+request,window=16, a JSON or TOML file of one drafter, "
+            "draft_model:FOLDER, eagle:FOLDER, or learned:FOLDER (what it holds); @N at the end: it is N RL steps "
+            "old. May be given several times.",
+        ),
+    ],
+    max_depth: Annotated[int, typer.Option(help="Tokens drafted at each position.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="Write a trace there and leave TRACE as it is.")] = None,
+    model: Annotated[Path | None, typer.Option(help="eagle: the folder of the model that wrote the text.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay recorded text under drafters and write acceptance.parquet: tokens kept of a draft at every position.
+
+    Rows of other drafters stay, those of the same name and age are replaced. Prints the accepted length that a run
+    would have at several depths, and how the rows agree with drafts that the trace recorded.
+
+    Example: tltlab trace annotate traces/tiny --drafter ngram --out annotated
+    """
+    source = read(trace)
+    if source.path is None or not source.num_rows("tokens"):
+        raise InputError(f"{trace}: no tokens.parquet in it, and drafters are replayed over recorded tokens")
+    annotators: dict[DraftedBy, Annotator] = {}
+    for text in drafter:
+        named, annotator = parse_drafter(text, model)
+        if named in annotators:
+            raise ConfigError(f"--drafter {named.drafter!r} of age {named.age} is given twice; name one NAME=SPEC")
+        annotators[named] = annotator
+    depths = (*(depth for depth in _DEPTHS if depth < max_depth), max_depth)
+    lengths, check = AcceptedLengths(depths), AgreementCheck()
+    path = source.path if out is None else out
+    num_positions = 0
+    with _acceptance_file(source, path) as writer:
+        for step, rows in annotate(source, annotators, max_depth):
+            # Replacing the table checks it as readers of the trace will.
+            table = step.replace(acceptance=merged(step.arrow("acceptance"), rows)).arrow("acceptance")
+            if table is not None and len(table):
+                writer.write_table(table, row_group_size=len(table))
+            lengths.add(rows)
+            check.add(step, rows)
+            num_positions += sum(map(len, rows["accept_if_drafted"].to_pylist())) // len(annotators)
+    result = {
+        "path": str(path),
+        "max_depth": max_depth,
+        "num_positions": num_positions,
+        "drafters": lengths.result(),
+        "recorded": [dataclasses.asdict(found) for found in check.result()],
+        "notes": check.notes,
+    }
+    emit(_finite(result), as_json=as_json, text=_text(result))
+
+
+def parse_drafter(text: str, target: Path | None = None) -> tuple[DraftedBy, Annotator]:
+    """The name, age and annotator of one `[NAME=]SPEC[@AGE]`. Raises ConfigError.
+
+    Without a name a model-free drafter has that of its kind, a learned one is "learned".
+    """
+    name, spec_text = _split_name(text)
+    spec_text, age = _split_age(spec_text)
+    if name == NO_SPECULATION.drafter:
+        raise ConfigError(f"--drafter {text}: {name!r} stands for no speculation; give the drafter another name")
+    if age > _OLDEST:
+        raise ConfigError(f"--drafter {text}: an age of {age} RL steps does not fit the trace, at most {_OLDEST} does")
+    kind, _, rest = spec_text.partition(":")
+    if kind in _LEARNED:
+        return DraftedBy(name or "learned", age), _learned(kind, rest, target)
+    spec = _spec(spec_text)
+    if isinstance(spec, LearnedSpec):
+        return DraftedBy(name or spec.kind, age), _learned(spec.method, spec.model, target)
+    if isinstance(spec, HybridSpec):
+        raise ConfigError(f"--drafter {text}: a hybrid is two drafters; annotate each of them")
+    return DraftedBy(name or spec.kind, age), ReplayedDrafter(spec.build)
+
+
+def _split_name(text: str) -> tuple[str | None, str]:
+    found = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
+    return (found[1], found[2]) if found else (None, text)
+
+
+def _split_age(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(.+)@(\d+)", text, re.DOTALL)
+    return (found[1], int(found[2])) if found else (text, 0)
+
+
+def _spec(text: str) -> Any:
+    """A drafter of `drafters.DrafterSpec` from `KIND[:key=value,...]`, a JSON object, or a .json or .toml file."""
+    try:
+        if text.startswith("{"):
+            found = json.loads(text)
+        elif text.endswith((".json", ".toml")):
+            found = (json if text.endswith(".json") else tomllib).loads(Path(text).read_text(encoding="utf-8"))
+        else:
+            kind, _, options = text.partition(":")
+            found = {"kind": kind} | dict(_option(text, part) for part in options.split(",") if part)
+        return _SPEC.validate_python(found)
+    except ValidationError as error:
+        raise ConfigError(f"--drafter {text}: {faults(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"--drafter {text}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"--drafter {text}: not JSON or TOML: {error}") from error
+
+
+def _option(text: str, part: str) -> tuple[str, Any]:
+    key, equals, value = part.partition("=")
+    if not equals:
+        raise ConfigError(
+            f"--drafter {text}: {part!r} is no key=value; such as suffix:scopes=problem+request,window=16"
+        )
+    if key == "scopes":
+        return key, value.split("+")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _learned(method: str, folder: str, target: Path | None) -> Annotator:
+    # By name: the core does not import the runtime.
+    runtime = importlib.import_module("tltlab.runtime.drafter.offline.annotate")
+    annotator: Annotator = runtime.learned_annotator(method, folder, None if target is None else str(target))
+    return annotator
+
+
+@contextmanager
+def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
+    """A writer for acceptance.parquet of the trace at `path`, where it is as a whole once the block ended well.
+
+    At the source's own place that file alone is replaced; elsewhere the trace is copied, without fitted files.
+    """
+    assert source.path is not None
+    try:
+        if path.exists() and path.resolve() == source.path.resolve():
+            with tempfile.TemporaryDirectory(dir=path, prefix=".annotate.") as temporary:
+                new = Path(temporary) / FILE
+                with parquet_writer(new, "acceptance") as writer:
+                    yield writer
+                fsync_file(new)
+                os.replace(new, path / FILE)
+            fsync_folder(path)
+            return
+        with new_folder(path) as folder:
+            for name in [MANIFEST_FILE, *(f"{table}.parquet" for table in source.names)]:
+                if name != FILE:
+                    shutil.copyfile(source.path / name, folder / name)
+                    fsync_file(folder / name)
+            with parquet_writer(folder / FILE, "acceptance") as writer:
+                yield writer
+            fsync_file(folder / FILE)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _finite(result: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN: an interval of one response is null."""
+    rows = [{k: None if v != v else v for k, v in row.items()} for row in result["recorded"]]
+    return result | {"recorded": rows}
+
+
+def _text(result: dict[str, Any]) -> str:
+    lines = [f"wrote {result['path']}: {result['num_positions']} positions, drafts of {result['max_depth']} tokens"]
+    lines += ["", "tokens per draft, bonus included, by depth"]
+    depths = list(result["drafters"][0]["accepted_length"]) if result["drafters"] else []
+    lines.append(f"{'drafter':20s}{'age':>5s}" + "".join(f"{depth:>8s}" for depth in depths))
+    for row in result["drafters"]:
+        cells = ["-" if v is None else f"{v:.2f}" for v in row["accepted_length"].values()]
+        lines.append(f"{row['drafter']:20s}{row['drafter_age']:5d}" + "".join(f"{cell:>8s}" for cell in cells))
+    if result["recorded"]:
+        lines += ["", "against recorded drafts, accepted tokens per draft without bonus"]
+        lines.append(
+            f"{'drafter':20s}{'drafts':>8s}{'equal':>8s}{'annotated':>11s}{'recorded':>10s}  difference (95 %)"
+        )
+    for row in result["recorded"]:
+        lines.append(
+            f"{row['drafter']:20s}{row['num_drafts']:8d}{row['equal_share']:8.2%}{row['annotated_mean']:11.3f}"
+            f"{row['recorded_mean']:10.3f}  {row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        )
+    return "\n".join([*lines, *result["notes"]])

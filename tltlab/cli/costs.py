@@ -1,0 +1,134 @@
+"""`tltlab costs`: what a cost model says about iterations, plain and with speculation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+if TYPE_CHECKING:
+    from tltlab.costs.base import CostModel
+
+
+def costs(
+    name: Annotated[
+        str | None, typer.Argument(help="A preset or a cost model's file; without one the presets are listed.")
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128",
+    context: Annotated[int, typer.Option(min=0, help="Tokens of context per request.")] = 4096,
+    strategy: Annotated[str | None, typer.Option(help="D,K,V: depth, top_k and tokens to verify of a draft.")] = None,
+    drafter: Annotated[str, typer.Option(help="The strategy's drafter: learned, ngram, suffix, ...")] = "learned",
+    accept_length: Annotated[
+        float | None, typer.Option(min=1, help="Tokens per request and speculative iteration, bonus token included.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What an iteration takes by a cost model: ms and tokens per second for each batch, plain and with speculation.
+
+    Without a name, the cost models that come along.
+
+    Example: tltlab costs h100-qwen2.5-32b-tp4 --batch 1,8,32 --context 4096 --strategy 8,8,48 --accept-length 7.2
+    """
+    from tltlab.costs.load import load_costs, presets
+
+    if name is None:
+        listed = [_described(preset, load_costs(preset)) for preset in presets()]
+        emit({"presets": listed}, as_json=as_json, text=_list(listed))
+        return
+    if (strategy is None) != (accept_length is None):
+        raise ConfigError("--strategy and --accept-length go together: what is drafted, and what comes of it")
+    model = load_costs(name)
+    chosen = None if strategy is None else _strategy(strategy, drafter)
+    if chosen and accept_length and accept_length > 1 + min(chosen.draft_depth, chosen.tokens_to_verify - 1):
+        raise ConfigError(
+            f"--accept-length is {accept_length:g}: drafts of {chosen} yield at most "
+            f"{1 + min(chosen.draft_depth, chosen.tokens_to_verify - 1)} tokens, bonus included"
+        )
+    rows = []
+    for size in _batches(batch):
+        rows.append(_row(model, NO_SPECULATION, size, context, 1.0))
+        if chosen and accept_length:
+            rows.append(_row(model, chosen, size, context, accept_length))
+    found = _described(name, model) | {"context_tokens_per_request": context, "rows": rows}
+    emit(found | {"notes": list(model.notes)}, as_json=as_json, text=_table(found))
+
+
+def _row(model: CostModel, strategy: Strategy, batch: int, context: int, tokens: float) -> dict[str, Any]:
+    seconds = model.iteration(strategy).seconds(batch, float(batch * context))
+    if not seconds > 0:
+        raise ConfigError(
+            f"an iteration of {batch} requests takes {seconds:g} s by this cost model: nothing to divide by"
+        )
+    verified = float(batch * strategy.tokens_to_verify)
+    within = model.calibrated
+    capacity = model.kv_capacity_tokens
+    return {
+        "batch": batch,
+        "strategy": str(strategy),
+        "iteration_ms": 1e3 * seconds,
+        "tokens_per_s_per_request": tokens / seconds,
+        "tokens_per_s": batch * tokens / seconds,
+        "outside": within.outside(batch=batch, verified_tokens=verified, context_tokens=float(batch * context))
+        if within
+        else [],
+        "fits_kv_cache": capacity is None or batch * context <= capacity,
+    }
+
+
+def _described(name: str, model: CostModel) -> dict[str, Any]:
+    """Name, kind, hardware where it says so, and the limit of its KV cache; the first note stands for the rest."""
+    kind = str(model.model_dump(include={"kind"})["kind"])
+    at: Any = model if kind == "roofline" else getattr(model, "roofline", None)
+    hardware = {key: getattr(getattr(at, key, None), "name", getattr(at, key, None)) for key in ("gpu", "model", "tp")}
+    note = model.notes[0] if model.notes else ""
+    return {"name": name, "kind": kind, **hardware, "kv_capacity_tokens": model.kv_capacity_tokens, "note": note}
+
+
+def _strategy(text: str, drafter: str) -> Strategy:
+    try:
+        depth, top_k, verify = (int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--strategy is {text!r}: give depth, top_k and tokens to verify, such as 8,8,48") from error
+    return Strategy(drafter, depth, top_k, verify)
+
+
+def _batches(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(
+            f"--batch is {text!r}: give whole numbers with commas between them, such as 1,8,32"
+        ) from error
+    if min(sizes) < 1:
+        raise ConfigError(f"--batch is {text!r}: a batch has at least one request")
+    return sizes
+
+
+def _list(listed: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in listed:
+        on = f"{row['model']} on {row['tp']} x {row['gpu']}" if row["gpu"] else row["note"].split(":")[0].split(";")[0]
+        lines.append(f"{row['name']:32s}{row['kind']:10s}{on}")
+    return "\n".join(lines)
+
+
+def _table(found: dict[str, Any]) -> str:
+    capacity = found["kv_capacity_tokens"]
+    on = f", {found['model']} on {found['tp']} x {found['gpu']}" if found["gpu"] else ""
+    lines = [
+        f"{found['name']}: {found['kind']}{on}; KV cache {f'{capacity:,} tokens' if capacity else 'unlimited'}; "
+        f"{found['context_tokens_per_request']:,} tokens of context per request",
+        f"{'batch':>6s}  {'strategy':20s}{'ms':>10s}{'tokens/s each':>15s}{'in all':>10s}  beyond what was measured",
+    ]
+    for row in found["rows"]:
+        beyond = [name.replace("_", " ") for name in row["outside"]]
+        beyond += [] if row["fits_kv_cache"] else ["does not fit the KV cache"]
+        lines.append(
+            f"{row['batch']:6d}  {row['strategy']:20s}{row['iteration_ms']:10.2f}"
+            f"{row['tokens_per_s_per_request']:15.1f}{row['tokens_per_s']:10.0f}  {', '.join(beyond)}".rstrip()
+        )
+    return "\n".join(lines)

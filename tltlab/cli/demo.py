@@ -1,0 +1,42 @@
+"""`tltlab demo`."""
+
+from __future__ import annotations
+
+from itertools import count
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for everything; it becomes a RUN.")] = Path("demo"),
+    fast: Annotated[bool, typer.Option("--fast", help="A tiny model and few steps: 3 minutes instead of 10.")] = False,
+    task: Annotated[str, typer.Option(help="The task of the model: subset-sum or gcd.")] = "subset-sum",
+    seed: Annotated[int, typer.Option(help="Seed of the model, the data order and the policies.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """The whole loop on this machine's CPU: train, record, calibrate, predict, pick a policy, run it, compare.
+
+    Example: tltlab demo --out demo --fast
+    """
+    # torch, Ray and vLLM take seconds to import: --help should not wait for them.
+    from tltlab.demo import FAST, FULL, run_demo, table
+
+    make_room(out)
+    result = run_demo(out, FAST if fast else FULL, task=task, seed=seed)
+    emit(result, as_json=as_json, text=table(result))
+
+
+def make_room(out: Path) -> None:
+    """Move an earlier demo at `out` aside, to `out.1`, `out.2`, ...; ConfigError where something else is there."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / "model" / "report.json").exists():
+        raise ConfigError(f"{out} is there already and is no earlier demo; choose another --out")
+    aside = next(path for n in count(1) if not (path := out.with_name(f"{out.name}.{n}")).exists())
+    out.rename(aside)
+    progress(f"the earlier {out} is now {aside}")

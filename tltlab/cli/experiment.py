@@ -1,0 +1,68 @@
+"""`tltlab experiment`: lists the experiments, or runs one and writes its verdict, table and picture."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tltlab.console import Json, emit, made_by, progress
+from tltlab.errors import ConfigError
+from tltlab.experiments import EXPERIMENTS, find
+from tltlab.experiments.result import check_replaceable
+from tltlab.experiments.settings import describe, read_settings
+
+
+def experiment(
+    name: Annotated[str | None, typer.Argument(help="Which one; without it they are listed.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="key=value, over the experiment's settings.", metavar="[KEY=VALUE]...")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a model is trained first.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder to write NAME/ into, and a model where one is trained.")] = Path(
+        "experiments"
+    ),
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Small enough to see that it works, too small to believe.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of all that is drawn.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """The experiments that everyone asks of TLT: each ends in a verdict, a table and a picture.
+
+    Example: tltlab experiment baseline rounds=10 --model models/subset-sum-deep
+    """
+    if name is None:
+        _list(as_json)
+        return
+    chosen = find(name)
+    # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    module = chosen.load()
+    asked = list(overrides or [])
+    if model is not None:
+        if "model" not in {field.name for field in fields(module.Settings)}:
+            raise ConfigError(f"--model {model}: the experiment {name} runs no model")
+        asked.append(f"model={model}")
+    settings = read_settings(module.Settings, module.FAST if fast else None, asked)
+    check_replaceable(out / name)
+    progress(f"{name}: {describe(settings)}")
+    found = module.run(settings, folder=out, seed=seed, progress=progress)
+    result = replace(found, **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"))
+    result.write(out / name)
+    emit(
+        result.json() | {"out": str(out / name)},
+        as_json=as_json,
+        text=f"{result.text()}\n\nwritten to {out / name}: result.json, table.csv, picture.png",
+    )
+
+
+def _list(as_json: bool) -> None:
+    rows = [{"name": row.name, "question": row.question, "takes": row.takes} for row in EXPERIMENTS.values()]
+    text = "\n".join(f"{row['name']:14s}{row['question']} ({row['takes']})" for row in rows)
+    emit({"experiments": rows}, as_json=as_json, text=f"{text}\n\ntltlab experiment NAME [key=value ...] runs one")

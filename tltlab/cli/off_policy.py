@@ -1,0 +1,153 @@
+"""`tltlab off-policy`: what another policy would have earned, from a log of decisions made at random."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import typer
+
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
+from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
+from tltlab.policies.policy import SHIPPED, load_policy
+from tltlab.policies.reward import RewardKind
+from tltlab.traces.trace import Trace, read
+
+CHECK_TARGETS = ("none", "fixed", "table", "beg-mab")
+
+
+def off_policy(
+    trace: Annotated[Path, typer.Argument(help="A trace or RUN folder with decisions.")],
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Policy file, shipped name or package.module:Class; may be repeated. "
+            f"[default: with --check {', '.join(CHECK_TARGETS)}]"
+        ),
+    ] = None,
+    reward: Annotated[
+        str, typer.Option(help="relative (speed-up over plain decoding at that batch) or paper (tokens per second).")
+    ] = "relative",
+    rl_steps: Annotated[
+        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
+    ] = None,
+    level: Annotated[float, typer.Option(help="Level of the intervals.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Measure the estimators' own error against the simulator's truth instead.")
+    ] = False,
+    logger: Annotated[str, typer.Option(help="With --check: the policy that logs.")] = "explore",
+    costs: Annotated[str | None, typer.Option(help="With --check: cost file or preset. [default: as simulate]")] = None,
+    acceptance: Annotated[
+        str | None, typer.Option(help="With --check: constant:A, geometric:ALPHA or a file. [default: as simulate]")
+    ] = None,
+    num_seeds: Annotated[int, typer.Option(min=1, help="With --check: logs to simulate.")] = 10,
+    as_json: Json = False,
+) -> None:
+    """Estimate a policy's mean reward from the decisions that another policy logged with their chances.
+
+    Inverse propensity weights (ips), self-normalised (snips) and doubly robust (dr), each with an interval over RL
+    steps and workers. The mean is over the states that the log met; it says nothing about those that the policy would
+    have led to.
+
+    Example: tltlab off-policy traces/tiny --policy table --json
+    """
+    if reward not in get_args(RewardKind):
+        raise ConfigError(f"no reward named {reward!r}; there are {', '.join(get_args(RewardKind))}")
+    kind: RewardKind = "paper" if reward == "paper" else "relative"
+    source = read(trace)
+    steps = parse_rl_steps(rl_steps, source.rl_steps)
+    source = source if steps is None else source.select(steps)
+    names = policy or (list(CHECK_TARGETS) if check else [])
+    if not names:
+        raise ConfigError(f"which policy? give --policy: a file or one of {', '.join(SHIPPED)}")
+    if check:
+        _check(source, logger, names, kind, costs, acceptance, num_seeds, level, as_json)
+        return
+    found = []
+    for name in names:
+        evaluation = evaluate(source, load_policy(name), reward=kind, level=level, seed=seed)
+        found.append({"policy": name, "reward": kind, **_plain(evaluation)})
+    emit({"policies": found}, as_json=as_json, text="\n\n".join(map(_table, found)))
+
+
+def _plain(found: Evaluation) -> dict[str, Any]:
+    """The evaluation as JSON types; what is unknown is null."""
+    others = ("estimates", "logged", "warnings")
+    rest = {name: getattr(found, name) for name in Evaluation.__slots__ if name not in others}
+    estimates = {one.name: _interval(one) for one in found.estimates}
+    return {**estimates, "logged": _interval(found.logged), **rest, "warnings": list(found.warnings)}
+
+
+def _interval(one: Estimate) -> dict[str, float | None]:
+    return {key: _finite(getattr(one, key)) for key in ("value", "low", "high")}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _table(found: dict[str, Any]) -> str:
+    unit = "tokens/s" if found["reward"] == "paper" else "times plain decoding"
+    lines = [f"policy {found['policy']}: mean reward of a decision in the logged states, {unit}"]
+    for name in ("ips", "snips", "dr", "logged"):
+        one = found[name]
+        lines.append(f"  {name:8} {_number(one['value'])}  [{_number(one['low'])}, {_number(one['high'])}]")
+    lines += [
+        f"  {found['num_decisions']} decisions made at random, in {found['num_clusters']} clusters of RL step and "
+        f"worker, worth {found['effective']:.0f} of the policy's own",
+    ]
+    if found["num_without_choice"]:
+        lines.append(f"  {found['num_without_choice']} more left out: their policy had no choice, so they say nothing")
+    return "\n".join([*lines, *(f"  warning: {warning}" for warning in found["warnings"])])
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _check(
+    source: Trace,
+    logger: str,
+    names: list[str],
+    kind: RewardKind,
+    costs: str | None,
+    acceptance: str | None,
+    num_seeds: int,
+    level: float,
+    as_json: bool,
+) -> None:
+    # Only the check needs the simulator; the estimates do without it.
+    from tltlab.sim.verification.off_policy import estimator_errors
+
+    errors = estimator_errors(
+        source,
+        load_policy(logger),
+        {name: load_policy(name) for name in names},
+        reward=kind,
+        costs=costs,
+        acceptance=acceptance,
+        seeds=range(num_seeds),
+        level=level,
+        on_seed=lambda done: progress(f"log {done} of {num_seeds}"),
+    )
+    rows = [
+        {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(error).items()}
+        for error in errors
+    ]
+    head = f"{'target':16} {'estimator':9} {'truth':>9} {'bias':>8} {'rmse':>7} {'coverage':>8} {'width':>7}  warned"
+    lines = [
+        f"simulated logs of {logger}, {num_seeds} seeds; errors relative to the truth, intervals at {level:.0%}",
+        head,
+        *(
+            f"{e.target:16} {e.estimator:9} {e.truth:9.4g} {e.bias:+8.1%} {e.rmse:7.1%} {e.coverage:8.0%} "
+            f"{e.interval:7.1%} {e.warned:7.0%}"
+            for e in errors
+        ),
+    ]
+    result = {"logger": logger, "reward": kind, "level": level, "kind": "simulated", "errors": rows}
+    emit(result, as_json=as_json, text="\n".join(lines))

@@ -1,0 +1,50 @@
+"""`tltlab report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
+from tltlab.report.write import default_out
+from tltlab.report.write import report as make
+from tltlab.traces.trace import is_trace, locate
+
+
+def report(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|FILE.json", help="A RUN or trace folder, or JSON of compare, tune, verify, experiment."
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(help="The page. [default: RUN/report.html, or beside FILE.json]")] = None,
+    verify: Annotated[
+        bool, typer.Option(help="Predict each RL step from the others where summary.json does not tell.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained HTML page on a run or a comparison: pictures, tables, and how to repeat it.
+
+    Example: tltlab report demo
+    """
+    if not run.exists():
+        raise ConfigError(f"{run}: no such folder or file; give a RUN, a trace, or a comparison's JSON")
+    path = out or default_out(run)
+    if path.is_dir() or path.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--out {path}: name a file that ends in .html")
+    inside = locate(run)
+    if is_trace(inside) and path.resolve().parent == inside.resolve() and out is None:
+        raise ConfigError(f"{path} would lie inside the trace: name another place with --out")
+    page = make(run, out=path, verify=verify)
+    left = {part.title: part.reason for part in page.absent}
+    size = path.stat().st_size
+    text = "\n".join(
+        [f"wrote {path} ({size / 1e6:.2f} MB): {', '.join(s.title for s in page.sections)}"]
+        + [f"left out: {title}: {reason}" for title, reason in left.items()]
+    )
+    parts = [section.title for section in page.sections]
+    emit({"out": str(path), "bytes": size, "parts": parts, "left_out": left}, as_json=as_json, text=text)

@@ -1,0 +1,68 @@
+"""`tltlab timeline`: a trace as a picture, or as a file for Perfetto."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tltlab.charts import FORMATS
+from tltlab.console import Json, emit
+from tltlab.errors import ConfigError
+from tltlab.report.perfetto import write_perfetto
+from tltlab.report.timeline import timeline as draw
+from tltlab.traces.lanes import median_step
+from tltlab.traces.trace import read
+
+
+def timeline(
+    trace: Annotated[Path, typer.Argument(metavar="TRACE|RUN", help="A trace folder, or a run that has one.")],
+    out: Annotated[Path, typer.Option(help=".png or .svg: a picture; .json: for ui.perfetto.dev.")] = Path(
+        "timeline.png"
+    ),
+    rl_step: Annotated[
+        str | None, typer.Option(metavar="N|all", help="RL step; default: the one of median rollout time (json: all).")
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="TRACE2", help="A second trace, recorded or simulated, drawn below and aligned."),
+    ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option("--rollout-only", help="Leave out what comes after the rollout (pictures).")
+    ] = False,
+    title: Annotated[str | None, typer.Option(help="Name in the title, instead of the trace's.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Draw what every worker did over time, and how many requests were running.
+
+    Example: tltlab timeline runs/demo --out timeline.png --rl-step 3
+    """
+    first = read(trace)
+    second = [] if compare is None else [read(compare)]
+    step = _rl_step(rl_step)
+    if out.suffix == ".json":
+        chosen = step if step is not None else "all"
+        write_perfetto(out, first, *second, rl_step=chosen)
+    elif out.suffix in FORMATS:
+        chosen = step if step is not None else median_step(first, *second)
+        draw(
+            first,
+            rl_step=chosen,
+            out=out,
+            title=title,
+            compare=second[0] if second else None,
+            rollout_only=rollout_only,
+        )
+    else:
+        raise ConfigError(f"--out {out}: it must end in .png, .svg or .json")
+    emit({"out": str(out), "rl_step": chosen}, as_json=as_json, text=f"wrote {out} (RL step {chosen})")
+
+
+def _rl_step(text: str | None) -> int | Literal["all"] | None:
+    if text is None or text == "all":
+        return "all" if text else None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"--rl-step {text}: it must be a number or 'all'") from error

@@ -1,0 +1,78 @@
+"""`tltlab verify`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.console import Json, emit, progress
+from tltlab.errors import ConfigError
+from tltlab.sim.verification.rollouts import text
+from tltlab.sim.verification.rollouts import verify as run_verify
+from tltlab.traces.trace import read
+
+WINDOW, SAMPLES, ROUNDS = 8, 3, 5
+
+
+def verify(
+    run: Annotated[Path, typer.Argument(help="A RUN folder, or a recorded trace of shipped policies.")],
+    policies: Annotated[
+        str | None,
+        typer.Option(
+            help="Run these for real: names, policy files, package.module:Class, ngram:4 (always 4 tokens), "
+            "ngram:4@8 (while at most 8 run), separated by commas; or 'default'."
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help=f"Rounds: rollouts of each policy. [default: {ROUNDS}]")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep what --policies ran as a RUN of its own. [default: it is not kept]")
+    ] = None,
+    rl_steps: Annotated[
+        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(min=2, help=f"Other RL steps to fit on, the nearest. [default: {WINDOW}]")
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of sampled acceptance and drawn lengths.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Predict every RL step of a run from the other ones, and compare with what was measured.
+
+    With --policies: roll out each policy on this machine, with the run's model and data, and say whether the simulator
+    predicts their times and their order. It takes engines, and some minutes.
+
+    Example: tltlab verify demo --json
+
+    Example: tltlab verify demo --policies none,table,beg-mab,ngram:4@8,demo/policy.json
+    """
+    if policies is None:
+        if repeats is not None or out is not None:
+            raise ConfigError("--repeats and --out belong to rollouts on this machine: say of which --policies")
+        chosen = parse_rl_steps(rl_steps, read(run).rl_steps)
+        found = run_verify(run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed)
+        emit(found.json(), as_json=as_json, text=text(found))
+        return
+    if rl_steps is not None or window is not None:
+        raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
+    # Only here are engines needed.
+    from tltlab.experiments import verify_policies
+
+    ran = verify_policies.verify_policies(
+        run,
+        verify_policies.named_policies(policies),
+        rounds=repeats or ROUNDS,
+        samples=samples or verify_policies.SAMPLES,
+        seed=seed,
+        out=out,
+        say=progress,
+    )
+    emit(ran.json(), as_json=as_json, text=verify_policies.text(ran))

@@ -1,0 +1,65 @@
+"""What commands share: the --json option, results and progress on the terminal, where a result comes from, SIGTERM."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
+"""Arguments of the command that runs, the command's name first; empty outside of a command."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
+
+
+def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
+    """Print a command's result: JSON for machines, `text` for people."""
+    print(json.dumps(result, allow_nan=False) if as_json else text)
+
+
+def made_by(*packages: str) -> dict[str, Any]:
+    """Where a result comes from: `command`, as a shell takes it, None outside of a command; `versions` by package."""
+    found = {"python": platform.python_version()}
+    for name in ("tltlab", *packages):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    args = running.get()
+    return {"command": shlex.join(["tltlab", *args]) if args else None, "versions": found}
+
+
+def progress(message: str) -> None:
+    """Say on standard error what is going on."""
+    print(message, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def sigterm_does(handler: Callable[[int, FrameType | None], Any] | None = None) -> Iterator[None]:
+    """Within, SIGTERM calls `handler`, None for what it calls anyhow; afterwards it does what it did before.
+
+    Only the main thread may say what a signal does: in others nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    if handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+    try:
+        yield
+    finally:
+        # None stands for a handler that is not Python's: it cannot be set again.
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,1 @@
+"""The worker coordinator without I/O: idle workers, drafter training on them, the drafters' canary."""

@@ -1,0 +1,267 @@
+"""The canary on a learned drafter: are its drafts kept as often as its training predicted?
+
+A drafter that serves with stale weights, or reads the wrong embedding, changes nothing that is sampled: it only makes
+the run slow, and no error says so. So acceptance is compared with the prediction after each swap of the drafter's
+weights, each sync of the target's and each wake of the engine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from scipy.special import bdtr  # type: ignore[import-untyped, unused-ignore]
+
+from tltlab.errors import ConfigError
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+FALSE_ALARM = 1e-4
+"""Chance, at most, that a drafter exactly at the bound is called collapsed in one window, however long it lasts."""
+
+NUM_VERDICTS = 64
+"""How many of the newest verdicts a canary keeps."""
+
+
+class CanaryConfig(BaseModel):
+    """When a drafter counts as collapsed: the chance of a draft's first token is below `collapse` times what training
+    predicted, surely so, after at least `min_drafts` drafts since the last swap, weight sync or wake.
+
+    Then the model-free drafter `fallback` serves in its place ("fallback"), or the run stops with a sentence ("stop").
+    Each weight sync since the prediction lowers the bound by the share `moved_target`, as the target moves away from
+    the one that training saw. A drafter whose training predicts less than `min_predicted` has not learned anything
+    yet: it does not serve, and stops no run.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    on_collapse: Literal["fallback", "stop"] = "fallback"
+    min_drafts: Annotated[int, Field(ge=1)] = 200
+    collapse: Share = 0.5
+    moved_target: Share = 0.05
+    min_predicted: Share = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPositions:
+    """Per position of a draft, the first one first: how many drafts reached so far, how many of these had all tokens
+    before it kept (`tried`), how many had it kept too.
+
+    >>> DraftPositions(drafted=(4, 4), tried=(4, 3), kept=(3, 1)).chance  # 3 of 4, then 1 of 3
+    (0.75, 0.3333333333333333)
+    """
+
+    drafted: tuple[int, ...] = ()
+    tried: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
+
+    @property
+    def chance(self) -> tuple[float | None, ...]:
+        """The chance that a token is kept where those before it were; None where none was tried."""
+        return tuple(kept / tried if tried else None for kept, tried in zip(self.kept, self.tried, strict=True))
+
+
+class DraftCounts:
+    """Counts drafts by length and by tokens kept, in constant time each; `positions` works out the rest."""
+
+    def __init__(self) -> None:
+        self.drafts = 0
+        self._drafted: list[int] = []
+        self._kept: list[int] = []
+        self._whole: list[int] = []
+
+    def add(self, num_drafted: int, num_kept: int) -> None:
+        """A draft of `num_drafted` tokens, at least one, had its first `num_kept` kept."""
+        while len(self._drafted) <= num_drafted:
+            for counts in (self._drafted, self._kept, self._whole):
+                counts.append(0)
+        self.drafts += 1
+        self._drafted[num_drafted] += 1
+        self._kept[num_kept] += 1
+        if num_kept == num_drafted:
+            self._whole[num_kept] += 1
+
+    @property
+    def first_kept(self) -> int:
+        """Drafts whose first token was kept."""
+        return self.drafts - self._kept[0] if self._kept else 0
+
+    @property
+    def positions(self) -> DraftPositions:
+        depths = range(len(self._drafted) - 1)
+        return DraftPositions(
+            drafted=tuple(sum(self._drafted[i + 1 :]) for i in depths),
+            # Of the drafts that had i tokens kept, those of just i tokens tried no further one.
+            tried=tuple(sum(self._kept[i:]) - self._whole[i] for i in depths),
+            kept=tuple(sum(self._kept[i + 1 :]) for i in depths),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drafts": self.drafts, "counts": [list(self._drafted), list(self._kept), list(self._whole)]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.drafts = state["drafts"]
+        self._drafted, self._kept, self._whole = (list(counts) for counts in state["counts"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What the canary found: `measured` and `predicted` are chances per draft position, given those before were kept.
+
+    `why` names what the drafts are counted from. "untrained": the prediction itself is too low to serve.
+    """
+
+    kind: Literal["fine", "collapsed", "untrained"]
+    why: str
+    predicted: tuple[float, ...]
+    measured: tuple[float | None, ...]
+    drafts: int
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in words."""
+        if self.kind == "untrained":
+            return (
+                f"the learned drafter has not learned yet: training predicts a chance of {self.predicted[0]:.3f} for a "
+                f"draft's first token ({self.why})"
+            )
+        found = f"{self.measured[0]:.3f} of {self.drafts} first draft tokens were kept since {self.why}"
+        if self.kind == "fine":
+            return f"the learned drafter does as predicted: {found}, training predicted {self.predicted[0]:.3f}"
+        return (
+            f"the learned drafter has collapsed: {found}, but training predicted {self.predicted[0]:.3f}; likely the "
+            "engine drafts with stale weights, a wrong embedding or LM head, or a wrong vocabulary"
+        )
+
+
+class Canary:
+    """Compares a drafter's acceptance with what training predicted; `trusted` says whether it may serve.
+
+    Tell it `expect` at each swap, `reset` at each weight sync and wake, and `observe` per verified draft. The window
+    that these open is looked at after `min_drafts` drafts, then each time their number has doubled. At look i (from 0)
+    the drafter has collapsed if the binomial chance of so few first tokens at the bound is at most `FALSE_ALARM` /
+    2^(i + 1): over all looks of a window a drafter at or above the bound is wronged with at most `FALSE_ALARM`, as far
+    as drafts are independent. What collapsed is not trusted until the next `expect`. Without a prediction all is
+    trusted.
+
+    >>> canary = Canary(CanaryConfig(min_drafts=50))
+    >>> canary.expect([0.8, 0.7], "the swap")
+    >>> for _ in range(50):
+    ...     canary.observe(2, 0)
+    >>> canary.trusted, canary.verdicts[-1].kind
+    (False, 'collapsed')
+    """
+
+    def __init__(self, config: CanaryConfig) -> None:
+        self.config = config
+        self.predicted: tuple[float, ...] = ()
+        self.trusted = True
+        self.verdicts: deque[Verdict] = deque(maxlen=NUM_VERDICTS)
+        self._swaps = 0
+        self._moves = 0
+        self._open("the start")
+
+    def expect(self, accept: Sequence[float], why: str) -> None:
+        """New weights serve: draft token i is to be kept with chance `accept[i]`, given those before it.
+
+        Without chances the new weights are trusted unseen. ConfigError for what are no chances.
+        """
+        check_chances(accept)
+        self.predicted = tuple(float(chance) for chance in accept)
+        self._swaps += 1
+        self._moves = 0
+        self.trusted = not self.predicted or self.predicted[0] >= self.config.min_predicted
+        self._open(why)
+        if not self.trusted:
+            self._judge("untrained")
+
+    def reset(self, why: str, *, target_moved: bool = False) -> None:
+        """Count afresh, as something happened that may break the drafter; the prediction and the trust stay."""
+        self._moves += target_moved
+        self._open(why)
+
+    def observe(self, drafted: int, accepted: int) -> None:
+        """A draft of `drafted` tokens was verified, its first `accepted` were kept."""
+        self.counts.add(drafted, accepted)
+        if self.counts.drafts == self._next_look:
+            self._look()
+
+    @property
+    def bound(self) -> float:
+        """The chance of a first token below which the drafter has collapsed."""
+        if not self.predicted:
+            return 0.0
+        return self.config.collapse * self.predicted[0] * (1.0 - self.config.moved_target) ** self._moves
+
+    @property
+    def collapsed(self) -> Verdict | None:
+        """The verdict by which the drafter is out of service; None for one that serves, or that has yet to learn."""
+        if self.trusted or self.verdicts[-1].kind != "collapsed":
+            return None
+        return self.verdicts[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it has seen and found, for the weights that serve."""
+        return {
+            "swaps": self._swaps,
+            "moves": self._moves,
+            "predicted": list(self.predicted),
+            "trusted": self.trusted,
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "why": self._why,
+            "next_look": self._next_look,
+            "looks": self._looks,
+            "counts": self.counts.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` gave."""
+        self._swaps, self._moves, self._why = state["swaps"], state["moves"], state["why"]
+        self.predicted, self.trusted = tuple(state["predicted"]), state["trusted"]
+        self._next_look, self._looks = state["next_look"], state["looks"]
+        self.verdicts.clear()
+        for row in state["verdicts"]:
+            tuples = {name: tuple(row[name]) for name in ("predicted", "measured")}
+            self.verdicts.append(Verdict(**(row | tuples)))
+        self.counts.load_state_dict(state["counts"])
+
+    def _open(self, why: str) -> None:
+        self._why = why
+        self.counts = DraftCounts()
+        self._looks = 0
+        # No number of drafts is 0: nothing is looked at then.
+        self._next_look = self.config.min_drafts if self.predicted and self.trusted else 0
+
+    def _look(self) -> None:
+        self._looks += 1
+        if bdtr(self.counts.first_kept, self.counts.drafts, self.bound) <= FALSE_ALARM / 2**self._looks:
+            self.trusted = False
+            self._next_look = 0
+            self._judge("collapsed")
+            return
+        self._next_look *= 2
+        if self._looks == 1:
+            self._judge("fine")
+
+    def _judge(self, kind: Literal["fine", "collapsed", "untrained"]) -> None:
+        verdict = Verdict(
+            kind=kind,
+            why=self._why,
+            predicted=self.predicted,
+            measured=self.counts.positions.chance,
+            drafts=self.counts.drafts,
+        )
+        self.verdicts.append(verdict)
+
+
+def check_chances(accept: Sequence[float]) -> None:
+    """Raise ConfigError unless all are chances; NaN is none."""
+    for position, chance in enumerate(accept):
+        if not 0.0 <= chance <= 1.0:
+            raise ConfigError(
+                f"a drafter's predicted acceptance must be chances in [0, 1], got {chance} at position {position}: "
+                "do not swap in what training could not judge"
+            )

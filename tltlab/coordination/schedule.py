@@ -1,0 +1,296 @@
+"""When idle workers train the drafter: always, every so many RL steps, or once acceptance drops; and its drift."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
+
+from tltlab.state import DrafterState
+
+_ENOUGH_PAIRS = 4
+"""Pairs of successive rollouts from which their noise can be told."""
+
+_SURE = 1.5
+"""Standard errors by which either of two means is given the benefit of the doubt before they count as different."""
+
+
+class ScheduleConfig(BaseModel):
+    """When idle workers train: `never`, `always`, `every` so many RL steps, or when acceptance has dropped.
+
+    It has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop` times
+    the best since the last training, by more than their noise: with 3,000 drafts a rollout, and rollouts that differ by
+    4 % anyway, a drafter that does not age is trained some 3 times in 100 RL steps, one that loses 0.5 % a step 8
+    times. Training also goes on while the last one that can be judged raised it by more than `drop`.
+    Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["never", "always", "every", "acceptance-drops"] = "acceptance-drops"
+    every: Annotated[int, Field(ge=1)] = 10
+    drop: Annotated[float, Field(ge=0, le=1)] = 0.03
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Whether idle workers train in a rollout, and why."""
+
+    train: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutDrift:
+    """One rollout of the drift record.
+
+    `accept_length` is the mean number of tokens per verified draft of the learned drafter, bonus included, over
+    `drafts` of them; None where it drafted nothing. `drift_kl` is how far the policy update after it moved the target,
+    in nats per token. `age` counts RL steps since the training numbered `training`, or, for the number 0, since the
+    first RL step.
+    """
+
+    rl_step: int
+    accept_length: float | None
+    drafts: int
+    drift_kl: float | None
+    age: int
+    training: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DriftSummary:
+    """How the drafter ages without training: the relative `change` of its accepted length per RL step.
+
+    `low` and `high` bound it with 95 % confidence; NaN where `num_rollouts` are too few. `ages` are the lowest and the
+    highest seen, `drift_kl` the mean movement of the target per RL step, None where it is unknown.
+    """
+
+    change: float
+    low: float
+    high: float
+    num_rollouts: int
+    num_trainings: int
+    ages: tuple[int, int]
+    drift_kl: float | None
+    sentence: str
+
+
+class TrainingSchedule:
+    """Decides before each rollout whether idle workers train the drafter, and keeps the record of its drift.
+
+    Tell it `rollout_done` and, where updates were made, `trained`, in either order. A drafter trained in RL step r
+    serves from r + 1 on, so rollout r still speaks of the drafter before. With `pretrained` the drafter that the run
+    begins with has been trained elsewhere.
+
+    >>> schedule = TrainingSchedule(ScheduleConfig(kind="every", every=2))
+    >>> schedule.decide(0, DrafterState()).reason
+    'the drafter was never trained'
+    >>> schedule.trained(0, updates=100)
+    >>> [schedule.decide(step, DrafterState(updates=1)).train for step in (1, 2)]
+    [False, True]
+    """
+
+    def __init__(self, config: ScheduleConfig, *, pretrained: bool = False) -> None:
+        self.config = config
+        self.pretrained = pretrained
+        self.record: list[RolloutDrift] = []
+        self.trainings: list[int] = []
+        self._first: int | None = None
+
+    def decide(self, rl_step: int, drafter: DrafterState, *, trusted: bool = True) -> Decision:
+        """Whether to train in the rollout of `rl_step`; `trusted` is the canary's word on the drafter in service."""
+        first = self._begun(rl_step)
+        if self.config.kind == "never":
+            return Decision(train=False, reason="the schedule says never")
+        if not (self.trainings or self.pretrained or drafter.updates):
+            return Decision(train=True, reason="the drafter was never trained")
+        if not trusted:
+            return Decision(train=True, reason="the canary does not trust the drafter in service")
+        if self.config.kind == "always":
+            return Decision(train=True, reason="the schedule says always")
+        if self.config.kind == "every":
+            since = rl_step - (self.trainings[-1] if self.trainings else first)
+            last = "the last training" if self.trainings else "the start"
+            return Decision(
+                train=since >= self.config.every, reason=f"{since} of {self.config.every} RL steps since {last}"
+            )
+        return self._dropped(rl_step)
+
+    def rollout_done(
+        self, rl_step: int, accept_length: float | None, drift_kl: float | None = None, *, drafts: int
+    ) -> None:
+        """Record a rollout, in place of an earlier record of its RL step; `RolloutDrift` explains the arguments."""
+        first = self._begun(rl_step)
+        before = [step for step in self.trainings if step < rl_step]
+        known = accept_length is not None and drafts > 0
+        self.record = [row for row in self.record if row.rl_step != rl_step]
+        self.record.append(
+            RolloutDrift(
+                rl_step=rl_step,
+                accept_length=accept_length if known else None,
+                drafts=drafts if known else 0,
+                # A policy that has jumped may be infinitely far, which JSON does not know.
+                drift_kl=drift_kl if drift_kl is not None and math.isfinite(drift_kl) else None,
+                age=rl_step - (before[-1] if before else min(first, rl_step)),
+                training=len(before),
+            )
+        )
+        self.record.sort(key=lambda row: row.rl_step)
+
+    def trained(self, rl_step: int, updates: int) -> None:
+        """The rollout of `rl_step` ended with `updates` more updates; none is no training."""
+        if updates > 0 and rl_step not in self.trainings:
+            self.trainings = sorted([*self.trainings, rl_step])
+
+    def summary(self) -> DriftSummary:
+        """How the drafter ages, from all rollouts that follow one another without training in between.
+
+        Weighted least squares of log(accepted length) on age with a level per training, weights the drafts.
+        """
+        rows = [row for row in self.record if row.accept_length is not None and self._drafted_trained(row)]
+        kls = [row.drift_kl for row in self.record if row.drift_kl is not None]
+        change, low, high, used = _fit(rows)
+        ages = (min((row.age for row in used), default=0), max((row.age for row in used), default=0))
+        drift_kl = float(np.mean(kls)) if kls else None
+        return DriftSummary(
+            change=change,
+            low=low,
+            high=high,
+            num_rollouts=len(used),
+            num_trainings=len(self.trainings),
+            ages=ages,
+            drift_kl=drift_kl,
+            sentence=_sentence(change, low, high, len(used), ages, drift_kl),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The record, as JSON."""
+        return {
+            "record": [asdict(row) for row in self.record],
+            "trainings": list(self.trainings),
+            "first": self._first,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` gave."""
+        self.record = [RolloutDrift(**row) for row in state["record"]]
+        self.trainings = list(state["trainings"])
+        self._first = state["first"]
+
+    def _begun(self, rl_step: int) -> int:
+        """The first RL step that was heard of."""
+        if self._first is None:
+            self._first = rl_step
+        return self._first
+
+    def _drafted_trained(self, row: RolloutDrift) -> bool:
+        return self.pretrained or row.training > 0
+
+    def _dropped(self, rl_step: int) -> Decision:
+        rows = [row for row in self.record if row.accept_length is not None and row.rl_step < rl_step]
+        noise = self._noise()
+        now = [row for row in rows if row.training == len(self.trainings)]
+        if not now:
+            if len(self.trainings) == 1 and not self.pretrained:
+                return Decision(train=True, reason="the drafter was trained once and what that brought is not known")
+            gain = self._gain(rows, len(self.trainings) - 1, noise)
+            return Decision(train=bool(gain), reason=gain or "nothing was drafted since the last training")
+        if gain := self._gain(rows, len(self.trainings), noise):
+            return Decision(train=True, reason=gain)
+        level = _pooled(now, noise)[0]
+        # The maximum over many rollouts finds the luckiest: those of few drafts set no record.
+        few = float(np.median([row.drafts for row in now])) / 2
+        # A drafter is at its best right after training: so the first rollouts together count as one too.
+        runs = [*([row] for row in now if row.drafts >= few), *(now[:end] for end in range(2, len(now)))]
+        best, low = max((_pooled(run, noise, level) for run in runs), key=lambda found: found[0] - found[1])
+        low = best - low
+        for first in reversed(range(len(now))):
+            mean, error = _pooled(now[first:], noise, level)
+            if mean + error < (1 - self.config.drop) * low:
+                steps = f"RL step {now[first].rl_step}" + ("" if first == len(now) - 1 else f" to {now[-1].rl_step}")
+                return Decision(train=True, reason=f"the accepted length fell from {best:.2f} to {mean:.2f} ({steps})")
+        return Decision(train=False, reason=f"the accepted length is {now[-1].accept_length:.2f}, at best {best:.2f}")
+
+    def _gain(self, rows: Sequence[RolloutDrift], training: int, noise: float) -> str:
+        """What a training raised, by more than `drop`, between the rollouts about it; empty if nothing."""
+        before = [row for row in rows if row.training < training][-1:]
+        after = [row for row in rows if row.training == training][:1]
+        if not before or not after or training == 0:
+            return ""
+        (old, old_error), (new, new_error) = _pooled(before, noise), _pooled(after, noise)
+        if new - new_error <= (1 + self.config.drop) * (old + old_error):
+            return ""
+        return f"the last training that can be judged raised the accepted length from {old:.2f} to {new:.2f}"
+
+    def _noise(self) -> float:
+        """The relative spread of one rollout's mean about the trend, prompts included; 0 where it cannot be told."""
+        rows = [row for row in self.record if row.accept_length is not None]
+        steps = [
+            abs(math.log(b.accept_length / a.accept_length))
+            for a, b in pairwise(rows)
+            if a.training == b.training and a.accept_length and b.accept_length
+        ]
+        if len(steps) < _ENOUGH_PAIRS:
+            return 0.0
+        # The median of |x - y| is 0.6745 * sqrt(2) standard deviations; a true drop among the pairs hardly moves it.
+        return float(np.median(steps)) / (0.6745 * math.sqrt(2))
+
+
+def _pooled(rows: Sequence[RolloutDrift], noise: float, level: float | None = None) -> tuple[float, float]:
+    """The mean accepted length of rollouts, weighted by drafts, and `_SURE` standard errors of it.
+
+    The larger of two: what geometrically distributed lengths have, whose variance is m (m - 1) where `level`, or their
+    own mean, is m; and what rollouts differ by anyway.
+    """
+    drafts = np.array([row.drafts for row in rows], np.float64)
+    lengths = np.array([row.accept_length for row in rows], np.float64)
+    mean = float(lengths @ drafts / drafts.sum())
+    m = mean if level is None else level
+    sampling = max(m * (m - 1.0), 0.0) / float(drafts.sum())
+    between = (noise * mean) ** 2 * float((drafts**2).sum() / drafts.sum() ** 2)
+    return mean, _SURE * math.sqrt(max(sampling, between))
+
+
+def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[RolloutDrift]]:
+    """Change per RL step with its 95 % interval, and the rollouts it is from; NaN where they are too few."""
+    periods = {row.training: [other for other in rows if other.training == row.training] for row in rows}
+    used = [row for row in rows if len(periods[row.training]) > 1]
+    levels = len({row.training for row in used})
+    freedom = len(used) - levels - 1
+    if freedom < 1:
+        return math.nan, math.nan, math.nan, used
+    age = np.array([row.age for row in used], np.float64)
+    log = np.log([row.accept_length or 1.0 for row in used])
+    weight = np.array([row.drafts for row in used], np.float64)
+    group = np.array([row.training for row in used])
+    for values in (age, log):
+        for training in np.unique(group):
+            inside = group == training
+            values[inside] -= np.average(values[inside], weights=weight[inside])
+    spread = float(weight @ age**2)
+    slope = float(weight @ (age * log)) / spread
+    variance = float(weight @ (log - slope * age) ** 2) / freedom / spread
+    margin = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
+    change, low, high = (math.expm1(value) for value in (slope, slope - margin, slope + margin))
+    return change, low, high, used
+
+
+def _sentence(
+    change: float, low: float, high: float, num_rollouts: int, ages: tuple[int, int], drift_kl: float | None
+) -> str:
+    moved = f"; the target moves by {drift_kl:.2g} nats per token and RL step" if drift_kl is not None else ""
+    if math.isnan(change):
+        return f"Too few RL steps without training to say how the drafter ages{moved}."
+    seen = f"95 % interval {low:+.2%} to {high:+.2%}, {num_rollouts} rollouts at ages {ages[0]} to {ages[1]}{moved}"
+    if high < 0:
+        return f"Without training the drafter loses {-change:.2%} of its accepted length per RL step ({seen})."
+    if low > 0:
+        return f"Without training the drafter gains {change:.2%} of accepted length per RL step ({seen})."
+    return f"The drafter shows no change with age, {change:+.2%} of its accepted length per RL step ({seen})."

@@ -1,0 +1,241 @@
+"""How long one decode iteration takes: the interface of all cost models, and the linear one."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_left
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.strategy import Strategy
+
+from .noise import IterationNoise
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FAR_TOKENS = 128
+"""Tokens of an iteration from which on `LinearCosts.far_token_s` counts: on CPU cores and GPUs of today the time per
+token changes between 100 and 250."""
+
+Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
+
+
+class CalibratedRange(BaseModel):
+    """What the data of a fit covered, each as (least, most): None where that was not looked at.
+
+    `batch` requests, `verified_tokens` batch times tokens to verify, `context_tokens` the sum over the batch.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: Span | None = None
+    verified_tokens: Span | None = None
+    context_tokens: Span | None = None
+
+    @field_validator("batch", "verified_tokens", "context_tokens")
+    @classmethod
+    def _in_order(cls, span: Span | None) -> Span | None:
+        if span is not None and span[0] > span[1]:
+            raise ValueError(f"a range is (least, most), got {span[0]:g} before {span[1]:g}")
+        return span
+
+    def outside(self, *, batch: float, verified_tokens: float, context_tokens: float) -> list[str]:
+        """Names of the quantities that lie outside what was measured.
+
+        >>> CalibratedRange(batch=(1, 64)).outside(batch=100, verified_tokens=100, context_tokens=0)
+        ['batch']
+        """
+        asked = {"batch": batch, "verified_tokens": verified_tokens, "context_tokens": context_tokens}
+        spans = {name: getattr(self, name) for name in asked}
+        return [name for name, span in spans.items() if span and not span[0] <= asked[name] <= span[1]]
+
+
+class CostModel(BaseModel, ABC):
+    """Seconds of iterations and prefill on one worker, and that worker's limits.
+
+    `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
+    tokens that an iteration may compute: with it prompts are prefilled in chunks beside decoding, which itself is not
+    cut. `graph_sizes` pads an iteration's tokens up to the next size, beyond the largest nothing is padded. `switch_s`
+    is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
+    (`sd_idle_s`). `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    switch_s: Seconds = 0.0
+    kv_capacity_tokens: Annotated[int, Field(gt=0)] | None = None
+    max_num_seqs: Annotated[int, Field(gt=0)] | None = None
+    max_num_batched_tokens: Annotated[int, Field(gt=0)] | None = None
+    graph_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = None
+    calibrated: CalibratedRange | None = None
+    noise: IterationNoise | None = None
+    notes: tuple[str, ...] = ()
+
+    @field_validator("graph_sizes")
+    @classmethod
+    def _ascending(cls, sizes: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        return None if sizes is None else tuple(sorted(set(sizes)))
+
+    @property
+    def tensor_parallel(self) -> int:
+        """GPUs of one worker, 1 where the model does not say."""
+        return 1
+
+    @abstractmethod
+    def iteration(
+        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+    ) -> IterationCost:
+        """The cost of an iteration under `strategy`, as a function of batch and context alone.
+
+        `tokens_to_verify` per request replaces the strategy's own where a drafter returns fewer drafts than asked
+        (1 + mean drafted). Raises ConfigError for what the model does not know.
+        """
+
+    @abstractmethod
+    def prefill_s(self, tokens: float) -> float:
+        """Seconds to prefill this many tokens: proportional to them, so that chunks add up to the whole."""
+
+    def write(self, path: str | Path) -> Path:
+        """Write the file that `load_costs` reads, in one move."""
+        write_json(Path(path), self.model_dump(mode="json"))
+        return Path(path)
+
+
+class IterationCost(ABC):
+    """Seconds of one iteration under one strategy: at each batch size linear in the context.
+
+    Layers run one after another, so what depends on the context (reading the KV cache) adds to what does not; hence
+    many iterations in a row have a closed form. `tokens_to_verify` is per request.
+    """
+
+    __slots__ = ()
+
+    tokens_to_verify: float
+
+    @abstractmethod
+    def without_context_s(self, batch: int) -> float:
+        """Everything but the context's share; drafting is in it."""
+
+    @abstractmethod
+    def context_slope_s(self, batch: int) -> float:
+        """Seconds per token of context, summed over the batch."""
+
+    @abstractmethod
+    def draft_s(self, batch: int) -> float:
+        """The drafting part of `without_context_s`."""
+
+    def seconds(self, batch: int, context_tokens: float) -> float:
+        return self.without_context_s(batch) + self.context_slope_s(batch) * context_tokens
+
+
+class LinearCosts(CostModel):
+    """The linear cost model as it stands in a file; None is a term that the data did not identify.
+
+    One iteration with b requests whose contexts sum to S tokens, v tokens to verify per request and draft depth d takes
+
+        base_s + per_request_s*b + per_token_s*b*v + per_context_s*S
+          + [if drafting]              sd_base_s + draft_per_request_s*b
+                                       + d*(draft_level_s + draft_level_per_request_s*b)
+          + [a drafter loaded, d = 0]  sd_idle_s
+
+    `draft_per_request_s` is what finding a draft takes whatever its depth, as a model-free drafter searches once per
+    request. `prefill_per_token_s` is per prompt token. Where nothing was ever verified `per_token_s` is None and its
+    share stands in `per_request_s`: at v = 1 the two cannot be told apart. With `far_token_s` tokens beyond the first
+    `FAR_TOKENS` of an iteration take that each instead: cores compute many at once better than few.
+    """
+
+    kind: Literal["linear"] = "linear"
+    base_s: Seconds | None = None
+    per_request_s: Seconds | None = None
+    per_token_s: Seconds | None = None
+    far_token_s: Seconds | None = None
+    per_context_s: Seconds | None = None
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
+    draft_per_request_s: Seconds = 0.0
+    prefill_per_token_s: Seconds | None = None
+
+    def iteration(
+        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+    ) -> LinearIteration:
+        verified = float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify
+        fixed, per_request, depth = self.need("base_s"), self.need("per_request_s"), strategy.draft_depth
+        draft_fixed = draft_per_request = 0.0
+        if strategy.speculates:
+            fixed += self.need("sd_base_s")
+            draft_fixed = depth * self.need("draft_level_s")
+            draft_per_request = self.draft_per_request_s + depth * self.need("draft_level_per_request_s")
+        elif drafter_loaded:
+            fixed += self.need("sd_idle_s")
+        per_token = self.need("per_token_s") if strategy.speculates else self.per_token_s or 0.0
+        return LinearIteration(
+            fixed_s=fixed,
+            per_request_s=per_request,
+            per_token_s=per_token,
+            far_token_s=per_token if self.far_token_s is None else self.far_token_s,
+            per_context_s=self.need("per_context_s"),
+            draft_fixed_s=draft_fixed,
+            draft_per_request_s=draft_per_request,
+            tokens_to_verify=verified,
+            graph_sizes=self.graph_sizes or (),
+        )
+
+    def prefill_s(self, tokens: float) -> float:
+        return self.need("prefill_per_token_s") * tokens
+
+    def need(self, term: str) -> float:
+        """The value of `term`; a ConfigError that names it where the data did not identify it."""
+        value = getattr(self, term)
+        if value is None:
+            raise ConfigError(
+                f"the cost model has no {term} (null: not identified by its data), which this simulation needs; "
+                f"calibrate on a trace that shows it, or write a value into the file"
+            )
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearIteration(IterationCost):
+    """Seconds of one iteration under one strategy, linear in batch, tokens and context.
+
+    >>> LinearCosts(base_s=4e-3, per_request_s=1e-3, per_context_s=0.0).iteration(NO_SPECULATION).seconds(2, 100)
+    0.006
+    """
+
+    fixed_s: float
+    per_request_s: float
+    per_token_s: float
+    far_token_s: float
+    per_context_s: float
+    draft_fixed_s: float
+    draft_per_request_s: float
+    tokens_to_verify: float
+    graph_sizes: tuple[int, ...] = ()
+
+    def without_context_s(self, batch: int) -> float:
+        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
+        verified = self.per_token_s * min(tokens, FAR_TOKENS) + self.far_token_s * max(tokens - FAR_TOKENS, 0.0)
+        return self.fixed_s + self.per_request_s * batch + verified + self.draft_s(batch)
+
+    def context_slope_s(self, batch: int) -> float:
+        return self.per_context_s
+
+    def draft_s(self, batch: int) -> float:
+        return self.draft_fixed_s + self.draft_per_request_s * batch
+
+
+def padded(tokens: float, graph_sizes: tuple[int, ...]) -> float:
+    """Tokens that the captured graph for `tokens` runs; a float's rounding error does not push it a size up.
+
+    >>> padded(5, (1, 8, 16)), padded(17, (1, 8, 16))
+    (8.0, 17)
+    """
+    at = bisect_left(graph_sizes, math.ceil(tokens - 1e-9))
+    return float(graph_sizes[at]) if at < len(graph_sizes) else tokens

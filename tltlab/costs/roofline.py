@@ -1,0 +1,237 @@
+"""The roofline cost model: seconds that the hardware needs, times a few constants fitted to measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tltlab.errors import ConfigError
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
+from tltlab.strategy import MODEL_FREE, Strategy
+
+from .base import CostModel, IterationCost, Seconds, padded
+
+Numbers = float | npt.NDArray[np.float64]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+_Record = TypeVar("_Record", Gpu, ModelShape)
+
+
+class Constants(BaseModel):
+    """What the data sheets do not say; None is a term that the data did not identify.
+
+    The efficiencies are shares of the HBM bandwidth reached on weights and on the KV cache, of the peak FLOPs and of
+    the link bandwidth. `knee` is how sharply reading weights gives way to multiplying by them: 1 adds the two up, a
+    large value takes the larger. `step_s` is per iteration, `layer_s` per layer (small kernels, launches),
+    `allreduce_s` per all-reduce, of which a layer has two where tp > 1, `per_request_s` per request (engine's CPU).
+    `sd_base_s`, `sd_idle_s`, `draft_level_s` and `draft_level_per_request_s` are as in the linear model, on top of what
+    the hardware needs to draft.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    memory_efficiency: Share
+    compute_efficiency: Share
+    kv_efficiency: Share
+    link_efficiency: Share
+    knee: Annotated[float, Field(ge=1, le=20)]
+    step_s: Seconds
+    layer_s: Seconds
+    allreduce_s: Seconds
+    per_request_s: Seconds
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
+
+    def need(self, term: str) -> float:
+        """The value of `term`; a ConfigError that names it where the data did not identify it."""
+        value = getattr(self, term)
+        if value is None:
+            raise ConfigError(
+                f"the cost model has no {term} (null: not identified by its data), which speculation needs; "
+                f"fit it to measurements with speculation, or write a value into the file"
+            )
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """Seconds on `tp` GPUs at the rates of their data sheets, and counts; arrays where there are many measurements.
+
+    Per forward pass: `weights_s` to read all weights. Per token: `token_s` to multiply by them, `link_token_s` for the
+    bytes of its all-reduces. Per token of context: `context_s` to read its keys and values, `query_context_s` for one
+    query to attend to it. `draft_*` the same for one level of a drafter that has one decoder layer of the model, a
+    projection of two hidden states to one, and the model's LM head (EAGLE).
+    """
+
+    weights_s: Numbers
+    token_s: Numbers
+    link_token_s: Numbers
+    context_s: Numbers
+    query_context_s: Numbers
+    draft_weights_s: Numbers
+    draft_token_s: Numbers
+    layers: Numbers
+    allreduces: Numbers
+
+    @classmethod
+    def of(cls, gpu: Gpu, model: ModelShape, tp: int) -> Ideal:
+        bandwidth, flops = tp * gpu.hbm_bytes_per_s, tp * gpu.peak_flops
+        draft = model.layer_params + model.head_params + 2 * model.hidden**2
+        allreduces = 2 * model.layers if tp > 1 else 0
+        return cls(
+            weights_s=model.weight_params * BYTES_PER_VALUE / bandwidth,
+            token_s=2 * model.weight_params / flops,
+            # A ring sends and receives each value (tp - 1)/tp times, once to add up and once to hand out.
+            link_token_s=allreduces * 2 * (tp - 1) / tp * model.hidden * BYTES_PER_VALUE / gpu.link_bytes_per_s,
+            context_s=model.kv_bytes_per_token / bandwidth,
+            query_context_s=4 * model.layers * model.heads * model.head_dim / flops,
+            draft_weights_s=draft * BYTES_PER_VALUE / bandwidth,
+            draft_token_s=2 * draft / flops,
+            layers=model.layers,
+            allreduces=allreduces,
+        )
+
+
+def forward_s(ideal: Ideal, c: Constants, *, tokens: Numbers, batch: Numbers) -> Numbers:
+    """A forward pass of `tokens` tokens of `batch` requests, without the context's share."""
+    fixed = c.step_s + c.layer_s * ideal.layers + c.allreduce_s * ideal.allreduces
+    return (
+        fixed
+        + c.per_request_s * batch
+        + _rounded_max(ideal.weights_s / c.memory_efficiency, ideal.token_s / c.compute_efficiency * tokens, c.knee)
+        + ideal.link_token_s / c.link_efficiency * tokens
+    )
+
+
+def context_slope_s(ideal: Ideal, c: Constants, *, queries: Numbers) -> Numbers:
+    """Per token of context, for `queries` tokens per request that attend to it: its keys and values are read once."""
+    return _rounded_max(
+        ideal.context_s / c.kv_efficiency, ideal.query_context_s / c.compute_efficiency * queries, c.knee
+    )
+
+
+def draft_level_s(ideal: Ideal, c: Constants, *, batch: Numbers, top_k: Numbers) -> Numbers:
+    """One level of a drafter with weights, on `top_k` tokens of each request."""
+    network = _rounded_max(
+        ideal.draft_weights_s / c.memory_efficiency, ideal.draft_token_s / c.compute_efficiency * batch * top_k, c.knee
+    )
+    return network + c.need("draft_level_s") + c.need("draft_level_per_request_s") * batch
+
+
+def prefill_token_s(ideal: Ideal, c: Constants) -> Numbers:
+    """One prompt token: prompts are long enough to be bound by compute."""
+    return ideal.token_s / c.compute_efficiency + ideal.link_token_s / c.link_efficiency
+
+
+def _rounded_max(a: Numbers, b: Numbers, knee: float) -> Numbers:
+    total: Numbers = (a**knee + b**knee) ** (1.0 / knee)
+    return total
+
+
+class RooflineCosts(CostModel):
+    """Costs of one model on `tp` GPUs of one kind, from their data sheets and fitted constants.
+
+    `gpu` and `model` are names that `tltlab.hardware` knows, or records of one's own. With b requests whose contexts
+    sum to S, v tokens to verify each and draft depth d, all terms at least 0 and hence monotone in b, v, S and d:
+
+        step_s + layer_s*layers + allreduce_s*allreduces + per_request_s*b
+          + rounded_max(weights, multiplying b*v tokens) + all-reduce bytes of b*v tokens
+          + S * rounded_max(reading keys and values, v queries attending)
+          + [if drafting]              sd_base_s + d*(drafter's network on b*top_k tokens + draft_level_s + ...*b)
+          + [a drafter loaded, d = 0]  sd_idle_s
+
+    with rounded_max(x, y) = (x**knee + y**knee)**(1/knee). Model-free drafters have no levels, only `sd_base_s`.
+    """
+
+    kind: Literal["roofline"] = "roofline"
+    gpu: str | Gpu
+    model: str | ModelShape
+    tp: Annotated[int, Field(gt=0)]
+    constants: Constants
+
+    @field_validator("gpu")
+    @classmethod
+    def _known_gpu(cls, value: str | Gpu) -> str | Gpu:
+        _resolve(value, gpu)
+        return value
+
+    @field_validator("model")
+    @classmethod
+    def _known_model(cls, value: str | ModelShape) -> str | ModelShape:
+        _resolve(value, model)
+        return value
+
+    @model_validator(mode="after")
+    def _shared_out(self) -> RooflineCosts:
+        per_gpu_heads(_resolve(self.model, model), self.tp)
+        return self
+
+    @property
+    def ideal(self) -> Ideal:
+        return Ideal.of(_resolve(self.gpu, gpu), _resolve(self.model, model), self.tp)
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.tp
+
+    def iteration(
+        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+    ) -> RooflineIteration:
+        once = 0.0
+        if strategy.speculates:
+            once = self.constants.need("sd_base_s")
+        elif drafter_loaded:
+            once = self.constants.need("sd_idle_s")
+        levels = 0 if strategy.drafter in MODEL_FREE else strategy.draft_depth
+        if levels:
+            self.constants.need("draft_level_s")
+            self.constants.need("draft_level_per_request_s")
+        return RooflineIteration(
+            ideal=self.ideal,
+            constants=self.constants,
+            tokens_to_verify=float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify,
+            levels=levels,
+            top_k=strategy.top_k,
+            once_s=once,
+            graph_sizes=self.graph_sizes or (),
+        )
+
+    def prefill_s(self, tokens: float) -> float:
+        return float(prefill_token_s(self.ideal, self.constants)) * tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineIteration(IterationCost):
+    """Seconds of one iteration under one strategy; `levels` of drafting by a network, `once_s` besides the forward."""
+
+    ideal: Ideal
+    constants: Constants
+    tokens_to_verify: float
+    levels: int
+    top_k: int
+    once_s: float
+    graph_sizes: tuple[int, ...] = ()
+
+    def without_context_s(self, batch: int) -> float:
+        tokens = padded(batch * self.tokens_to_verify, self.graph_sizes)
+        verify = float(forward_s(self.ideal, self.constants, tokens=tokens, batch=batch))
+        return verify + self.once_s + self.draft_s(batch)
+
+    def context_slope_s(self, batch: int) -> float:
+        return float(context_slope_s(self.ideal, self.constants, queries=self.tokens_to_verify))
+
+    def draft_s(self, batch: int) -> float:
+        if not self.levels:
+            return 0.0
+        return self.levels * float(draft_level_s(self.ideal, self.constants, batch=batch, top_k=self.top_k))
+
+
+def _resolve(value: str | _Record, named: Callable[[str], _Record]) -> _Record:
+    return named(value) if isinstance(value, str) else value

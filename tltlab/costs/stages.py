@@ -1,0 +1,281 @@
+"""What an RL step takes beside its rollout: log-probs, reward, training, weight sync, each linear in the work.
+
+A response of n tokens, prompt included, attends over about n^2 / 2 (query, key) pairs. At 32K tokens that term is half
+of what the weights cost in a 7B model (4 * 28 * 3584 * 16K FLOPs per token against 2 * 7.07e9), so it is its own term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from tltlab.config import faults
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape
+
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+GpuCount = Annotated[int, Field(gt=0)]
+Trained = Literal["all", "informative"]
+
+STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
+"""The columns of `steps` behind the rollout."""
+
+_ADAM_BYTES = 28
+"""Per parameter and update: read gradient and fp32 master weight and two moments (16), write the last three (12)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWorkload:
+    """What an RL step's stages work on; tokens count prompt and response, pairs are sums of n^2 / 2.
+
+    `informative_*` cover only groups whose rewards differ: the others have no advantage, and trainers may skip them.
+    """
+
+    num_responses: int
+    num_response_tokens: int
+    num_tokens: int
+    num_pairs: float
+    informative_tokens: int
+    informative_pairs: float
+    num_updates: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        prompt_tokens: Sequence[int] | npt.NDArray[np.int64],
+        response_tokens: Sequence[int] | npt.NDArray[np.int64],
+        *,
+        groups: Sequence[str] | None = None,
+        rewards: Sequence[float | None] | None = None,
+        num_updates: int = 1,
+    ) -> StepWorkload:
+        """Add up the responses of one RL step; without groups and rewards all of them are informative.
+
+        A group with an unknown reward counts as informative. Raises ConfigError for an RL step without responses.
+
+        >>> StepWorkload.of([2, 2], [8, 18]).num_tokens
+        30
+        """
+        responses = np.asarray(response_tokens, np.int64)
+        if not len(responses):
+            raise ConfigError("an RL step without responses has no stages: give it at least one response")
+        if num_updates < 1:
+            raise ConfigError(f"num_updates must be at least 1, got {num_updates}")
+        tokens = np.asarray(prompt_tokens, np.int64) + responses
+        pairs = 0.5 * tokens.astype(np.float64) ** 2
+        kept = np.ones(len(tokens), dtype=bool)
+        if groups is not None and rewards is not None:
+            kept = _informative(groups, rewards)
+        return cls(
+            num_responses=len(tokens),
+            num_response_tokens=int(responses.sum()),
+            num_tokens=int(tokens.sum()),
+            num_pairs=float(pairs.sum()),
+            informative_tokens=int(tokens[kept].sum()),
+            informative_pairs=float(pairs[kept].sum()),
+            num_updates=num_updates,
+        )
+
+    @classmethod
+    def of_rows(cls, rows: pd.DataFrame, *, num_updates: int = 1) -> StepWorkload:
+        """The same from one RL step's rows of `workload` joined with `outcomes`; rewards are used where known."""
+        return cls.of(
+            rows["prompt_tokens"].to_numpy(),
+            rows["response_tokens"].to_numpy(),
+            groups=rows["prompt_id"].tolist(),
+            rewards=rows["reward"].tolist() if "reward" in rows else None,
+            num_updates=num_updates,
+        )
+
+
+def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> npt.NDArray[np.bool_]:
+    frame = pd.DataFrame({"group": list(groups), "reward": np.array(rewards, np.float64)})
+    by_group = frame.groupby("group")["reward"]
+    differ = by_group.transform("max") > by_group.transform("min")
+    unknown = frame["reward"].isna().groupby(frame["group"]).transform("any")
+    return np.asarray(differ | unknown, dtype=bool)
+
+
+class Record(BaseModel):
+    """Frozen; unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class InferenceCosts(Record):
+    """Log-probs of all responses under the policy, and under a reference where there is one."""
+
+    base_s: Seconds = 0.0
+    per_token_s: Seconds = 0.0
+    per_pair_s: Seconds = 0.0
+
+    def seconds(self, work: StepWorkload) -> float:
+        return self.base_s + self.per_token_s * work.num_tokens + self.per_pair_s * work.num_pairs
+
+
+class RewardCosts(Record):
+    """Grading, one response after the other: `after` the rollout, or `overlapped`, each as soon as it is finished.
+
+    `per_token_s` is per response token. Where graders work in parallel the terms are those of all of them together.
+    """
+
+    base_s: Seconds = 0.0
+    per_response_s: Seconds = 0.0
+    per_token_s: Seconds = 0.0
+    when: Literal["after", "overlapped"] = "after"
+
+    def seconds(self, finish_s: npt.NDArray[np.float64], response_tokens: npt.NDArray[np.int64]) -> float:
+        """Seconds that grading adds behind the rollout's last finish.
+
+        Overlapped, the grader's queue ends at max over j of (finish of the j-th response + grading of it and all later
+        ones). Two responses done at 1 s and 10 s, 4 s each: 8 s after the rollout, 4 s overlapped.
+        """
+        each_s = self.per_response_s + self.per_token_s * response_tokens
+        if self.when == "after":
+            return self.base_s + float(each_s.sum())
+        order = np.argsort(finish_s, kind="stable")
+        still_to_grade_s = np.cumsum(each_s[order][::-1])[::-1]
+        return self.base_s + float(np.max(finish_s[order] + still_to_grade_s) - finish_s[order[-1]])
+
+
+class TrainCosts(Record):
+    """Forward, backward and optimizer. `trains`: all responses, or those of groups whose rewards differ."""
+
+    base_s: Seconds = 0.0
+    per_token_s: Seconds = 0.0
+    per_pair_s: Seconds = 0.0
+    per_update_s: Seconds = 0.0
+    trains: Trained = "all"
+
+    def seconds(self, work: StepWorkload) -> float:
+        every = self.trains == "all"
+        tokens = work.num_tokens if every else work.informative_tokens
+        pairs = work.num_pairs if every else work.informative_pairs
+        fixed_s = self.base_s + self.per_update_s * work.num_updates
+        return fixed_s + self.per_token_s * tokens + self.per_pair_s * pairs
+
+
+class SyncCosts(Record):
+    """The new weights' way to the engines: a latency and `num_bytes` at `bytes_per_s`."""
+
+    base_s: Seconds = 0.0
+    num_bytes: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    bytes_per_s: Positive = 1e9
+
+    def seconds(self) -> float:
+        return self.base_s + self.num_bytes / self.bytes_per_s
+
+
+class StageCosts(Record):
+    """The stages of an RL step on the trainer's GPUs; None is a stage that the data did not identify.
+
+    `num_gpus` is how many GPUs the figures hold for (None: not counted in GPUs). `sleep_s` and `wake_s` are what an
+    engine on the trainer's GPUs takes to free its memory after a rollout and to take it back before the next.
+    The default costs nothing. Written as JSON: `write`, `load_stages`.
+    """
+
+    kind: Literal["linear"] = "linear"
+    num_gpus: GpuCount | None = None
+    inference: InferenceCosts | None = InferenceCosts()
+    reward: RewardCosts | None = RewardCosts()
+    train: TrainCosts | None = TrainCosts()
+    sync: SyncCosts | None = SyncCosts()
+    sleep_s: Seconds = 0.0
+    wake_s: Seconds = 0.0
+    provenance: str | None = None
+
+    @classmethod
+    def from_roofline(
+        cls,
+        gpu: Gpu,
+        model: ModelShape,
+        *,
+        num_gpus: int,
+        mfu_inference: float = 0.4,
+        mfu_train: float = 0.35,
+        inference_passes: int = 1,
+        recompute: bool = True,
+        sync_bytes_per_s: float | None = None,
+        reward: RewardCosts | None = None,
+        trains: Trained = "all",
+        sleep_s: float = 0.0,
+        wake_s: float = 0.0,
+        provenance: str | None = None,
+    ) -> StageCosts:
+        """Costs from FLOPs: 2P per token forward, 6P to train, 8P with all activations recomputed.
+
+        P is `model.weight_params`; attention adds 4 * layers * heads * head_dim FLOPs per pair forward, times 3 or 4
+        to train. `mfu_*` are the shares of peak FLOPs that a stage reaches: assumptions, as is everything below, where
+        nothing was measured. `inference_passes` is 2 with a reference model. An update streams 28 bytes per parameter
+        of Adam's state through HBM, sharded. The sync moves the bf16 weights once at `sync_bytes_per_s` (default: a
+        GPU's link; receivers are fed in a pipeline). Not in it: offloading, padding, communication beyond the MFU.
+        Raises ConfigError for counts below 1 and shares outside (0, 1].
+        """
+        if min(num_gpus, inference_passes) < 1:
+            raise ConfigError(
+                f"num_gpus {num_gpus}, inference_passes {inference_passes}: a roofline needs at least 1 of each"
+            )
+        if not (0 < mfu_inference <= 1 and 0 < mfu_train <= 1):
+            raise ConfigError(f"mfu_inference {mfu_inference}, mfu_train {mfu_train}: both must be in (0, 1]")
+        flops_per_token = 2.0 * model.weight_params
+        flops_per_pair = 4.0 * model.layers * model.heads * model.head_dim
+        forward = inference_passes / (num_gpus * gpu.peak_flops * mfu_inference)
+        training = (4 if recompute else 3) / (num_gpus * gpu.peak_flops * mfu_train)
+        terms = {
+            "num_gpus": num_gpus,
+            "inference": {"per_token_s": flops_per_token * forward, "per_pair_s": flops_per_pair * forward},
+            "reward": reward or RewardCosts(),
+            "train": {
+                "per_token_s": flops_per_token * training,
+                "per_pair_s": flops_per_pair * training,
+                "per_update_s": _ADAM_BYTES * model.stored_params / (num_gpus * gpu.hbm_bytes_per_s),
+                "trains": trains,
+            },
+            "sync": {
+                "num_bytes": BYTES_PER_VALUE * model.stored_params,
+                "bytes_per_s": gpu.link_bytes_per_s if sync_bytes_per_s is None else sync_bytes_per_s,
+            },
+            "sleep_s": sleep_s,
+            "wake_s": wake_s,
+            "provenance": provenance or f"roofline: {model.name} on {num_gpus} x {gpu.name}",
+        }
+        built: StageCosts = checked(TypeAdapter(cls), terms, "roofline")
+        return built
+
+    def write(self, path: str | Path) -> Path:
+        """Write the JSON file that `load_stages` reads."""
+        write_json(Path(path), self.model_dump(mode="json"))
+        return Path(path)
+
+
+def end_to_end_speedup(rollout_share: float, rollout_speedup: float) -> float:
+    """How much shorter a sequential RL step gets when its rollout does: 1 / (1 - share + share / speed-up).
+
+    With a rollout of 85 % of the step, twice as fast a rollout makes the step 1.74 times as fast, and none more than
+    6.67 times.
+    """
+    if not 0 <= rollout_share <= 1 or not rollout_speedup > 0:
+        raise ConfigError(
+            f"rollout_share {rollout_share}, rollout_speedup {rollout_speedup}: the share is in [0, 1], the speed-up "
+            "positive"
+        )
+    return 1.0 / (1.0 - rollout_share + rollout_share / rollout_speedup)
+
+
+def checked(adapter: TypeAdapter[Any], value: dict[str, Any], where: str) -> Any:
+    """Validate a dict; ConfigError lists all that is wrong with it, each with its path."""
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {faults(error)}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

@@ -1,0 +1,303 @@
+"""A measured table as cost model: a few knots, and the roofline's shape between and beyond them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Literal, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tltlab.errors import ConfigError
+from tltlab.hardware import gpu, model, per_gpu_heads
+from tltlab.strategy import MODEL_FREE, Strategy
+
+from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
+
+DIP = 0.05
+"""How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
+_SHARPNESS = 4.0
+_Seconds = TypeVar("_Seconds", float, npt.NDArray[np.float64])
+
+
+class TokenKnot(BaseModel):
+    """What depends on the tokens in the batch (matrix products, all-reduces) takes `seconds` at `tokens`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class AttentionKnot(BaseModel):
+    """Attention of `batch` requests takes fixed_s + per_context_s * (sum of their contexts)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch: Annotated[int, Field(gt=0)]
+    fixed_s: Seconds = 0.0
+    per_context_s: Seconds = 0.0
+
+
+class Roofline(BaseModel):
+    """Whose ideal time the table's utilisation is relative to; names as `tltlab.hardware` knows them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    gpu: str
+    model: str
+    tp: Annotated[int, Field(gt=0)] = 1
+
+    @model_validator(mode="after")
+    def _known(self) -> Roofline:
+        gpu(self.gpu)
+        per_gpu_heads(model(self.model), self.tp)
+        return self
+
+    def shape(self) -> Ideal:
+        device, weights = gpu(self.gpu), model(self.model).weight_params
+        return Ideal(
+            memory_s=2 * weights / (self.tp * device.hbm_bytes_per_s),
+            compute_s=2 * weights / (self.tp * device.peak_flops),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ideal:
+    """Seconds of a perfect forward: reading the weights, or computing, whichever takes longer, with a rounded knee.
+
+    The fourth power rounds it as matrix products do. Predicting the time at 256 tokens from those at 64 and 1,024 over
+    measured H100 kernels errs 9 % (median); with the sharp maximum 10 %, with plain interpolation of times 21 %.
+    """
+
+    memory_s: float
+    compute_s: float
+
+    def at(self, tokens: float) -> float:
+        return smooth_max(self.memory_s, self.compute_s * tokens)
+
+
+def smooth_max(a: _Seconds, b: _Seconds) -> _Seconds:
+    """The maximum with a rounded knee: at most 19 % above it, where both are equal.
+
+    >>> round(smooth_max(1.0, 1.0), 2), round(smooth_max(1.0, 3.0), 2)
+    (1.19, 3.01)
+    """
+    rounded: _Seconds = (a**_SHARPNESS + b**_SHARPNESS) ** (1.0 / _SHARPNESS)
+    return rounded
+
+
+class TableCosts(CostModel):
+    """Measured seconds at knots. b requests, v tokens to verify each, contexts summing to S, draft depth d take
+
+        forward(b*v) + fixed(b) + per_context(b)*S + base_s + per_request_s*b
+          + [if drafting]              sd_base_s + d*(draft_level_s + draft_level_per_request_s*b)
+          + [a drafter loaded, d = 0]  sd_idle_s
+
+    `forward` is through the knots of that name. With a `roofline` the utilisation, ideal time over measured, is
+    interpolated in the logarithm of the tokens and stays constant beyond the knots, so that what was not measured still
+    bends where the hardware does (AIConfigurator, arXiv 2601.06288). Without, it is piecewise linear, constant
+    below the knots, and beyond them goes on with the slope of the last doubling. `attention` gives `fixed` and, linear
+    in b between the knots, the seconds that a token of context in every request takes, per_context(b)*b.
+
+    With `network_levels` the levels are those of a drafter with weights, and model-free ones pay `sd_base_s` alone.
+
+    So times grow with v, S and d, and with b at the same context per request. A knot that falls by no more than `DIP`
+    is noise and lifted to the one before; more is refused. `calibrated` is the span of the knots where not given.
+    """
+
+    kind: Literal["table"] = "table"
+    forward: Annotated[tuple[TokenKnot, ...], Field(min_length=1)]
+    attention: Annotated[tuple[AttentionKnot, ...], Field(min_length=1)]
+    roofline: Roofline | None = None
+    base_s: Seconds = 0.0
+    per_request_s: Seconds = 0.0
+    sd_base_s: Seconds | None = None
+    sd_idle_s: Seconds | None = None
+    draft_level_s: Seconds | None = None
+    draft_level_per_request_s: Seconds | None = None
+    network_levels: bool = False
+    prefill_per_token_s: Seconds | None = None
+
+    @field_validator("forward")
+    @classmethod
+    def _growing_forward(cls, knots: tuple[TokenKnot, ...]) -> tuple[TokenKnot, ...]:
+        seconds = _lifted("tokens", [k.tokens for k in knots], "seconds", [k.seconds for k in knots])
+        return tuple(k.model_copy(update={"seconds": s}) for k, s in zip(knots, seconds, strict=True))
+
+    @field_validator("attention")
+    @classmethod
+    def _growing_attention(cls, knots: tuple[AttentionKnot, ...]) -> tuple[AttentionKnot, ...]:
+        batch = [float(k.batch) for k in knots]
+        per_request = [k.batch * k.per_context_s for k in knots]
+        fixed = _lifted("batch", batch, "fixed_s", [k.fixed_s for k in knots])
+        lifted = _lifted("batch", batch, "batch * per_context_s", per_request)
+        grown = []
+        for knot, fixed_s, before, after in zip(knots, fixed, per_request, lifted, strict=True):
+            slope = knot.per_context_s if after == before else after / knot.batch
+            grown.append(AttentionKnot(batch=knot.batch, fixed_s=fixed_s, per_context_s=slope))
+        return tuple(grown)
+
+    @model_validator(mode="after")
+    def _covers_its_knots(self) -> TableCosts:
+        if self.calibrated is None:
+            span = CalibratedRange(
+                batch=(self.attention[0].batch, self.attention[-1].batch),
+                verified_tokens=(self.forward[0].tokens, self.forward[-1].tokens),
+            )
+            object.__setattr__(self, "calibrated", span)  # The model is frozen, and not yet in anyone's hands.
+        return self
+
+    @property
+    def tensor_parallel(self) -> int:
+        return self.roofline.tp if self.roofline else 1
+
+    def iteration(
+        self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
+    ) -> TableIteration:
+        fixed = self.base_s
+        depth = 0 if self.network_levels and strategy.drafter in MODEL_FREE else strategy.draft_depth
+        draft_fixed = draft_per_request = 0.0
+        if strategy.speculates:
+            fixed += self._need("sd_base_s")
+        if depth:
+            draft_fixed = depth * self._need("draft_level_s")
+            draft_per_request = depth * self._need("draft_level_per_request_s")
+        if drafter_loaded and not strategy.speculates:
+            fixed += self._need("sd_idle_s")
+        return TableIteration(
+            fixed_s=fixed,
+            per_request_s=self.per_request_s,
+            forward=self._forward(),
+            attention_fixed=_line([k.batch for k in self.attention], [k.fixed_s for k in self.attention]),
+            attention_context=Line(
+                xs=(0.0, *(float(k.batch) for k in self.attention)),
+                ys=(0.0, *(k.batch * k.per_context_s for k in self.attention)),
+                beyond=self.attention[-1].per_context_s,
+            ),
+            draft_fixed_s=draft_fixed,
+            draft_per_request_s=draft_per_request,
+            tokens_to_verify=float(strategy.tokens_to_verify) if tokens_to_verify is None else tokens_to_verify,
+            graph_sizes=self.graph_sizes or (),
+        )
+
+    def prefill_s(self, tokens: float) -> float:
+        return self._need("prefill_per_token_s") * tokens
+
+    def _forward(self) -> Curve:
+        tokens, seconds = [k.tokens for k in self.forward], [k.seconds for k in self.forward]
+        if self.roofline is None:
+            return _line(tokens, seconds)
+        ideal = self.roofline.shape()
+        excess = tuple(math.log(s / ideal.at(m)) for m, s in zip(tokens, seconds, strict=True))
+        return Utilisation(xs=tuple(tokens), ys=tuple(seconds), excess=excess, ideal=ideal)
+
+    def _need(self, term: str) -> float:
+        value = getattr(self, term)
+        if value is None:
+            raise ConfigError(
+                f"the cost table has no {term} (null: not measured), which this simulation needs; "
+                f"measure it, or write a value into the file"
+            )
+        return float(value)
+
+
+class Curve(Protocol):
+    """Seconds as a function of tokens or requests."""
+
+    def at(self, x: float) -> float: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """Piecewise linear through (xs, ys): constant below, of slope `beyond` above."""
+
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+    beyond: float
+
+    def at(self, x: float) -> float:
+        i = bisect_right(self.xs, x)
+        if i == 0:
+            return self.ys[0]
+        if i == len(self.xs):
+            return self.ys[-1] + self.beyond * (x - self.xs[-1])
+        share = (x - self.xs[i - 1]) / (self.xs[i] - self.xs[i - 1])
+        return self.ys[i - 1] + share * (self.ys[i] - self.ys[i - 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Utilisation:
+    """Through (xs, ys), with the logarithm of measured over ideal time, `excess`, linear in the logarithm of x."""
+
+    xs: tuple[float, ...]
+    ys: tuple[float, ...]
+    excess: tuple[float, ...]
+    ideal: Ideal
+
+    def at(self, x: float) -> float:
+        i = bisect_right(self.xs, x)
+        if i in (0, len(self.xs)):
+            return self.ideal.at(x) * math.exp(self.excess[min(i, len(self.xs) - 1)])
+        share = math.log(x / self.xs[i - 1]) / math.log(self.xs[i] / self.xs[i - 1])
+        seconds = self.ideal.at(x) * math.exp((1 - share) * self.excess[i - 1] + share * self.excess[i])
+        # Where utilisation rises towards a knot before the ridge the product would dip; bounded it never falls.
+        return min(max(seconds, self.ys[i - 1]), self.ys[i])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableIteration(IterationCost):
+    """Seconds of one iteration under one strategy, read from the table."""
+
+    fixed_s: float
+    per_request_s: float
+    forward: Curve
+    attention_fixed: Curve
+    attention_context: Curve
+    draft_fixed_s: float
+    draft_per_request_s: float
+    tokens_to_verify: float
+    graph_sizes: tuple[int, ...] = ()
+
+    def without_context_s(self, batch: int) -> float:
+        forward = self.forward.at(padded(batch * self.tokens_to_verify, self.graph_sizes))
+        return (
+            self.fixed_s + self.per_request_s * batch + forward + self.attention_fixed.at(batch) + self.draft_s(batch)
+        )
+
+    def context_slope_s(self, batch: int) -> float:
+        return self.attention_context.at(batch) / batch
+
+    def draft_s(self, batch: int) -> float:
+        return self.draft_fixed_s + self.draft_per_request_s * batch
+
+
+def _line(xs: list[float] | list[int], ys: list[float]) -> Line:
+    """Through the knots, and on with the slope of the last doubling: that of the last knots alone would be noise."""
+    line = Line(xs=tuple(float(x) for x in xs), ys=tuple(ys), beyond=0.0)
+    half = max(xs[0], xs[-1] / 2)
+    slope = (ys[-1] - line.at(half)) / (xs[-1] - half) if len(xs) > 1 else 0.0
+    return Line(xs=line.xs, ys=line.ys, beyond=slope)
+
+
+def _lifted(axis: str, at: list[float], name: str, values: list[float]) -> list[float]:
+    """The running maximum of `values`; a ValueError that names the knot where they fall by more than noise."""
+    for before, here in pairwise(at):
+        if not here > before:
+            raise ValueError(f"knot {axis} = {here:g} after {before:g}: give knots in ascending order, each once")
+    highest = 0.0
+    lifted = []
+    for x, value in zip(at, values, strict=True):
+        if value < (1.0 - DIP) * highest:
+            raise ValueError(
+                f"knot {axis} = {x:g}: {name} falls to {value:.4g} from {highest:.4g} at a smaller {axis}, "
+                f"more than noise ({DIP:.0%}); measure it again or leave the knot out"
+            )
+        # Equal up to rounding is equal: a table that was lifted reads back as it was written.
+        lifted.append(value if value >= (1.0 - 1e-12) * highest else highest)
+        highest = max(highest, value)
+    return lifted

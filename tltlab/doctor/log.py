@@ -1,0 +1,262 @@
+"""Failure signatures that a run tells in words: events.jsonl and log files. What an engine died of, and the canary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tltlab.errors import TltlabError
+from tltlab.files import read_json
+from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
+from tltlab.policies.policy import Policy
+
+from .evidence import RunEvidence
+from .finding import Finding, NotChecked, span
+
+GIB = 2**30
+
+BYTES_PER_LAYER = 1e6
+"""What a graph keeps per layer, as `tltlab export-policy` assumes: right within a factor of ten or so."""
+
+SENTENCE_LETTERS = 240
+
+LINES_BEFORE = 40
+"""Lines before an error that belong to it: a traceback through vLLM has some 30."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Told:
+    """A sentence of the run: its text, where it stands, the lines before it, and the RL step where that is known."""
+
+    text: str
+    source: str
+    before: str = ""
+    rl_step: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Signature:
+    """What engines, Ray and the system say when something known goes wrong.
+
+    The sentence fits `pattern`; it, or what was said just before it, fits `beside`. Case does not count.
+    """
+
+    code: str
+    pattern: str
+    beside: str = ""
+    title: str
+    advice: str
+
+    def fits(self, told: _Told) -> bool:
+        if not re.search(self.pattern, told.text, re.IGNORECASE):
+            return False
+        return bool(re.search(self.beside, told.before + told.text, re.IGNORECASE))
+
+
+SIGNATURES: tuple[_Signature, ...] = (
+    _Signature(
+        code="warm-up-out-of-memory",
+        pattern=r"out of memory occurred when warming up",
+        title="The GPU ran out of memory while the engine warmed up",
+        advice="Lower vllm.max_num_seqs or vllm.gpu_memory_utilization.",
+    ),
+    _Signature(
+        code="capture-out-of-memory",
+        pattern=r"out of memory",
+        beside=r"captur|cuda ?_?graph",
+        title="The GPU ran out of memory while CUDA graphs were captured",
+        advice="Capture less: fewer strategies in the policy, a smaller activation.max_requests or vllm.max_num_seqs, "
+        "fewer vllm.compilation_config.cudagraph_capture_sizes; or leave more room with a lower "
+        "vllm.gpu_memory_utilization. tltlab export-policy --model-shape --memory-gb plans a pool that fits.",
+    ),
+    _Signature(
+        code="no-room-for-kv-cache",
+        pattern=r"No available memory for the cache blocks|available KV cache memory \(|needed for the largest|"
+        r"is less than desired (GPU|CPU) memory utilization",
+        title="The engine finds no room for its KV cache",
+        advice="On a GPU: vllm.gpu_memory_utilization, or end what else holds its memory. On a CPU: set "
+        "vllm.kv_cache_memory_bytes (256 MiB is plenty for small models). Or a smaller vllm.max_model_len.",
+    ),
+    _Signature(
+        code="out-of-memory",
+        pattern=r"out of memory|OutOfMemoryError|cannot allocate memory|bad_alloc|running low on memory|"
+        r"exit code 137",
+        title="Memory ran out",
+        advice="Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes or "
+        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch.",
+    ),
+    _Signature(
+        code="broken-torchvision",
+        pattern=r"operator torchvision::\w+ does not exist|libtorch\w*\.so[^\n]*undefined symbol",
+        title="torchvision, torchaudio or torchcodec was built for another torch",
+        advice="pip uninstall torchvision torchaudio torchcodec: nothing here needs them.",
+    ),
+    _Signature(
+        code="disk-full",
+        pattern=r"No space left on device|Disk quota exceeded",
+        title="The disk is full",
+        advice="Make room, or keep fewer checkpoints (drafter.checkpoint_every); tltlab trace repair saves the trace.",
+    ),
+    _Signature(
+        code="too-many-files",
+        pattern=r"Too many open files",
+        title="The limit of open files was reached",
+        advice="ulimit -n 65536 before the run.",
+    ),
+    _Signature(
+        code="port-taken",
+        pattern=r"Address already in use|EADDRINUSE",
+        title="A port or socket is taken",
+        advice="Another run, or a Ray left over, holds it: ray stop, or another drafter.endpoint.",
+    ),
+    _Signature(
+        code="engine-died",
+        pattern=r"the engine lost \d+ of|EngineDeadError|EngineCore encountered|Engine core initialization failed|"
+        r"EngineCore failed to start",
+        title="An engine died",
+        advice="The cause stands above this line in the engine's own output: start it with VLLM_LOGGING_LEVEL=INFO.",
+    ),
+    _Signature(
+        code="actor-died",
+        pattern=r"an actor (died|failed)|ActorDiedError|RayActorError",
+        title="A process of the run died",
+        advice="What it died of is in Ray's logs (/tmp/ray/session_latest/logs) or the kernel's (dmesg, for memory).",
+    ),
+)
+"""From the particular to the general: a sentence counts for the first that fits it."""
+
+
+def deaths(evidence: RunEvidence) -> list[Finding]:
+    """What the run, or one of its engines, died of, one finding for each known cause, and one for an unknown one."""
+    if not evidence.events and not evidence.logs:
+        raise NotChecked("the run has neither events.jsonl nor *.log files")
+    seen: dict[str, list[_Told]] = {}
+    for told in _sentences(evidence):
+        if signature := next((s for s in SIGNATURES if s.fits(told)), None):
+            seen.setdefault(signature.code, []).append(told)
+        elif told.text.startswith("the run stopped: ") and "KeyboardInterrupt" not in told.text:
+            seen.setdefault("run-stopped", []).append(told)
+    unknown = _Signature(code="run-stopped", pattern="", title="The run stopped with an error", advice="")
+    found = []
+    for signature in (*SIGNATURES, unknown):
+        if told_all := seen.get(signature.code):
+            first = told_all[0]
+            quote = " ".join(first.text.split())
+            quote = quote if len(quote) <= SENTENCE_LETTERS else quote[: SENTENCE_LETTERS - 3] + "..."
+            more = f" (and {len(told_all) - 1} more like it)" if len(told_all) > 1 else ""
+            predicted = _predicted_pool(evidence) if signature.code == "capture-out-of-memory" else ""
+            where = [told.rl_step for told in told_all if told.rl_step is not None]
+            found.append(
+                Finding(
+                    code=signature.code,
+                    severity="problem",
+                    title=signature.title,
+                    evidence=f'{first.source} says "{quote}"{more}.{predicted}',
+                    advice=signature.advice or "The sentence says what it was; tltlab COMMAND --debug shows where.",
+                    where=f"RL steps {span(where)}" if where else None,
+                )
+            )
+    return found
+
+
+def canary(evidence: RunEvidence) -> Finding | None:
+    """The learned drafter collapsed, or never learned, and something else served in its place."""
+    if not evidence.events:
+        raise NotChecked("the run has no events.jsonl")
+    verdicts = [(e, e["verdict"]) for e in evidence.events if isinstance(e.get("verdict"), dict)]
+    bad = [(event, verdict) for event, verdict in verdicts if verdict.get("kind") in ("collapsed", "untrained")]
+    if not verdicts:
+        raise NotChecked("no canary spoke: the run has no learned drafter, or it drafted too little to judge")
+    if not bad:
+        return None
+    collapsed = [pair for pair in bad if pair[1]["kind"] == "collapsed"]
+    event = (collapsed or bad)[0][0]
+    where = f"RL steps {span([int(e['rl_step']) for e, _ in (collapsed or bad)])}"
+    if collapsed:
+        return Finding(
+            code="canary-collapsed",
+            severity="problem",
+            title="The learned drafter collapsed",
+            evidence=f"{len(collapsed)} of {len(verdicts)} verdicts; the first: {event['event']}.",
+            advice=(
+                "Check that its weights reach the engines whole and share the target's embedding and LM head; "
+                "until then drafter.fallback serves. drafter.canary.collapse sets the bound."
+            ),
+            where=where,
+        )
+    return Finding(
+        code="drafter-untrained",
+        severity="hint",
+        title="The learned drafter had not learned enough to serve",
+        evidence=f"{len(bad)} of {len(verdicts)} verdicts; the first: {event['event']}.",
+        advice="Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
+        where=where,
+    )
+
+
+def serves_nobody(evidence: RunEvidence) -> Finding | None:
+    """A drafter is trained that the policy never drafts with, or its training was given up."""
+    if not evidence.events:
+        raise NotChecked("the run has no events.jsonl")
+    known = (
+        ("it is trained and serves nobody", "drafter-serves-nobody", "The policy never uses the trained drafter",
+         "Set rollout.policy to one with strategies of that drafter, such as beg-mab-learned, or leave [drafter] out."),
+        ("the drafter is not trained any more", "drafter-given-up", "Drafter training was given up in mid-run",
+         "Its coordinator could not go on: the sentence says why; the drafter in service stays the last good one."),
+        ("does not go into service", "drafter-refused", "New drafter weights were refused",
+         "The sentence says what is wrong with them; the drafter in service stays the last good one."),
+    )  # fmt: skip
+    for part, code, title, advice in known:
+        if said := [event for event in evidence.events if part in str(event.get("event", ""))]:
+            steps = [int(event["rl_step"]) for event in said if isinstance(event.get("rl_step"), int)]
+            return Finding(
+                code=code,
+                severity="problem",
+                title=title,
+                evidence=f'events.jsonl says "{said[0]["event"]}".',
+                advice=advice,
+                where=f"RL steps {span(steps)}" if steps else None,
+            )
+    return None
+
+
+def _sentences(evidence: RunEvidence) -> Iterator[_Told]:
+    for event in evidence.events:
+        rl_step = event.get("rl_step")
+        yield _Told(
+            text=str(event.get("event", "")),
+            source="events.jsonl",
+            rl_step=rl_step if isinstance(rl_step, int) else None,
+        )
+    for name, text in evidence.logs.items():
+        lines = text.splitlines()
+        for number, line in enumerate(lines):
+            yield _Told(text=line, source=name, before="\n".join(lines[max(0, number - LINES_BEFORE) : number]))
+
+
+def _predicted_pool(evidence: RunEvidence) -> str:
+    """What the policies' graphs take by the model of `graph_pool`, in words; empty where that is not known."""
+    model, most = evidence.setting("model"), evidence.setting("rollout.vllm.max_num_seqs", 256)
+    if model is None or not evidence.policies:
+        return ""
+    try:
+        config: Any = read_json(Path(str(model)) / "config.json")
+        pool = GraphPool(
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            vocab_size=config["vocab_size"],
+            context_tokens=1,
+            tensor_parallel=evidence.setting("rollout.vllm.tensor_parallel_size", 1),
+            bytes_per_layer=BYTES_PER_LAYER,
+        )
+        largest = max(_pool_gib(pool, policy, int(most)) for _, _, policy in evidence.policies)
+    except (TltlabError, ValueError, KeyError, TypeError):
+        return ""
+    return f" Prediction: the policy's graphs take {largest:.1f} GiB, if a graph keeps 1 MB per layer."
+
+
+def _pool_gib(pool: GraphPool, policy: Policy, max_batch: int) -> float:
+    return pool.memory_bytes(plan_for(policy, max_batch, sglang_sizes(max_batch))) / GIB

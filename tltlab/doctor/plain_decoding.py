@@ -1,0 +1,201 @@
+"""Failure signatures of speculation against plain decoding: slower, at too large batches, or left unused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from tltlab.stats import Interval
+
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .finding import Finding, NotChecked, span
+
+UNSURE = 1.05
+"""Time against plain decoding from which speculation surely loses: fitted plain times miss held-out rollouts by up to
+5 %, which an interval over RL steps does not see."""
+
+LOSING_SHARE = 0.02
+"""Share of decoding time in losing batches below which a change is not worth the trouble."""
+
+UNUSED_SHARE = 0.2
+"""Share of decoding time spent plainly that a bandit's exploring does not explain (epsilon is 0.1)."""
+
+WORTHWHILE = 0.9
+"""Time against plain decoding that is surely worth having."""
+
+
+def slower_than_plain(evidence: RunEvidence) -> Finding | None:
+    """Rollouts with speculation take longer than plain decoding of the same responses would."""
+    if not evidence.speculating["rl_step"].nunique() >= ENOUGH_STEPS:
+        raise NotChecked(f"an interval needs {ENOUGH_STEPS} RL steps with speculation")
+    worst: tuple[float, Finding] | None = None
+    pairs = _decoding_s(evidence)
+    names = {rl_step: evidence.policy_of_step[rl_step][0] for rl_step in pairs}
+    judged = False
+    for name in dict.fromkeys(names.values()):
+        own = {rl_step: pair for rl_step, pair in pairs.items() if names[rl_step] == name}
+        if len(own) < ENOUGH_STEPS:
+            continue
+        judged = True
+        measured, plain = (np.array(side) for side in zip(*own.values(), strict=True))
+        found = ratio(measured, plain)
+        if found.low <= UNSURE:
+            continue
+        finding = Finding(
+            code="slower-than-plain",
+            severity="problem",
+            title=f"Policy {name} makes rollouts slower than no speculation",
+            evidence=(
+                f"Decoding took {measured.mean():.3g} s a rollout, plain decoding of the same responses would take "
+                f"{plain.mean():.3g} s: {told(found)} times as long ({evidence.plain.source})."
+            ),
+            advice=(
+                "Speculate at small batches only (activation.max_requests), draft less deep, or set rollout.policy = "
+                "none; tltlab tune finds out which."
+            ),
+            where=f"RL steps {span(list(own))}",
+        )
+        if worst is None or found.estimate > worst[0]:
+            worst = (found.estimate, finding)
+    if not judged:
+        raise NotChecked(f"no policy that speculates was in force for {ENOUGH_STEPS} RL steps")
+    return worst[1] if worst else None
+
+
+def large_batches(evidence: RunEvidence) -> Finding | None:
+    """Speculation goes on at batches where it loses, though it gains at smaller ones."""
+    bands = _bands(evidence, evidence.speculating)
+    gaining = [least for least, found in bands.items() if found.high < 1]
+    if not gaining:
+        raise NotChecked("speculation surely gains at no batch size, so none is too large")
+    losing = [least for least, found in bands.items() if found.low > UNSURE and least > min(gaining)]
+    if not losing:
+        return None
+    table = evidence.decoding
+    lost = evidence.speculating[evidence.speculating["batch"] >= min(losing)]
+    share = lost["duration"].sum() / table["duration"].sum()
+    if share < LOSING_SHARE:
+        return None
+    most = min(losing) - 1
+    return Finding(
+        code="large-batches",
+        severity="problem",
+        title="Speculation goes on at batches too large for it",
+        evidence=(
+            "Time against plain decoding of the same tokens: "
+            + ", ".join(f"batch {_band(least)} {told(found)}" for least, found in bands.items())
+            + f"; {share:.0%} of the decoding time goes into drafts from batch {min(losing)} on "
+            f"({evidence.plain.source})."
+        ),
+        advice=f"Set activation.max_requests to {most}, or give those batches a bucket with no speculation in it.",
+        where=f"batches from {min(losing)}",
+    )
+
+
+def speculation_unused(evidence: RunEvidence) -> Finding | None:
+    """Small batches are decoded plainly, though speculation was seen to gain there."""
+    evidence.speculating  # noqa: B018 - nothing is known of what never ran
+    bands = _bands(evidence, evidence.speculating)
+    table = evidence.decoding
+    meant = [s for s, (name, _) in evidence.policy_of_step.items() if name != "none"]
+    table = table[table["rl_step"].isin(meant)]
+    plain = table[table["draft_depth"] == 0]
+    gaining = [least for least, found in bands.items() if found.high < WORTHWHILE]
+    if not gaining:
+        raise NotChecked("speculation gains little at any batch size, so nothing is lost by leaving it")
+    inside = sum(plain.loc[(plain["batch"] >= g) & (plain["batch"] < 2 * g), "duration"].sum() for g in gaining)
+    share = inside / table["duration"].sum() if len(table) else 0.0
+    if share < UNUSED_SHARE:
+        return None
+    return Finding(
+        code="speculation-unused",
+        severity="hint",
+        title="Batches at which speculation gains are decoded plainly",
+        evidence=(
+            "Time against plain decoding of the same tokens: "
+            + ", ".join(f"batch {_band(g)} {told(bands[g])}" for g in gaining)
+            + f"; yet {share:.0%} of the decoding time is plain decoding at these batches ({evidence.plain.source})."
+        ),
+        advice="Raise activation.max_requests, shorten activation.hold_iterations, or lower the bandit's epsilon.",
+        where=f"batches {', '.join(map(_band, gaining))}",
+    )
+
+
+def against_plain(evidence: RunEvidence, rows: pd.DataFrame) -> Interval | None:
+    """Time of these iterations over that of plain decoding of as many tokens; None where too few are known."""
+    rows = rows[evidence.plain.knows(rows["batch"])]
+    rows = rows[rows["num_generated"] > 0]
+    if rows["rl_step"].nunique() < ENOUGH_STEPS:
+        return None
+    plain = evidence.plain.seconds(rows["batch"], rows["context_tokens"])
+    plain_s = pd.Series(plain * (rows["num_generated"] / rows["batch"]).to_numpy(), index=rows.index)
+    by_step = pd.DataFrame({"s": rows["rl_step"], "took": rows["duration"], "plain": plain_s}).groupby("s").sum()
+    return ratio(by_step["took"].to_numpy(), by_step["plain"].to_numpy())
+
+
+def _bands(evidence: RunEvidence, rows: pd.DataFrame) -> dict[int, Interval]:
+    """`_against_plain` by batch, in bands from each power of 2 to below the next."""
+    bands = 2 ** np.log2(rows["batch"].clip(lower=1)).astype(int)
+    found = {int(least): against_plain(evidence, own) for least, own in rows.groupby(bands)}
+    known = {least: interval for least, interval in sorted(found.items()) if interval is not None}
+    if not known:
+        raise NotChecked(f"no batch size was both decoded plainly and speculated at in {ENOUGH_STEPS} RL steps")
+    return known
+
+
+def _decoding_s(evidence: RunEvidence) -> dict[int, tuple[float, float]]:
+    """By RL step with speculation: seconds of decoding on the slowest worker, measured and if plain.
+
+    If plain, all responses of a worker run together from the start and end by length, which is exact where none waits.
+    """
+    outcomes, rows = evidence.known.outcomes, evidence.decoding
+    waiting = rows["num_waiting"].fillna(0)
+    if outcomes["worker"].isna().any() or waiting.max() > 0 or (outcomes["turn"] > 0).any():
+        raise NotChecked("requests waited, came in turns, or ran on unknown workers: their plain decoding is not known")
+    work = outcomes.merge(
+        evidence.known.workload[["rl_step", "prompt_id", "sample", "turn", "prompt_tokens"]],
+        on=["rl_step", "prompt_id", "sample", "turn"],
+    )
+    first = evidence.iterations.groupby(["rl_step", "worker"]).first()
+    found: dict[int, tuple[float, float]] = {}
+    for rl_step in sorted(evidence.speculating["rl_step"].unique().tolist()):
+        measured = rows[rows["rl_step"] == rl_step].groupby("worker")["duration"].sum()
+        plain = []
+        for worker, own in work[work["rl_step"] == rl_step].groupby("worker"):
+            # A prefill that generates has made the first token already.
+            head = first.loc[(rl_step, worker)] if (rl_step, worker) in first.index else None
+            made = int(head is not None and head["prefill_tokens"] > 0 and head["num_generated"] > 0)
+            plain.append(_plain_s(evidence, own, made))
+        if any(seconds is None for seconds in plain):
+            continue
+        longest = max(seconds or 0.0 for seconds in plain)
+        if longest > 0:
+            found[rl_step] = (float(measured.max()), longest)
+    if not found:
+        raise NotChecked("plain decoding was never seen at most of the batches that it would have run at")
+    return found
+
+
+def _plain_s(evidence: RunEvidence, work: pd.DataFrame, made: int) -> float | None:
+    """Seconds of plain decoding of one worker's responses; None where its batches were mostly never seen."""
+    lengths = np.sort(work["response_tokens"].to_numpy(np.int64) - made)
+    order = np.argsort(work["response_tokens"].to_numpy(np.int64), kind="stable")
+    prompts = work["prompt_tokens"].to_numpy(np.float64)[order]
+    steps = np.arange(1, max(int(lengths[-1]), 0) + 1)
+    ended = np.searchsorted(lengths, steps, side="left")
+    batch = len(lengths) - ended
+    left = np.concatenate([np.cumsum(prompts[::-1])[::-1], [0.0]])
+    seconds = evidence.plain.seconds(batch, left[ended] + batch * (steps - 1 + made))
+    known = evidence.plain.knows(batch)
+    if len(seconds) == 0 or seconds[known].sum() < 0.8 * seconds.sum():
+        return None
+    return float(seconds.sum())
+
+
+def _band(least: int) -> str:
+    return str(least) if least == 1 else f"{least}-{2 * least - 1}"
+
+
+def told(found: Interval) -> str:
+    """An estimate with its interval: '1.20 (1.10 to 1.30)'."""
+    return f"{found.estimate:.2f} ({found.low:.2f} to {found.high:.2f})"

@@ -1,0 +1,295 @@
+"""Failure signatures of a run around speculation: where the time goes, idle workers, the machine, the trace itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from tltlab.costs.stages import STAGES
+from tltlab.traces import metrics
+
+from .evidence import ENOUGH_STEPS, RunEvidence, ratio
+from .finding import Finding, NotChecked
+
+HALF = 0.5
+"""Below half of the RL step even a rollout in no time at all saves less than what stays."""
+
+CUT_SHARE = 0.1
+"""Responses cut at the cap beyond which the tail of the lengths is what the cap makes it."""
+
+ABORTED_SHARE = 0.05
+"""Aborted responses beyond which lengths and rewards are those of a selection."""
+
+WAITING_SHARE = 0.2
+"""Share of the time with a queue that is more than the end of one admission."""
+
+PREFILL_SHARE = 0.3
+"""Share of the busy time in prefill from which decoding, all that speculation speeds up, is no longer most of it."""
+
+PREFILL_AGAIN = 1.05
+"""Tokens prefilled over tokens of prompts: prefix caching keeps it below 1, preemption brings it above."""
+
+UNEVEN = 1.25
+"""Tokens of the fullest worker over the mean from which the split, not the longest response, makes the bubble."""
+
+SLOW_WORKER = 1.1
+"""Time of a worker over the others' at like batches: single rollouts vary by some 5 %."""
+
+OUTSIDE_SHARE = 0.1
+"""Share of the rollout after its last iteration; in runs on this project's recorder it is below 5 %."""
+
+GRAPHLESS_SHARE = 0.05
+"""Share of the time without graphs below which capturing more of them is not worth their memory."""
+
+REPEAT_SPREAD = 0.1
+"""Difference of two rollouts of the very same work beyond which policies a few per cent apart cannot be told apart."""
+
+
+def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
+    """The rollout is less than half of an RL step, so speeding it up cannot help much."""
+    steps = evidence.known.steps
+    if steps is None or steps["rollout_s"].notna().sum() < ENOUGH_STEPS:
+        raise NotChecked(f"the times of the stages (steps) are known of fewer than {ENOUGH_STEPS} RL steps")
+    known = steps[steps["rollout_s"].notna()]
+    stages = known[list(STAGES)].fillna(0.0)
+    if not stages.to_numpy().any():
+        raise NotChecked("only the rollout's time is known, not that of the stages behind it (simulate: --stages)")
+    whole = known["rollout_s"] + stages.sum(axis=1)
+    share = ratio(known["rollout_s"].to_numpy(), whole.to_numpy())
+    if share.high >= HALF:
+        return None
+    others = (stages.sum() / whole.sum()).sort_values(ascending=False)
+    largest = str(others.index[0]).removesuffix("_s")
+    told = ", ".join(f"{str(name).removesuffix('_s')} {part:.0%}" for name, part in others.items() if part >= 0.01)
+    what = {
+        "train": "train.minibatches, train.tokens_per_microbatch, train.threads, or more devices for training",
+        "inference": "train.tokens_per_microbatch and train.threads: log-probs are computed by the trainer",
+        "reward": "the reward function: run it in parallel, or cheaper",
+        "sync": "how weights reach the engines",
+    }[largest]
+    return Finding(
+        code="rollout-not-bottleneck",
+        severity="hint",
+        title=f"The rollout is not the bottleneck, {largest} is",
+        evidence=(
+            f"The rollout is {share.estimate:.0%} of an RL step ({share.low:.0%} to {share.high:.0%}), {told}: "
+            f"a rollout twice as fast would shorten the RL step by {share.estimate / 2:.0%}."
+        ),
+        advice=f"Look at {what}.",
+    )
+
+
+def cut_at_cap(evidence: RunEvidence) -> Finding | None:
+    """Many responses were cut at the cap, or aborted: their true lengths are not known."""
+    reasons = evidence.known.outcomes["finish_reason"].value_counts(normalize=True)
+    cut, aborted = float(reasons.get("length", 0.0)), float(reasons.get("abort", 0.0))
+    if cut < CUT_SHARE and aborted < ABORTED_SHARE:
+        return None
+    return Finding(
+        code="cut-at-cap",
+        severity="hint",
+        title="Many responses did not end by themselves",
+        evidence=(
+            f"{cut:.0%} were cut at the cap and {aborted:.0%} aborted. Their lengths are lower bounds, and what is "
+            "simulated from them has the tail that the cap left."
+        ),
+        advice="Raise rollout.max_response_tokens if they should be finished, or keep it and read tails with care.",
+    )
+
+
+def prefill_bound(evidence: RunEvidence) -> Finding | None:
+    """Much of the engines' time is prefill, which speculation does not speed up."""
+    table = evidence.iterations
+    share = table.loc[table["prefill_tokens"] > 0, "duration"].sum() / table["duration"].sum()
+    if share < PREFILL_SHARE:
+        return None
+    tokens = table["prefill_tokens"].sum() / len(evidence.known.workload)
+    return Finding(
+        code="prefill-bound",
+        severity="hint",
+        title="Engines spend much of their time on prompts",
+        evidence=f"{share:.0%} of the engines' time is in iterations with prefill, {tokens:.0f} tokens a response.",
+        advice="Let samples share their prompt's cache (vllm.enable_prefix_caching); speculation cannot help here.",
+    )
+
+
+def waiting_queue(evidence: RunEvidence) -> Finding | None:
+    """Requests wait for a place, or were thrown out of the KV cache and prefilled again."""
+    table = evidence.iterations
+    if table["num_waiting"].isna().all():
+        raise NotChecked("the trace does not say how many requests waited (iterations.num_waiting)")
+    waiting = table.loc[table["num_waiting"].fillna(0) > 0, "duration"].sum() / table["duration"].sum()
+    again = table["prefill_tokens"].sum() / max(int(evidence.known.workload["prompt_tokens"].sum()), 1)
+    if again > PREFILL_AGAIN:
+        return Finding(
+            code="kv-preemption",
+            severity="problem",
+            title="Engines prefill requests again",
+            evidence=f"{again:.2f} tokens were prefilled for each prompt token: running requests lost their KV cache.",
+            advice="Give the cache more room (vllm.kv_cache_memory_bytes) or run fewer at a time (vllm.max_num_seqs).",
+        )
+    if waiting < WAITING_SHARE:
+        return None
+    return Finding(
+        code="waiting-queue",
+        severity="hint",
+        title="Requests wait while others run",
+        evidence=(
+            f"During {waiting:.0%} of the time requests waited for a place, up to {table['num_waiting'].max():.0f} at "
+            f"once, with batches of up to {table['batch'].max()}."
+        ),
+        advice="Raise vllm.max_num_seqs or vllm.kv_cache_memory_bytes: a long response that starts late is a tail.",
+    )
+
+
+def workers_uneven(evidence: RunEvidence) -> Finding | None:
+    """The static split gives one worker much more to generate than the others."""
+    outcomes = evidence.known.outcomes
+    if outcomes["worker"].isna().any() or outcomes["worker"].nunique() < 2:
+        raise NotChecked("responses of at least two workers are needed")
+    tokens = outcomes.groupby(["rl_step", "worker"])["response_tokens"].sum().unstack(fill_value=0)
+    if len(tokens) < ENOUGH_STEPS:
+        raise NotChecked(f"an interval needs {ENOUGH_STEPS} RL steps")
+    found = ratio(tokens.max(axis=1).to_numpy(np.float64), tokens.mean(axis=1).to_numpy(np.float64))
+    bubble = metrics.bubble_fraction(evidence.known)
+    if found.low < UNEVEN or bubble is None:
+        return None
+    return Finding(
+        code="workers-uneven",
+        severity="hint",
+        title="The split gives some workers much more to do than others",
+        evidence=(
+            f"The fullest worker generates {found.estimate:.2f} times the mean ({found.low:.2f} to {found.high:.2f}); "
+            f"{bubble:.0%} of the workers' time is idle."
+        ),
+        advice="Spread a prompt's samples over workers: tltlab simulate --placement round_robin shows the gain.",
+    )
+
+
+def slow_worker(evidence: RunEvidence) -> Finding | None:
+    """One worker takes longer than the others for like iterations."""
+    table = evidence.iterations
+    table = table[(table["prefill_tokens"] == 0) & (table["batch"] > 0)]
+    if table["worker"].nunique() < 2:
+        raise NotChecked("iterations of at least two workers are needed")
+    cell = [table["rl_step"], table["draft_depth"], np.log2(table["batch"]).astype(int)]
+    rows = pd.DataFrame({"s": table["rl_step"], "w": table["worker"], "took": table["duration"]})
+    # Against the other workers' mean in the same RL step, at like depth and batch.
+    groups = rows.groupby(cell)["took"]
+    own = rows.groupby([*cell, table["worker"]])["took"]
+    num_others = groups.transform("size") - own.transform("size")
+    rows["usual"] = (groups.transform("sum") - own.transform("sum")) / num_others.where(num_others > 0)
+    rows = rows.dropna()
+    if rows["s"].nunique() < ENOUGH_STEPS:
+        raise NotChecked(f"workers ran at like batch and depth in fewer than {ENOUGH_STEPS} RL steps")
+    for worker, mine in rows.groupby("w"):
+        sums = mine.groupby("s")[["took", "usual"]].sum()
+        if len(sums) < ENOUGH_STEPS:
+            continue
+        found = ratio(sums["took"].to_numpy(), sums["usual"].to_numpy())
+        if found.low > SLOW_WORKER:
+            return Finding(
+                code="slow-worker",
+                severity="problem",
+                title=f"Worker {worker} is slower than the others",
+                evidence=(
+                    f"Its iterations take {found.estimate:.2f} ({found.low:.2f} to {found.high:.2f}) times those of "
+                    "the other workers at like batch and depth."
+                ),
+                advice="Look at its device and what else runs there: another process, fewer cores, a throttled GPU.",
+                where=f"worker {worker}",
+            )
+    return None
+
+
+def time_outside(evidence: RunEvidence) -> Finding | None:
+    """A good part of the rollout's time lies after the last iteration: in starting, handing over, recording."""
+    steps = evidence.known.steps
+    if steps is None or steps["rollout_s"].notna().sum() < ENOUGH_STEPS:
+        raise NotChecked("the rollout's own time (steps.rollout_s) is not known")
+    table = evidence.iterations
+    ends = (table["t_start"] + table["duration"]).groupby(table["rl_step"]).max()
+    whole = steps.set_index("rl_step")["rollout_s"].dropna()
+    both = pd.DataFrame({"ends": ends, "whole": whole}).dropna()
+    both = both[both["whole"] > 0]
+    if len(both) < ENOUGH_STEPS:
+        raise NotChecked("too few RL steps tell both iterations and the rollout's time")
+    found = ratio(both["ends"].clip(upper=both["whole"]).to_numpy(), both["whole"].to_numpy())
+    if 1 - found.high < OUTSIDE_SHARE:
+        return None
+    return Finding(
+        code="time-outside",
+        severity="hint",
+        title="Rollouts last longer than their iterations",
+        evidence=(
+            f"{1 - found.estimate:.0%} of the rollout ({1 - found.high:.0%} to {1 - found.low:.0%}) comes after the "
+            "last iteration: handing requests and responses over, recording, or a worker without iterations."
+        ),
+        advice="Larger rollouts (rollout.prompts_per_step) bear it better; tltlab bench runtime times the recorder.",
+    )
+
+
+def noisy_machine(evidence: RunEvidence) -> Finding | None:
+    """The same rollout done twice took quite different times."""
+    pairs = [(float(r["rollout_s"]), float(r["repeat_s"])) for r in evidence.repeats if r.get("same_tokens", True)]
+    if len(pairs) < 2:
+        raise NotChecked("no rollout was done twice (rollout.repeat_every)")
+    spread = float(np.median([abs(a - b) / ((a + b) / 2) for a, b in pairs]))
+    if spread < REPEAT_SPREAD:
+        return None
+    return Finding(
+        code="noisy-machine",
+        severity="hint",
+        title="The machine takes different times for the same work",
+        evidence=f"{len(pairs)} rollouts done twice differ by {spread:.0%} in the median.",
+        advice=f"Stop what else runs there, or compare over more RL steps: under {spread:.0%} nothing is sure.",
+    )
+
+
+def interrupted(evidence: RunEvidence) -> Finding | None:
+    """The recording was interrupted, so the trace lacks what came later."""
+    notes = "" if evidence.trace is None else evidence.trace.manifest.notes or ""
+    at = notes.find("repaired: ")
+    if evidence.unfinished is None and at < 0:
+        return None
+    if evidence.unfinished is not None:
+        said = f"{evidence.unfinished.name} is still there: the run was stopped, or goes on."
+        advice = "If no run writes there any more, tltlab trace repair turns what was recorded into a trace."
+    else:
+        said = f'The trace says "{notes[at:]}".'
+        advice = "Nothing is wrong with what is there; RL steps of which requests are missing are best left out."
+    return Finding(
+        code="interrupted",
+        severity="problem" if evidence.unfinished is not None else "hint",
+        title="The recording was interrupted",
+        evidence=said,
+        advice=advice,
+    )
+
+
+def no_graph(evidence: RunEvidence) -> Finding | None:
+    """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none."""
+    if not evidence.on_gpu:
+        raise NotChecked("CUDA graphs exist on GPUs only" if evidence.on_gpu is False else "the hardware is not known")
+    if evidence.setting("rollout.vllm") is None:
+        raise NotChecked("the engine's settings (run.json) are not known")
+    sizes = evidence.setting("rollout.vllm.compilation_config.cudagraph_capture_sizes")
+    eager = evidence.setting("rollout.vllm.enforce_eager", False) is True
+    if not eager and not sizes:
+        return None
+    table = evidence.iterations
+    tokens = table["batch"] + table["num_drafted"]
+    without = table["duration"].where(eager | (tokens > max(sizes or [0])), 0.0).sum() / table["duration"].sum()
+    if without < GRAPHLESS_SHARE:
+        return None
+    return Finding(
+        code="no-graph",
+        severity="problem" if eager else "hint",
+        title="Engines decode without CUDA graphs",
+        evidence=(
+            "vllm.enforce_eager is set, so no graph is ever captured."
+            if eager
+            else f"{without:.0%} of the time is in iterations of more tokens than the largest graph has ({max(sizes)})."
+        ),
+        advice="Leave vllm.enforce_eager out; tltlab export-policy --max-batch lists the sizes that a policy needs.",
+    )

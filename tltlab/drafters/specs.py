@@ -1,0 +1,133 @@
+"""Drafters as values in policy files and recipes: which one, with which settings."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic import model_validator as validator
+
+from tltlab.errors import ConfigError
+
+from . import ngram, suffix
+from .base import Draft, Drafter
+
+
+class _Spec(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _ModelFreeSpec(_Spec, ABC):
+    """Settings of a drafter without a network. What its constructor would refuse is refused when they are read."""
+
+    @abstractmethod
+    def build(self) -> Drafter:
+        """A fresh drafter; ConfigError where it needs an extra that is not installed."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """ConfigError for settings that make no sense."""
+
+    @validator(mode="after")
+    def _make_sense(self) -> _ModelFreeSpec:
+        try:
+            self.check()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+class NgramSpec(_ModelFreeSpec):
+    """Settings of `NgramDrafter`."""
+
+    kind: Literal["ngram"] = "ngram"
+    min_match: int = 2
+    max_match: int = 5
+    scope: ngram.Scope = "group"
+
+    def build(self) -> Drafter:
+        return ngram.NgramDrafter(self.min_match, self.max_match, self.scope)
+
+    def check(self) -> None:
+        self.build()
+
+
+class SuffixSpec(_ModelFreeSpec):
+    """Settings of `SuffixDrafter`; they can be read without the library that the drafter itself needs."""
+
+    kind: Literal["suffix"] = "suffix"
+    scopes: tuple[suffix.Scope, ...] = ("problem",)
+    window: int | None = 32
+    max_match: int = 16
+    max_draft: int = 16
+    min_match: int = 2
+    min_token_prob: float = 0.1
+    length: suffix.Length = "depth"
+    match_factor: float = 1.0
+    live: bool = True
+
+    def build(self) -> Drafter:
+        return suffix.SuffixDrafter(**self.model_dump(exclude={"kind"}))
+
+    def check(self) -> None:
+        suffix.check_settings(**self.model_dump(exclude={"kind", "live"}))
+
+
+class LearnedSpec(_Spec):
+    """A drafter with a network, which the engine runs: `model` is the folder of its weights, `method` what it is.
+
+    While it is not `trained` (random weights until its first update), and when it is older than `max_age` RL steps, the
+    model-free drafter named `fallback` serves in its place; without one nothing is drafted then.
+    """
+
+    kind: Literal["learned"] = "learned"
+    method: Literal["eagle", "eagle3", "draft_model"]
+    model: str = Field(min_length=1)
+    trained: bool = True
+    max_age: int | None = Field(default=None, ge=0)
+    fallback: str | None = None
+
+
+class HybridSpec(_Spec):
+    """Per request, the draft of the model-free drafter `first` where it promises enough, else that of `otherwise`.
+
+    Both are names of drafters of the same engine.
+    """
+
+    kind: Literal["hybrid"] = "hybrid"
+    first: str = "suffix"
+    otherwise: str = "learned"
+    min_expected: float = Field(default=1.0, ge=0)
+
+    def choose(self, first: Draft, other_expected: float) -> bool:
+        """Whether to use the draft `first`; `other_expected` is what the other drafter's drafts lately brought.
+
+        It is used where it has tokens and expects at least `min_expected` and `other_expected` accepted tokens.
+        """
+        return bool(first.tokens) and first.expected >= max(self.min_expected, other_expected)
+
+
+ModelFreeSpec = NgramSpec | SuffixSpec
+DrafterSpec = Annotated[NgramSpec | SuffixSpec | LearnedSpec | HybridSpec, Field(discriminator="kind")]
+
+DEFAULT_DRAFTERS: dict[str, ModelFreeSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec()}
+"""The drafters that every engine has, by the name that strategies use."""
+
+SYSTEM_DRAFTERS: dict[str, ModelFreeSpec] = {
+    # arXiv 2511.16665 section 5: retrieval among the responses of the group. Match lengths are not published.
+    "tlt-base": NgramSpec(scope="group"),
+    # arXiv 2511.13841: one tree per problem over its most recent rollouts; windows of 16 to 32 do best there.
+    "das": SuffixSpec(scopes=("problem",), window=16),
+    # arXiv 2511.14617: a tree per group, filled as its members generate. What is filtered out is not published.
+    "seer": SuffixSpec(scopes=("group",), window=None),
+    # arXiv 2601.09083: a tree per prompt, all history, running siblings included.
+    "srt": SuffixSpec(scopes=("problem",), window=None),
+    # arXiv 2508.18588's released code (He-Jingkai/specRL): last 7 tokens against the previous epoch's 16 responses.
+    "histospec": SuffixSpec(scopes=("problem",), window=16, max_match=7, length="doubling", live=False),
+    # arXiv 2411.04975, arctic-inference: trees 64 deep, every length of match tried, as many tokens as are matched.
+    "suffix-decoding": SuffixSpec(
+        scopes=("request", "global"), window=None, max_match=32, max_draft=32, min_match=1, length="match"
+    ),
+}
+"""The drafting of published systems: what they search, how much history, how long. Their scheduling is not in it."""

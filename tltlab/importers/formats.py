@@ -1,0 +1,119 @@
+"""Traces from what other programs write: rollout dumps of verl and TRL, requests of vLLM, a CSV of lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from tltlab.errors import ConfigError, TraceError
+from tltlab.traces.csv import tables_from_csv
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+from .responses import Imported, group_size_of, tables_of_responses
+from .rows import Row, rows_of
+from .token_counts import NoTokenCounter, TokenCounter
+from .trl import read_trl, trl_files
+from .verl import read_verl, verl_files
+from .vllm import is_request, read_vllm
+
+Format = Literal["verl", "trl", "vllm", "csv"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_CALLED = {
+    "verl": "verl rollout dump",
+    "trl": "TRL completions",
+    "vllm": "vLLM requests",
+    "csv": "CSV of lengths",
+}
+
+
+def import_dump(
+    path: str | Path,
+    *,
+    form: Format | None = None,
+    tokens: TokenCounter | None = None,
+    workers: int | None = None,
+    group_size: int | None = None,
+    max_response_tokens: int | None = None,
+    column: str | None = None,
+    reward_columns: Sequence[str] = (),
+) -> Trace:
+    """Make a trace of kind "imported" of a dump; its manifest says the source and every assumption (`notes`).
+
+    `form` is guessed from the content by default (`guess`). `tokens` counts the tokens of dumps that hold text alone
+    (verl, trl). `max_response_tokens` is the run's cap: unknown, the longest response is taken for it.
+    `group_size` goes with csv and vllm, `column` (of the lengths) with csv, `reward_columns` with trl.
+    The dump's numbers, not its texts, are held in memory. Raises TraceError naming file, line and field, ConfigError.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise TraceError(f"{path}: no such file or folder")
+    form = form or guess(path)
+    options = {
+        "a token counter": (tokens is not None, ("verl", "trl")),
+        "a group size": (group_size is not None, ("csv", "vllm")),
+        "a column of lengths": (column is not None, ("csv",)),
+        "reward columns": (bool(reward_columns), ("trl",)),
+    }
+    for name, (given, goes_with) in options.items():
+        if given and form not in goes_with:
+            raise ConfigError(f"{name} does not go with format {form}, only with {' and '.join(goes_with)}")
+    for what, number in (("workers", workers), ("group size", group_size), ("maximum", max_response_tokens)):
+        if number is not None and number < 1:
+            raise ConfigError(f"{what} is {number}, it must be at least 1")
+    if form == "csv":
+        given_cap = {"max_response_tokens": max_response_tokens}
+        return Trace.from_tables(
+            *tables_from_csv(path, column=column, workers=workers, group_size=group_size, **given_cap)
+        )
+    counter = NoTokenCounter() if tokens is None else tokens
+    found: Imported
+    if form == "verl":
+        found = read_verl(path, counter)
+    elif form == "trl":
+        found = read_trl(path, counter, reward_columns)
+    else:
+        found = read_vllm(path, group_size or 1)
+    if not found.responses:
+        raise TraceError(f"{path}: no responses in it")
+    tables, notes = tables_of_responses(found, max_response_tokens)
+    manifest = Manifest(
+        kind="imported",
+        name=path.resolve().name.split(".")[0],
+        source=f"{_CALLED[form]} {path.resolve().name}",
+        model=found.model,
+        num_workers=workers,
+        max_response_tokens=int(tables["workload"]["max_response_tokens"].max()),
+        group_size=group_size_of(tables["workload"]),
+        notes="; ".join(notes) or None,
+    )
+    return Trace.from_tables(manifest, tables)
+
+
+def guess(path: Path) -> Format:
+    """Which format a dump has, by its first record. Raises TraceError that says what it found."""
+    if path.is_dir():
+        if trl_files(path):
+            return "trl"
+        if files := verl_files(path):
+            return _of_record(next(rows_of(files[0])))
+        raise TraceError(f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) in it")
+    if ".csv" in path.suffixes:
+        return "csv"
+    return _of_record(next(rows_of(path)))
+
+
+def _of_record(row: Row) -> Format:
+    names = set(row.fields)
+    if {"input", "output"} <= names:
+        return "verl"
+    if {"prompt", "completion"} <= names:
+        return "trl"
+    if is_request(row):
+        return "vllm"
+    raise TraceError(
+        f"{row.file}, {row.place}: of no known format; verl has input and output, TRL prompt and completion, vLLM "
+        f"output_tokens or usage; there are: {', '.join(map(str, row.fields))}; say which with --format"
+    )

@@ -1,0 +1,132 @@
+"""Responses as dumps of other programs know them, and the trace tables they make."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import pandas as pd
+
+from tltlab.errors import TraceError
+
+from .rows import Row
+
+STOPPED = {"stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls", "function_call"}
+CUT = {"length", "max_tokens", "max_length"}
+ABORTED = {"abort", "aborted", "cancelled", "canceled", "error", "timeout"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Response:
+    """One response; None is unknown. `place` is where the dump has it, times are seconds on the dump's own clock."""
+
+    rl_step: int
+    prompt_id: str
+    prompt_tokens: int
+    response_tokens: int
+    place: str
+    sample: int | None = None
+    finish_reason: str | None = None
+    max_response_tokens: int | None = None
+    reward: float | None = None
+    worker: int | None = None
+    t_submit: float | None = None
+    t_first_token: float | None = None
+    t_finish: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What a dump was read as: its responses, what had to be assumed, and what it says about the run.
+
+    `exact` says that lengths are those the engine counted, not counts of the text.
+    """
+
+    responses: Sequence[Response]
+    notes: tuple[str, ...]
+    exact: bool = True
+    model: str | None = None
+
+
+def text_id(text: str) -> str:
+    """A name for a prompt that is the same in every RL step and does not hold its text: 16 hexadecimal digits."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def finish_reason(row: Row, field: str) -> str:
+    """The trace's word for a program's finish reason."""
+    said = row.fields[field]
+    for known, ours in ((STOPPED, "stop"), (CUT, "length"), (ABORTED, "abort")):
+        if isinstance(said, str) and said in known:
+            return ours
+    return row.fault(field, f"got {said!r}, known are: {', '.join(sorted(STOPPED | CUT | ABORTED))}")
+
+
+def tables_of_responses(
+    found: Imported, max_response_tokens: int | None = None
+) -> tuple[dict[str, pd.DataFrame], tuple[str, ...]]:
+    """Workload and outcomes of a dump's responses, and all notes on what was assumed.
+
+    Samples of a prompt are numbered in the dump's order. `epoch` counts the earlier RL steps with the same prompt.
+    With `max_response_tokens` a response that long was cut ("length"); a longer one is a TraceError, or cut to it where
+    lengths are counts of text. Without, the longest response is the cap. Times count from the first submission of the
+    RL step; a response without one has no times.
+    """
+    if not found.responses:
+        raise TraceError("no responses in the dump")
+    names = [field.name for field in fields(Response)]
+    frame = pd.DataFrame({name: [getattr(r, name) for r in found.responses] for name in names})
+    frame = frame.sort_values("rl_step", kind="stable", ignore_index=True)
+    notes = list(found.notes)
+    lengths = frame["response_tokens"].to_numpy()
+    known_cap = max_response_tokens is not None
+    cap = int(max(1, lengths.max())) if max_response_tokens is None else max_response_tokens
+    caps = np.full(len(frame), cap)
+    if frame["max_response_tokens"].notna().all():
+        known_cap, caps = True, frame["max_response_tokens"].to_numpy(np.int64)
+    if not known_cap:
+        notes.append(f"the cap is unknown: the longest response ({cap} tokens) is taken for it")
+    if found.exact and (over := lengths > caps).any():
+        row = int(np.argmax(over))
+        raise TraceError(
+            f"{frame['place'][row]}: the response has {lengths[row]} tokens, its maximum was said to be {caps[row]}"
+        )
+    reason = frame["finish_reason"].to_numpy(object)
+    if num_unsaid := int((unsaid := pd.isna(reason)).sum()):
+        rule = "as cut where they reach the cap, else as finished" if known_cap else "as finished"
+        notes.append(f"{num_unsaid} responses do not say how they ended: they count {rule}")
+    frame["finish_reason"] = np.where(unsaid, np.where((lengths >= caps) & known_cap, "length", "stop"), reason)
+    frame["response_tokens"] = np.minimum(lengths, caps)
+    frame["max_response_tokens"] = caps
+    key = frame[["rl_step", "prompt_id"]]
+    if frame["sample"].isna().any():
+        frame["sample"] = key.groupby(["rl_step", "prompt_id"], sort=False).cumcount()
+    groups = key.drop_duplicates()
+    groups = groups.assign(epoch=groups.groupby("prompt_id", sort=False).cumcount())
+    frame["epoch"] = key.merge(groups, on=["rl_step", "prompt_id"], how="left")["epoch"].to_numpy()
+    _since_step_start(frame)
+    frame["turn"], frame["policy_version"] = 0, frame["rl_step"]
+    columns = ["rl_step", "prompt_id", "sample", "turn"]
+    return {
+        "workload": frame[[*columns, "epoch", "prompt_tokens", "max_response_tokens", "policy_version"]],
+        "outcomes": frame[
+            [*columns, "response_tokens", "finish_reason", "reward", "worker", "t_submit", "t_first_token", "t_finish"]
+        ],
+    }, tuple(notes)
+
+
+def group_size_of(workload: pd.DataFrame) -> int | None:
+    """Samples per prompt, where all groups have as many."""
+    sizes = workload.groupby(["rl_step", "prompt_id"], sort=False).size().unique()
+    return int(sizes[0]) if len(sizes) == 1 else None
+
+
+def _since_step_start(frame: pd.DataFrame) -> None:
+    for name in ("reward", "worker", "t_submit", "t_first_token", "t_finish"):
+        frame[name] = frame[name].astype(np.float64)
+    start = frame.groupby("rl_step")["t_submit"].transform("min")
+    placed = frame["t_submit"].notna()
+    for name in ("t_first_token", "t_finish", "t_submit"):
+        frame[name] = (frame[name] - start).where(placed)

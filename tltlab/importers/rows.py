@@ -1,0 +1,145 @@
+"""The records of a dump, JSON Lines, JSON or Parquet, each with its place in the file for faults."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tltlab.errors import TraceError
+
+PROMPT_TOKENS = (
+    "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",
+)  # fmt: skip
+RESPONSE_TOKENS = (
+    "response_tokens", "output_len", "output_tokens", "completion_tokens", "response_length", "response_len",
+    "output_length", "completion_length", "generated_tokens", "num_output_tokens", "num_generated_tokens",
+)  # fmt: skip
+"""Names under which dumps of other programs keep the two lengths; the first that is there counts."""
+
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One record: its fields, and where it stands ("line 3", "row 0")."""
+
+    file: str
+    place: str
+    fields: Mapping[str, Any]
+
+    def fault(self, field: str, message: str) -> NoReturn:
+        raise TraceError(f"{self.file}, {self.place}, field {field}: {message}")
+
+    def find(self, names: Sequence[str]) -> str | None:
+        """The first of some names that is a field with a value."""
+        return next((name for name in names if self.fields.get(name) is not None), None)
+
+    def require(self, names: Sequence[str], what: str) -> str:
+        """The first of some names that is a field; the fault lists what is there."""
+        if (name := self.find(names)) is None:
+            there = ", ".join(map(str, self.fields))
+            raise TraceError(
+                f"{self.file}, {self.place}: no {what}; wanted a field {' or '.join(names)}, there are: {there}"
+            )
+        return name
+
+    def whole(self, field: str, at_least: int = 0) -> int:
+        """A whole number; 12.0 is one, true and "12" are none."""
+        value = self.fields.get(field)
+        if isinstance(value, int | float) and not isinstance(value, bool) and at_least <= value <= _MOST:
+            whole = int(value)
+            if whole == value:
+                return whole
+        return self.fault(field, f"got {_short(value)}, wanted a whole number >= {at_least}")
+
+    def number(self, field: str) -> float | None:
+        """A finite number; None for null and NaN, which is how Python writes an unknown one; true is 1."""
+        value = self.fields.get(field)
+        if value is None or value != value:
+            return None
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            self.fault(field, f"got {value!r}, wanted a number")
+        return float(value)
+
+    def text(self, field: str) -> str:
+        """A text, or the contents of a list of chat messages one after the other."""
+        value = self.fields.get(field)
+        if isinstance(value, str):
+            return value
+        if isinstance(value, list) and all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in value):
+            return "\n".join(message["content"] for message in value)
+        return self.fault(field, f"got {_short(value)}, wanted a text")
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """The records of a dump file, in order, one in memory at a time where the format allows.
+
+    A Parquet file; JSON Lines; a JSON list of objects; one JSON object; or a JSON table, `{"columns": [...],
+    "data": [[...], ...]}`, whose rows are the records. Blank lines are skipped. Raises TraceError.
+    """
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            lines: Iterator[tuple[int, str]] = ((n, line) for n, line in enumerate(file, 1) if line.strip())
+            number, line = next(lines, (0, ""))
+            if not line:
+                raise TraceError(f"{path}: empty; wanted one JSON object per line")
+            try:
+                first = json.loads(line)
+            except ValueError as error:
+                file.seek(0)
+                try:
+                    first = json.loads(file.read())
+                except ValueError:
+                    raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
+            yield from _json_rows(path, f"line {number}", first)
+            for number, line in lines:
+                try:
+                    found = json.loads(line)
+                except ValueError as error:
+                    raise TraceError(f"{path}, line {number}: not JSON (cut off?): {error}") from error
+                yield from _json_rows(path, f"line {number}", found)
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:
+    if isinstance(value, dict) and isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
+        names = value["columns"]
+        for number, cells in enumerate(value["data"]):
+            if not isinstance(cells, list) or len(cells) != len(names):
+                raise TraceError(f"{path}, {place}, data {number}: got {_short(cells)}, wanted {len(names)} cells")
+            yield Row(file=str(path), place=f"row {number}", fields=dict(zip(names, cells, strict=True)))
+    elif isinstance(value, dict):
+        yield Row(file=str(path), place=place, fields=value)
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from _json_rows(path, f"{place}, item {number}", item)
+    else:
+        raise TraceError(f"{path}, {place}: got {_short(value)}, wanted a JSON object")
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                for fields in batch.to_pylist():
+                    yield Row(file=str(path), place=f"row {number}", fields=fields)
+                    number += 1
+    except (OSError, pa.ArrowException) as error:
+        raise TraceError(f"{path}: not a readable Parquet file: {error}") from error
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

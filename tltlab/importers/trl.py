@@ -1,0 +1,114 @@
+"""Completions that TRL's GRPOTrainer logs with `log_completions=True`.
+
+Follows `GRPOTrainer.log` of TRL 1.10: `OUTPUT_DIR/completions/completions_<step>.parquet` with the columns `step`,
+`prompt`, `completion` (text), one column per reward function, then columns that a reward function logged itself, and
+`advantage`; and the same table as the run's loggers save it in JSON. TRL logs the last generation batch at every
+logging step, so with several updates per batch it writes the same completions again; those are read once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+from tltlab.errors import TraceError
+
+from .responses import Imported, Response, finish_reason, text_id
+from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
+from .token_counts import TokenCounter
+from .verl import has_lengths, text_lengths
+
+_STEP_OF_NAME = re.compile(r"completions_(\d+)")
+_NO_REWARD = {"step", "advantage", *PROMPT_TOKENS, *RESPONSE_TOKENS}
+
+
+def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = ()) -> Imported:
+    """Read an output folder, its `completions` folder, or one file of completions. Raises TraceError, ConfigError.
+
+    The reward is the sum of `reward_columns`; by default of the column `reward`, else of all columns of numbers that
+    are not known as something else. Unknown (null or NaN) addends are left out. Lengths are as in `read_verl`.
+    """
+    files = trl_files(path) if path.is_dir() else [path]
+    if not files:
+        raise TraceError(f"{path}: no completions_<step>.parquet in it or in its folder completions")
+    responses: list[Response] = []
+    names = tuple(reward_columns)
+    counted, num_again, last = False, 0, b""
+    for file in files:
+        for rl_step, group in groupby(((_step(file, row), row) for row in rows_of(file)), itemgetter(0)):
+            rows = [row for _, row in group]
+            for row in rows:
+                row.require(["prompt"], "prompt")
+                row.require(["completion"], "completion")
+            names = names or _reward_columns(rows)
+            if (content := _digest(rows)) == last:
+                num_again += 1
+                continue
+            last = content
+            counted = counted or not has_lengths(rows)
+            lengths = text_lengths(rows, "prompt", "completion", tokens)
+            for row, (prompt_tokens, response_tokens) in zip(rows, lengths, strict=True):
+                responses.append(
+                    Response(
+                        rl_step=rl_step,
+                        prompt_id=text_id(row.text("prompt")),
+                        prompt_tokens=prompt_tokens,
+                        response_tokens=response_tokens,
+                        place=f"{row.file}, {row.place}",
+                        finish_reason=finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None,
+                        reward=_reward(row, names),
+                    )
+                )
+    notes = [tokens.note] if counted else []
+    if names:
+        notes.append(f"reward: {' + '.join(names)}")
+    if num_again:
+        notes.append(f"{num_again} logged steps repeat the completions of the step before and are left out")
+    return Imported(responses=responses, notes=tuple(notes), exact=not counted)
+
+
+def trl_files(folder: Path) -> list[Path]:
+    """The `completions_<step>.parquet` of a folder, or of `completions` in it, in the order of their steps."""
+    found = list(folder.glob("completions_*.parquet")) or list(folder.glob("completions/completions_*.parquet"))
+    return sorted(
+        (f for f in found if _STEP_OF_NAME.fullmatch(f.stem)), key=lambda f: (int(f.stem.rpartition("_")[2]), f.name)
+    )
+
+
+def _step(file: Path, row: Row) -> int:
+    if row.find(["step"]) is None and (name := _STEP_OF_NAME.fullmatch(file.stem)):
+        return int(name[1])
+    return row.whole(row.require(["step"], "step"))
+
+
+def _reward_columns(rows: Sequence[Row]) -> tuple[str, ...]:
+    columns = rows[0].fields
+    if "reward" in columns:
+        return ("reward",)
+    # A reward function may not apply to the first rows, which then hold null.
+    number = {
+        n for row in rows for n, v in row.fields.items() if isinstance(v, int | float) and not isinstance(v, bool)
+    }
+    return tuple(name for name in columns if name in number and name not in _NO_REWARD)
+
+
+def _reward(row: Row, names: Sequence[str]) -> float | None:
+    for name in names:
+        if name not in row.fields:
+            row.require([name], "reward")
+    known = [value for name in names if (value := row.number(name)) is not None]
+    return sum(known) if known else None
+
+
+def _digest(rows: Sequence[Row]) -> bytes:
+    """Tells apart the completions of two steps."""
+    content = hashlib.sha256()
+    for row in rows:
+        for field in ("prompt", "completion"):
+            text = row.text(field).encode("utf-8", "surrogatepass")
+            content.update(len(text).to_bytes(8) + text)
+    return content.digest()

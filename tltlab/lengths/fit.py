@@ -1,0 +1,282 @@
+"""Fits the model of lengths to a trace, and the statistics by which two traces' lengths are compared."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+
+from tltlab.errors import ConfigError
+from tltlab.traces.metrics import prompt_share as measured_share
+from tltlab.traces.trace import Trace
+
+from .model import LengthModel
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+
+MAX_RESPONSES = 1_000_000
+"""Of a larger trace only evenly spaced RL steps with about so many responses are looked at."""
+
+LEVELS = (
+    0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.975, 0.99, 0.995, 0.999,
+)  # fmt: skip
+_MIN_BEYOND = 3
+_MIN_FINISHED = 10
+_MIN_DRIFT_STEPS = 5
+_SIGNIFICANT = 3.0
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """A growth per RL step: its estimate and the standard error of its logarithm."""
+
+    growth: float
+    standard_error: float
+
+    @property
+    def significant(self) -> bool:
+        """Whether it is so far from 0 that going on with it over many RL steps means something."""
+        return abs(math.log1p(self.growth)) > _SIGNIFICANT * self.standard_error
+
+
+def fit_lengths(trace: Trace, *, prompt_share: float | None = None) -> LengthModel:
+    """Fit quantiles, prompt share, cap, drift and prompt lengths to a trace's responses.
+
+    Responses that were cut or aborted are lower bounds: quantiles are those of Kaplan and Meier (1958), after the drift
+    is taken out. The prompt share is chosen so that the model's intraclass correlation of log length after the cut is
+    the measured one (`metrics.prompt_share`), prompt memory likewise from what a prompt's groups in successive epochs
+    share. Drift is a regression of each RL step's log median (and of log of log(p90 / p50), or of p75 or p60, for the
+    tail) on its number, kept where it is 3 standard errors from 0 over at least 5 RL steps. `prompt_share` is for
+    traces with one sample per prompt, which do not tell it. `notes` of the model say what was not identified. Raises
+    ConfigError.
+    """
+    rows, looked_at = _rows(trace)
+    finished = int((~rows["cut"]).sum())
+    if finished < _MIN_FINISHED:
+        raise ConfigError(
+            f"{trace.path or 'trace'}: {finished} responses ran to their end, a fit of lengths needs {_MIN_FINISHED}"
+        )
+    notes = [f"fitted to {len(rows)} responses of {len(looked_at.rl_steps)} RL steps"]
+    median, tail = _drifts(rows)
+    median_growth, tail_growth = (_kept(d, what, notes) for d, what in ((median, "median"), (tail, "tail")))
+    model = LengthModel(
+        quantiles=_quantiles(rows, median_growth, tail_growth),
+        prompt_share=0.0,
+        max_response_tokens=int(rows["cap"].max()),
+        median_growth=median_growth,
+        tail_growth=tail_growth,
+        notes=(),
+    )
+    at = int(rows["step"].max()) // 2
+    variance = model.covariance(1.0, at)
+    if prompt_share is None:
+        found = measured_share(looked_at)
+        if found is None:
+            raise ConfigError(
+                f"{trace.path or 'trace'}: no prompt has two samples, so the share of the prompt in length is unknown; "
+                "give it as prompt share (about .05 for a base model, .9 for a reasoning model)"
+            )
+        prompt_share = model.correlation(found * variance, at) if found > 0 else 0.0
+    changes: dict[str, Any] = {"prompt_share": prompt_share}
+    memory = _prompt_memory(rows, model, prompt_share, at)
+    if memory is None:
+        notes.append("no prompt comes back: prompt memory is an assumption")
+    else:
+        changes["prompt_memory"] = memory
+    changes |= _prompt_lengths(rows, model, prompt_share, at)
+    return model.with_changes(**changes).model_copy(update={"notes": tuple(notes)})
+
+
+def statistics(trace: Trace) -> dict[str, Any]:
+    """What the model of lengths is about, measured on a trace; None where it is unknown.
+
+    Percentiles and mean in tokens as they were cut, standard deviation of log length (`log_sigma`), the mean over
+    groups of standard deviation / mean (`within_group_cv`), intraclass correlation of log length (`prompt_share`),
+    share of cut responses (`cap_mass`, and in the first and last quarter of the RL steps), growth of the median per
+    RL step with its standard error, and median prompt tokens.
+    """
+    rows, looked_at = _rows(trace)
+    tokens = np.rint(np.exp(rows["y"].to_numpy()))
+    group = pd.Series(tokens).groupby([rows["step"].to_numpy(), rows["prompt_id"].to_numpy()], sort=False)
+    sizes = group.size()
+    spread = (group.std() / group.mean()).dropna()
+    median, _ = _drifts(rows)
+    quarter = max(1, len(looked_at.rl_steps) // 4)
+    at_cap = rows["at_cap"].groupby(rows["step"]).agg(["sum", "size"])
+    p50, p75, p90, p99, longest = (float(q) for q in np.percentile(tokens, (50, 75, 90, 99, 100)))
+    return {
+        "num_rl_steps": len(trace.rl_steps),
+        "num_rl_steps_looked_at": len(looked_at.rl_steps),
+        "num_responses_looked_at": len(rows),
+        "num_prompts": int(rows["prompt_id"].nunique()),
+        "prompts_per_step": float(len(sizes) / len(looked_at.rl_steps)),
+        "group_size": float(sizes.mean()),
+        "p50_tokens": p50,
+        "p75_tokens": p75,
+        "p90_tokens": p90,
+        "p99_tokens": p99,
+        "max_tokens": longest,
+        "mean_tokens": float(tokens.mean()),
+        "log_sigma": float(rows["y"].std(ddof=0)),
+        "within_group_cv": float(spread.mean()) if len(spread) else None,
+        "prompt_share": measured_share(looked_at),
+        "cap_mass": float(rows["at_cap"].mean()),
+        "cap_mass_first": float(at_cap["sum"][:quarter].sum() / at_cap["size"][:quarter].sum()),
+        "cap_mass_last": float(at_cap["sum"][-quarter:].sum() / at_cap["size"][-quarter:].sum()),
+        "median_growth": None if median is None else median.growth,
+        "median_growth_standard_error": None if median is None else median.standard_error,
+        "p50_prompt_tokens": float(rows["prompt_tokens"].median()),
+    }
+
+
+def _rows(trace: Trace) -> tuple[pd.DataFrame, Trace]:
+    """Responses of at least a token, and the trace (or the RL steps of it) they are of.
+
+    Columns: step (0 is the trace's first RL step), prompt_id, y (log length), cut (y is a lower bound), at_cap, cap,
+    prompt_tokens.
+    """
+    if not trace.rl_steps:
+        raise ConfigError(f"{trace.path or 'trace'}: no RL step in it, so there are no lengths to look at")
+    first = trace.table("outcomes", rl_step=trace.rl_steps[0])
+    every = math.ceil((1 if first is None else len(first)) * len(trace.rl_steps) / MAX_RESPONSES)
+    if every > 1:
+        trace = trace.select(trace.rl_steps[::every])
+    on = ["rl_step", "prompt_id", "sample", "turn"]
+    rows = trace.outcomes.merge(trace.workload, on=on, validate="one_to_one")
+    rows = rows[rows["response_tokens"] >= 1]
+    if rows.empty:
+        raise ConfigError(f"{trace.path or 'trace'}: no response has a token, so there are no lengths to look at")
+    frame = pd.DataFrame(
+        {
+            "step": rows["rl_step"].astype(np.int64) - trace.rl_steps[0],
+            "prompt_id": rows["prompt_id"],
+            "y": np.log(rows["response_tokens"].astype(float)),
+            "cut": rows["finish_reason"] != "stop",
+            "at_cap": rows["finish_reason"] == "length",
+            "cap": rows["max_response_tokens"],
+            "prompt_tokens": rows["prompt_tokens"],
+        }
+    )
+    return frame.reset_index(drop=True), trace
+
+
+def _survival(y: Floats, cut: Flags) -> tuple[Floats, Floats, float]:
+    """Kaplan and Meier's estimate: finished values, the middle of F's jump at each, and F after the last."""
+    order = np.lexsort((cut, y))
+    y, cut = y[order], cut[order]
+    values, first = np.unique(y, return_index=True)
+    finished = np.add.reduceat(~cut, first).astype(float)
+    left = np.concatenate([[1.0], np.cumprod(1 - finished / (len(y) - first))])
+    jump = finished > 0
+    return values[jump], 1 - (left[:-1][jump] + left[1:][jump]) / 2, 1 - float(left[-1])
+
+
+def _censored_quantile(y: Floats, cut: Flags, level: float) -> float | None:
+    """Quantile of values some of which are lower bounds; None where they do not tell it."""
+    values, middles, end = _survival(y, cut)
+    if not len(values) or (cut.any() and level > end) or not middles[0] <= level:
+        return None
+    return float(np.interp(level, middles, values))
+
+
+def _quantiles(rows: pd.DataFrame, median_growth: float, tail_growth: float) -> tuple[tuple[float, float], ...]:
+    """Quantiles in RL step 0, at the levels that have a few responses beyond, and at the share that is cut."""
+    step, cut = rows["step"].to_numpy(), rows["cut"].to_numpy()
+    y = rows["y"].to_numpy() - step * math.log1p(median_growth)
+    if tail_growth:
+        of_steps = (_censored_quantile(y[step == s], cut[step == s], 0.5) for s in np.unique(step))
+        middle = float(np.mean([m for m in of_steps if m is not None]))
+        y = middle + np.where(y > middle, (y - middle) / (1 + tail_growth) ** step, y - middle)
+    values, middles, end = _survival(y, cut)
+    scores = np.array([_NORMAL.inv_cdf(p) for p in middles])
+    least = _MIN_BEYOND / len(y)
+    levels = [p for p in LEVELS if least <= p <= 1 - least and middles[0] <= p <= middles[-1]]
+    last = []
+    if cut.any() and end < 1 and (bound := float(y[cut].max())) >= values[-1]:
+        levels = [p for p in levels if p < end and _NORMAL.inv_cdf(end) - _NORMAL.inv_cdf(p) > 0.15]
+        last = [(end, bound)]
+    if len(levels) + len(last) < 2:
+        levels = [float(middles[0]), float(middles[-1])]
+    logs = np.interp([_NORMAL.inv_cdf(p) for p in levels], scores, values)
+    pairs = [*zip(levels, logs.tolist(), strict=True), *last]
+    if pairs[0][0] >= pairs[-1][0]:
+        pairs = [(0.25, pairs[0][1]), (0.75, pairs[0][1])]
+    return tuple((p, math.exp(log)) for p, log in pairs)
+
+
+def _drifts(rows: pd.DataFrame) -> tuple[Drift | None, Drift | None]:
+    """Growth per RL step of the median, and of log length's distance above it."""
+    steps: list[float] = []
+    medians: list[float] = []
+    spreads: dict[float, list[float]] = {0.9: [], 0.75: [], 0.6: []}
+    for _, of_step in rows.groupby("step"):
+        y, cut = of_step["y"].to_numpy(), of_step["cut"].to_numpy()
+        if (middle := _censored_quantile(y, cut, 0.5)) is None:
+            continue
+        steps.append(float(of_step["step"].iloc[0]))
+        medians.append(middle)
+        for level, found in spreads.items():
+            high = _censored_quantile(y, cut, level)
+            found.append(math.nan if high is None or high <= middle else math.log(high - middle))
+    at = np.array(steps)
+    high_spread = next((s for found in spreads.values() if np.isfinite(s := np.array(found)).all()), None)
+    return _regress(at, np.array(medians)), None if high_spread is None else _regress(at, high_spread)
+
+
+def _regress(steps: Floats, logs: Floats) -> Drift | None:
+    if len(steps) < _MIN_DRIFT_STEPS:
+        return None
+    off = steps - steps.mean()
+    slope = float(off @ logs / (off @ off))
+    rest = logs - logs.mean() - slope * off
+    return Drift(
+        growth=math.expm1(slope), standard_error=math.sqrt(float(rest @ rest) / (len(steps) - 2) / float(off @ off))
+    )
+
+
+def _kept(drift: Drift | None, what: str, notes: list[str]) -> float:
+    if drift is None:
+        notes.append(f"growth of the {what} is not identified: 0")
+        return 0.0
+    if not drift.significant:
+        notes.append(
+            f"growth of the {what} is {drift.growth:.2g} +- {drift.standard_error:.2g} per step, too uncertain: 0"
+        )
+        return 0.0
+    return drift.growth
+
+
+def _prompt_memory(rows: pd.DataFrame, model: LengthModel, prompt_share: float, at: int) -> float | None:
+    """Correlation of a prompt's scores from one time it is there to the next; None where it cannot be told."""
+    centred = rows["y"] - rows.groupby("step")["y"].transform("mean")
+    group = centred.groupby([rows["prompt_id"], rows["step"]]).mean()
+    before = group.groupby(level=0).shift()
+    shared = float((group * before).mean()) if before.notna().sum() >= _MIN_FINISHED else math.nan
+    if math.isnan(shared) or prompt_share < 0.01:
+        return None
+    return min(1.0, model.correlation(max(0.0, shared), at) / prompt_share)
+
+
+def _prompt_lengths(rows: pd.DataFrame, model: LengthModel, prompt_share: float, at: int) -> dict[str, float]:
+    """Log-normal prompt lengths, and their correlation with the prompt's score where it is significant."""
+    centred = rows["y"] - rows.groupby("step")["y"].transform("mean")
+    prompt = pd.DataFrame({"x": rows["prompt_tokens"], "y": centred}).groupby(rows["prompt_id"]).mean()
+    if (prompt["x"] <= 0).any():
+        return {"prompt_tokens_median": 0.0}
+    x = np.log(prompt["x"].to_numpy())
+    found = {"prompt_tokens_median": float(np.exp(np.median(x))), "prompt_tokens_sigma": min(5.0, float(x.std()))}
+    off, y = x - x.mean(), prompt["y"].to_numpy()
+    reach = math.sqrt(prompt_share) * model.slope(at)
+    covariance = float((off * y).mean())
+    error = float(x.std() * y.std()) / math.sqrt(len(prompt))
+    if reach > 0 and abs(covariance) > _SIGNIFICANT * error > 0:
+        correlation = covariance / (float(x.std()) * reach)
+        found["prompt_length_correlation"] = min(1.0, max(-1.0, correlation))
+    return found

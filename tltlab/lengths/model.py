@@ -1,0 +1,223 @@
+"""How long responses are: quantiles of length, the prompt's share in them, the cap, and drift over RL steps."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from statistics import NormalDist
+from typing import Annotated, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from tltlab.config import faults
+from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
+
+Floats = npt.NDArray[np.float64]
+Share = Annotated[float, Field(ge=0, le=1)]
+Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
+
+_NORMAL = NormalDist()
+_SCORES = np.linspace(-12.0, 12.0, 6001)
+_WEIGHTS = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
+_NUM_HERMITE = 30
+
+
+class LengthModel(BaseModel):
+    """Response lengths of RL rollouts: any marginal, a Gaussian copula for what samples of a prompt share.
+
+    The response to a prompt with score u (standard normal, of the prompt in its epoch) has the score
+    z = sqrt(prompt_share) u + sqrt(1 - prompt_share) e, e standard normal, and in RL step t, counted from 0, the length
+
+        log L = m + t log(1 + median_growth) + h(z),   h(z) = (q(z) - m) * ((1 + tail_growth)^t where z > 0, else 1)
+
+    with m = q(0); q is log length against z, through `quantiles` (pairs of probability and tokens) and straight between
+    and beyond them, so two quantiles are a log-normal and a steeper end is a heavier tail. L is rounded, at least 1,
+    and cut at `max_response_tokens`. `prompt_share` is the intraclass correlation of z; before the cut and for a
+    log-normal also that of log L. From one epoch to the next a prompt's u keeps the correlation `prompt_memory`.
+    Prompts have log-normal lengths; `prompt_length_correlation` is that of their log with u. `notes` say where the
+    values come from.
+
+    >>> model = LengthModel(quantiles=((0.5, 800), (0.9, 3200)), prompt_share=0.9, max_response_tokens=16384)
+    >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)
+    (800, 9908, 0.0026)
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format: Literal["tltlab-lengths"] = "tltlab-lengths"
+    version: Literal[1] = 1
+    quantiles: tuple[tuple[float, float], ...] = Field(min_length=2)
+    prompt_share: Share
+    max_response_tokens: int = Field(ge=1, lt=2**31)
+    median_growth: Growth = 0.0
+    tail_growth: Growth = 0.0
+    prompt_memory: Share = 0.9
+    prompt_tokens_median: float = Field(default=128.0, ge=0, lt=2**31)
+    prompt_tokens_sigma: float = Field(default=0.0, ge=0, le=5)
+    prompt_length_correlation: float = Field(default=0.0, ge=-1, le=1)
+    notes: tuple[str, ...] = ()
+
+    @field_validator("quantiles")
+    @classmethod
+    def _rising(cls, quantiles: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        levels, tokens = np.asarray(quantiles, float).T
+        if not ((levels > 0) & (levels < 1)).all() or not (np.diff(levels) > 0).all():
+            raise ValueError("probabilities must rise and lie between 0 and 1")
+        if not (np.isfinite(tokens) & (tokens > 0)).all() or not (np.diff(tokens) >= 0).all():
+            raise ValueError("tokens must be above 0 and not fall")
+        return quantiles
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read the JSON file that `write` makes. Raises ConfigError."""
+        value = read_json(Path(path))
+        if not isinstance(value, dict) or value.get("format") != "tltlab-lengths":
+            raise ConfigError(f"{path} is not a model of lengths: it has no format 'tltlab-lengths'")
+        return cls._checked(value, str(path))
+
+    def write(self, path: str | Path) -> Path:
+        """Write the model as JSON, in one move."""
+        write_json(Path(path), self.model_dump(mode="json"))
+        return Path(path)
+
+    def with_changes(
+        self, *, median: float | None = None, sigma: float | None = None, **fields: float | int | None
+    ) -> Self:
+        """The same model with other fields; None leaves one as it is. Raises ConfigError.
+
+        `sigma` replaces the quantiles by a log-normal's of the same median, `median` scales all of them.
+        """
+        if median is not None and not 0 < median < math.inf:
+            raise ConfigError(f"median is {median}, it must be above 0")
+        if sigma is not None and not 0 <= sigma <= 20:
+            raise ConfigError(f"sigma is {sigma}, it must be from 0 to 20")
+        new = self.model_dump() | {name: value for name, value in fields.items() if value is not None}
+        middle = self.quantile(0.5)
+        if sigma is not None:
+            new["quantiles"] = tuple((p, middle * math.exp(sigma * _NORMAL.inv_cdf(p))) for p in (0.5, 0.9))
+        if median is not None:
+            new["quantiles"] = tuple((p, tokens * median / middle) for p, tokens in new["quantiles"])
+        return self._checked(new, "lengths")
+
+    def log_tokens(self, scores: Floats, rl_step: int = 0) -> Floats:
+        """Log length, neither rounded nor cut, at standard normal scores."""
+        middle = self._straight(np.zeros(1))[0]
+        above: Floats = self._straight(scores) - middle
+        if self.tail_growth:
+            above = np.where(above > 0, above * (1 + self.tail_growth) ** rl_step, above)
+        moved: Floats = middle + rl_step * math.log1p(self.median_growth) + above
+        return moved
+
+    def quantile(self, probability: float, rl_step: int = 0) -> float:
+        """Length in tokens before the cut that a share `probability` of the responses does not exceed."""
+        log_tokens = float(self.log_tokens(np.array([_NORMAL.inv_cdf(probability)]), rl_step)[0])
+        return math.exp(log_tokens) if log_tokens < 700 else math.inf
+
+    def cap_mass(self, rl_step: int = 0) -> float:
+        """Share of the responses that are cut in an RL step."""
+        return float(_WEIGHTS @ (self.log_tokens(_SCORES, rl_step) >= math.log(self.max_response_tokens)))
+
+    def covariance(self, correlation: float, rl_step: int = 0) -> float:
+        """Covariance of the log lengths, after the cut, of two responses whose scores have this correlation.
+
+        With Hermite coefficients c_k of log length over the score it is the sum over k >= 1 of c_k^2 correlation^k.
+        """
+        powers = float(correlation) ** np.arange(1, _NUM_HERMITE + 2)
+        return float(self._hermite_squares(rl_step) @ powers)
+
+    def correlation(self, covariance: float, rl_step: int = 0) -> float:
+        """The inverse of `covariance`, from 0 to 1."""
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.covariance(middle, rl_step) < covariance else (low, middle)
+        return (low + high) / 2
+
+    def slope(self, rl_step: int = 0) -> float:
+        """Covariance of log length, after the cut, with the score."""
+        return float(_WEIGHTS @ (_SCORES * self._cut(rl_step)))
+
+    @classmethod
+    def _checked(cls, value: object, where: str) -> Self:
+        try:
+            return cls.model_validate(value)
+        except ValidationError as error:
+            raise ConfigError(f"{where}: {faults(error)}") from error
+
+    @cached_property
+    def _knots(self) -> tuple[Floats, Floats, Floats]:
+        """Scores, log tokens, and the slope of each piece."""
+        scores = np.array([_NORMAL.inv_cdf(level) for level, _ in self.quantiles])
+        logs = np.log([tokens for _, tokens in self.quantiles])
+        return scores, logs, np.diff(logs) / np.diff(scores)
+
+    def _straight(self, scores: Floats) -> Floats:
+        knots, logs, slopes = self._knots
+        piece = np.clip(np.searchsorted(knots, scores) - 1, 0, len(slopes) - 1)
+        straight: Floats = logs[piece] + slopes[piece] * (scores - knots[piece])
+        return straight
+
+    def _cut(self, rl_step: int) -> Floats:
+        return np.clip(self.log_tokens(_SCORES, rl_step), 0.0, math.log(self.max_response_tokens))
+
+    def _hermite_squares(self, rl_step: int) -> Floats:
+        """c_k^2 for normalised Hermite polynomials, k = 1, 2, ...; the last holds what is left of the variance."""
+        values = self._cut(rl_step)
+        mean = _WEIGHTS @ values
+        before, now = np.zeros_like(_SCORES), np.ones_like(_SCORES)
+        squares = []
+        for k in range(_NUM_HERMITE):
+            before, now = now, (_SCORES * now - math.sqrt(k) * before) / math.sqrt(k + 1)
+            squares.append(float(_WEIGHTS @ (values * now)) ** 2)
+        rest = float(_WEIGHTS @ (values - mean) ** 2) - sum(squares)
+        return np.array([*squares, max(0.0, rest)])
+
+
+REGIMES = {
+    "base-rl": LengthModel(
+        quantiles=(
+            (0.005, 6), (0.01, 9), (0.025, 38), (0.05, 100), (0.1, 169), (0.2, 264), (0.3, 331), (0.4, 398), (0.5, 466),
+            (0.6, 545), (0.7, 642), (0.8, 784), (0.9, 1039), (0.95, 1414), (0.975, 1794), (0.99, 2558), (0.995, 3264),
+            (0.999, 5822),
+        ),
+        prompt_share=0.05,
+        max_response_tokens=16384,
+        prompt_tokens_median=152.0,
+        prompt_tokens_sigma=0.29,
+        prompt_length_correlation=0.3,
+        notes=(
+            "fitted to 6,144 responses of DAPO with Qwen2.5-32B on mathematics, RL steps 0 to 5, cap 20,480 (rollouts "
+            "published with arXiv 2509.25279): prompt share .065 there, no drift to be seen over six RL steps",
+            "assumed: prompt memory",
+        ),
+    ),
+    "reasoning": LengthModel(
+        quantiles=(
+            (0.05, 242), (0.1, 307), (0.2, 490), (0.3, 1026), (0.4, 2039), (0.5, 3031), (0.6, 4371), (0.7, 5631),
+            (0.8, 7373), (0.9, 10814), (0.95, 12698), (0.99, 17117),
+        ),
+        prompt_share=0.9,
+        max_response_tokens=32768,
+        prompt_tokens_median=152.0,
+        prompt_tokens_sigma=0.29,
+        notes=(
+            "quantiles are geometric means over 8 open-weight reasoning models, each about 5 answers to 19 prompts, "
+            "from 1 + 1 to AIME (LRMTokenEconomy); prompt share there .84 to .97, median .94; without the 6 trivial "
+            "prompts .52 to .90, median .80",
+            "assumed: prompt memory and prompt lengths",
+        ),
+    ),
+}  # fmt: skip
+"""Models of lengths by name: a base model early in RL, where length is luck, and reasoning models, where the prompt
+decides it. Drift is 0: no public rollouts span enough RL steps to fit it."""
+
+
+def of_regime(regime: str) -> LengthModel:
+    """One of REGIMES by name. Raises ConfigError."""
+    if regime not in REGIMES:
+        raise ConfigError(f"no regime {regime!r}; there are: {', '.join(sorted(REGIMES))}")
+    return REGIMES[regime]

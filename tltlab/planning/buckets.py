@@ -1,0 +1,162 @@
+"""Buckets chosen exactly: which strategy for which batch sizes, within a memory cap for their CUDA graphs.
+
+As responses end, a worker's batch falls, and it generates w_b tokens per request at batch b (`batch_times`). Under
+strategy s they take w_b * t_s(b) / A_s seconds: t_s(b) seconds an iteration, A_s tokens a request and iteration. A plan
+gives contiguous ranges of batch sizes one strategy each; borders may lie anywhere in 1..max_batch. Its graphs take what
+`graph_pool` counts, to rounding.
+
+Without a cap each batch takes its fastest strategy, and a limit on the number of rows is a dynamic programme over
+(batch, rows, strategy). A cap couples the ranges, since strategies share runners and a runner is paid at its largest
+batch: then a label-setting search is made (`bucket_labels`). All are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tltlab.errors import ConfigError
+from tltlab.strategy import Strategy
+
+from .bucket_bounds import Floats, Problem
+from .bucket_labels import cheapest
+from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
+
+MAX_RUNNERS = 63
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketPlan:
+    """(min_batch, strategy) rows as a `BatchTable` takes them, the seconds they need and the bytes of their graphs.
+
+    `seconds` is the sum of w_b * t_s(b) / A_s; `memory_bytes` is 0 where no pool was given.
+    """
+
+    rows: tuple[tuple[int, Strategy], ...]
+    seconds: float
+    memory_bytes: float
+
+
+def plan_buckets(
+    weights: Mapping[int, float],
+    seconds_per_token: Callable[[Strategy, int], float],
+    strategies: Sequence[Strategy],
+    *,
+    pool: GraphPool | None = None,
+    cap_bytes: float | None = None,
+    sizes: Sequence[int] | None = None,
+    max_batch: int,
+    max_buckets: int | None = None,
+) -> BucketPlan:
+    """The plan for batches 1..max_batch with the fewest seconds; of equals the one with the least memory or rows.
+
+    `weights` are w_b by batch size, those above `max_batch` do not count. `seconds_per_token(s, b)` is t_s(b) / A_s,
+    asked only where w_b > 0. `sizes` are the captured batch sizes, SGLang's up to `max_batch` where none are given.
+    Raises ConfigError where no plan fits into `cap_bytes`.
+
+    >>> from tltlab.strategy import NO_SPECULATION
+    >>> speed = {("ngram", 1): 0.5, ("ngram", 2): 2.0, ("none", 1): 1.0, ("none", 2): 1.0}
+    >>> arms = [NO_SPECULATION, Strategy.chain("ngram", 4)]
+    >>> plan = plan_buckets({1: 90.0, 2: 10.0}, lambda s, b: speed[s.drafter, b], arms, max_batch=2)
+    >>> [(b, str(s)) for b, s in plan.rows]
+    [(1, 'ngram:4'), (2, 'none')]
+    """
+    strategies = _checked(weights, strategies, pool, cap_bytes, max_batch, max_buckets)
+    sizes = sglang_sizes(max_batch) if sizes is None else tuple(sizes)
+    seconds = _seconds(weights, seconds_per_token, strategies, max_batch)
+    max_rows = max_batch if max_buckets is None else min(max_buckets, max_batch)
+    rest_s, choice = _without_cap(seconds, max_rows)
+    plan = _plan(choice, seconds, strategies, pool, sizes)
+    if pool is None or cap_bytes is None or plan.memory_bytes <= cap_bytes:
+        return plan
+    fitting = cheapest(Problem.of(seconds, strategies, pool, sizes, cap_bytes), rest_s, max_rows)
+    if fitting is None:
+        least = min(pool.memory_bytes(plan_bucketed([(1, s)], max_batch, sizes)) for s in strategies)
+        raise ConfigError(
+            f"no plan of {', '.join(map(str, strategies))} fits into {cap_bytes:.4g} bytes; the smallest of them alone "
+            f"takes {least:.4g} for batches to {max_batch}: raise the cap, or lower max_batch or the captured sizes"
+        )
+    return _plan(fitting, seconds, strategies, pool, sizes)
+
+
+def _without_cap(seconds: Floats, max_rows: int) -> tuple[Floats, list[int]]:
+    """The least seconds [b, k, s] of batches 1..b below a row of s, with k rows more; the best choice for all batches.
+
+    Of equally fast choices one with the fewest rows, so that a batch of no weight goes with its neighbour.
+    """
+    num_strategies, num_batches = seconds.shape
+    rest = np.zeros((num_batches + 1, max_rows, num_strategies))
+    for b in range(1, num_batches + 1):
+        goes_on = rest[b - 1] + seconds[:, b - 1]
+        rest[b] = goes_on
+        rest[b, 1:] = np.minimum(goes_on[1:], goes_on[:-1].min(axis=1, keepdims=True))
+    totals = (rest[-2] + seconds[:, -1]).min(axis=1)
+    k = int(totals.argmin())
+    choice = [int((rest[-2, k] + seconds[:, -1]).argmin())]
+    for b in range(num_batches - 1, 0, -1):
+        goes_on = rest[b - 1] + seconds[:, b - 1]
+        s = choice[-1]
+        if k and goes_on[k - 1].min() < goes_on[k, s]:
+            k -= 1
+            s = int(goes_on[k].argmin())
+        choice.append(s)
+    return rest, choice[::-1]
+
+
+def _plan(
+    choice: Sequence[int], seconds: Floats, strategies: Sequence[Strategy], pool: GraphPool | None, sizes: Sequence[int]
+) -> BucketPlan:
+    rows = tuple((b + 1, strategies[s]) for b, s in enumerate(choice) if b == 0 or s != choice[b - 1])
+    memory = 0.0 if pool is None else pool.memory_bytes(plan_bucketed(rows, len(choice), sizes))
+    return BucketPlan(
+        rows=rows, seconds=math.fsum(seconds[s, b] for b, s in enumerate(choice)), memory_bytes=float(memory)
+    )
+
+
+def _seconds(
+    weights: Mapping[int, float],
+    seconds_per_token: Callable[[Strategy, int], float],
+    strategies: Sequence[Strategy],
+    max_batch: int,
+) -> Floats:
+    seconds = np.zeros((len(strategies), max_batch))
+    for b in range(1, max_batch + 1):
+        if not (weight := weights.get(b, 0.0)):
+            continue
+        for i, strategy in enumerate(strategies):
+            value = weight * seconds_per_token(strategy, b)
+            if not 0.0 <= value < math.inf:
+                raise ConfigError(f"seconds of {strategy} at batch {b} must be finite and not negative, got {value}")
+            seconds[i, b - 1] = value
+    return seconds
+
+
+def _checked(
+    weights: Mapping[int, float],
+    strategies: Sequence[Strategy],
+    pool: GraphPool | None,
+    cap_bytes: float | None,
+    max_batch: int,
+    max_buckets: int | None,
+) -> tuple[Strategy, ...]:
+    strategies = tuple(dict.fromkeys(strategies))
+    if not strategies:
+        raise ConfigError("no strategies to choose buckets from: give at least one")
+    if max_batch < 1:
+        raise ConfigError(f"max_batch must be at least 1, got {max_batch}")
+    if max_buckets is not None and max_buckets < 1:
+        raise ConfigError(f"max_buckets must be at least 1, got {max_buckets}")
+    if bad := [b for b, w in weights.items() if b < 1 or not 0.0 <= w < math.inf]:
+        raise ConfigError(f"weights map batch sizes from 1 to times from 0 up, got {bad[0]}: {weights[bad[0]]}")
+    if cap_bytes is not None and pool is None:
+        raise ConfigError("a memory cap needs a graph pool that says what graphs take: give pool as well")
+    if cap_bytes is not None and not cap_bytes > 0:
+        raise ConfigError(f"cap_bytes must be above 0, got {cap_bytes}")
+    if cap_bytes is not None and 2 * len(strategies) > MAX_RUNNERS:
+        raise ConfigError(
+            f"{len(strategies)} strategies under a memory cap: at most {MAX_RUNNERS // 2} can be searched"
+        )
+    return strategies

@@ -1,0 +1,285 @@
+"""Memory and padding of a pool of captured CUDA graphs: one strategy, several captured naively, or bucketed as in TLT.
+
+A runner is what SGLang calls so: one capture session for one drafter or one tokens_to_verify, with a graph per batch
+size. TLT (arXiv 2511.16665, section on the bucketed CUDAGraph pool) captures graphs only for the batches that a
+strategy is meant for, target and drafter apart, and lets strategies with the same tokens_to_verify share the target's.
+
+Bytes on one GPU of a runner whose graphs hold t_1..t_n tokens (batch times tokens per request), the largest batch m:
+
+    nodes        n * passes * bytes_per_layer          passes: layers run once; the head and sampling count as one more
+    outputs      sum(t) * 2*hidden, with `keeps_logits` also sum(t) * 4*vocab, else max(t) * 4*vocab (one fp32 buffer)
+    logits       max(t) * 2*vocab, on p > 1 GPUs also max(t) * 2*vocab/p: bf16, after and before gathering
+    page tables  attention states * m * page_tables * context * 4
+    workspace    `workspace_bytes` per capture: cuBLAS keeps one per stream
+
+Captures run from the largest size down, so smaller graphs reuse the activations of the largest; sessions on streams of
+their own reuse nothing of each other. A drafter's runner drafts in depth - 1 passes of one layer at batch * top_k
+tokens (with an fp32 softmax, 4*vocab a token more) and has a second graph per batch, one pass over what was accepted.
+Terms sum over runners, so memory is additive.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from tltlab.errors import ConfigError
+from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.policy import Policy
+from tltlab.policies.selector import Selector
+from tltlab.policies.simple import BatchTable
+from tltlab.strategy import MODEL_FREE, NO_SPECULATION, Strategy
+
+Count = Annotated[int, Field(gt=0)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetRunner:
+    """The target's graphs of one tokens_to_verify: one per batch size, ascending."""
+
+    tokens_to_verify: int
+    batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterRunner:
+    """One strategy's drafter graphs: two per batch size, drafting and taking the accepted tokens in."""
+
+    strategy: Strategy
+    batches: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturePlan:
+    """What is captured. `max_batch` is the largest batch with a graph; larger ones run without."""
+
+    target: tuple[TargetRunner, ...]
+    drafter: tuple[DrafterRunner, ...]
+    max_batch: int
+
+    @property
+    def target_graphs(self) -> list[tuple[int, int]]:
+        """(batch, tokens_to_verify) of each, duplicates included."""
+        return [(b, runner.tokens_to_verify) for runner in self.target for b in runner.batches]
+
+    @property
+    def drafter_graphs(self) -> list[tuple[Strategy, int]]:
+        """(strategy, batch) of each; each stands for two graphs."""
+        return [(runner.strategy, b) for runner in self.drafter for b in runner.batches]
+
+
+def sglang_sizes(max_batch: int) -> tuple[int, ...]:
+    """The batch sizes that SGLang 0.5 captures with speculation: each to 8, by 2 to 32, by 4 to 60, by 8 to 256.
+
+    >>> sglang_sizes(12)
+    (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+    """
+    steps = (*range(1, 9), *range(10, 33, 2), *range(40, 64, 4), *range(72, 257, 8), *range(272, max_batch + 1, 16))
+    return tuple(b for b in steps if b <= max_batch)
+
+
+def plan_single(strategy: Strategy, max_batch: int, sizes: Sequence[int]) -> CapturePlan:
+    """One strategy, captured at every size up to `max_batch`."""
+    return plan_naive([strategy], max_batch, sizes)
+
+
+def plan_naive(strategies: Sequence[Strategy], max_batch: int, sizes: Sequence[int]) -> CapturePlan:
+    """Every strategy captured at every size, nothing shared."""
+    batches = _within(sizes, 1, max_batch)
+    return CapturePlan(
+        target=tuple(TargetRunner(tokens_to_verify=s.tokens_to_verify, batches=batches) for s in strategies),
+        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if _drafts(s)),
+        max_batch=max_batch,
+    )
+
+
+def plan_bucketed(
+    rows: Sequence[tuple[int, Strategy]], max_batch: int, sizes: Sequence[int], *, bucket_drafters: bool = True
+) -> CapturePlan:
+    """Each strategy captured from its min_batch up to the next larger one; equal tokens_to_verify share the target's.
+
+    Rows with one min_batch are strategies of one bucket; batches below the first use the first. A bucket's largest
+    batch is always captured, so each of its batches has a graph. `bucket_drafters=False` captures drafters at every
+    size, as if only the target's graphs were bucketed.
+
+    >>> plan = plan_bucketed([(1, Strategy("learned", 8, 4, 48)), (3, Strategy("learned", 8, 4, 16))], 8, (1, 2, 4, 8))
+    >>> plan.target_graphs
+    [(4, 16), (8, 16), (1, 48), (2, 48)]
+    """
+    if not rows:
+        raise ConfigError("no rows to capture graphs for: give (min_batch, strategy) pairs")
+    starts = sorted({min_batch for min_batch, _ in rows})
+    if starts[0] < 1 or starts[-1] > max_batch:
+        raise ConfigError(f"min_batch must lie in 1..max_batch = {max_batch}, got {starts}")
+    ends = dict(pairwise([*starts, max_batch + 1]))
+    target: dict[int, set[int]] = {}
+    drafter: dict[Strategy, set[int]] = {}
+    for min_batch, strategy in rows:
+        batches = _within(sizes, 1 if min_batch == starts[0] else min_batch, ends[min_batch] - 1)
+        target.setdefault(strategy.tokens_to_verify, set()).update(batches)
+        if _drafts(strategy):
+            drafter.setdefault(strategy, set()).update(batches if bucket_drafters else _within(sizes, 1, max_batch))
+    return CapturePlan(
+        target=tuple(TargetRunner(tokens_to_verify=v, batches=tuple(sorted(b))) for v, b in sorted(target.items())),
+        drafter=tuple(DrafterRunner(strategy=s, batches=tuple(sorted(b))) for s, b in drafter.items()),
+        max_batch=max_batch,
+    )
+
+
+def plan_for(policy: Policy, max_batch: int, sizes: Sequence[int]) -> CapturePlan:
+    """What an engine captures to run a policy: each strategy at the batches at which the policy may choose it.
+
+    A table's rows and BEG-MAB's buckets, with all their arms, are captured as `plan_bucketed` does; what other
+    selectors may choose at every batch. Speculation is captured up to the activation's `max_requests`; decoding plainly
+    is a strategy of one token, captured beyond that, where a policy chooses it, and at every batch where the activation
+    counts the remaining requests: a policy that never speculates has the target's plain graphs alone. Iterations in
+    which a hold keeps the other side of the threshold run without a graph.
+
+    >>> tree = FixedSpec(strategy=Strategy("learned", 8, 4, 48))
+    >>> policy = Policy(selector=tree, activation=Activation(max_requests=2))
+    >>> plan_for(policy, 8, (1, 2, 4, 8)).target_graphs
+    [(4, 1), (8, 1), (1, 48), (2, 48)]
+    """
+    last, rest = max_batch, False
+    if policy.activation:
+        last, rest = min(policy.activation.max_requests, max_batch), policy.activation.count == "remaining"
+    rows = [row for row in _rows(policy.selector.build(np.random.default_rng(0))) if row[0] <= last]
+    if rest:
+        rows += [(start, NO_SPECULATION) for start in dict.fromkeys(start for start, _ in rows)]
+    if last < max_batch:
+        rows.append((last + 1, NO_SPECULATION))
+    return plan_bucketed(rows, max_batch, sizes)
+
+
+def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
+    """(least batch, strategy) of all that a selector may choose; the first bucket holds all batches below it."""
+    starts: tuple[int, ...] = (1,)
+    arms: tuple[tuple[Strategy, ...], ...] = (tuple(selector.strategies),)
+    if isinstance(selector, BatchTable):
+        starts, arms = selector.thresholds, tuple((strategy,) for strategy in selector.rows)
+    elif isinstance(selector, BegMab):
+        starts, arms = selector.thresholds, selector.arms
+    return [(start, arm) for start, own in zip((1, *starts[1:]), arms, strict=True) for arm in own]
+
+
+def padding_waste(plan: CapturePlan, batches: Iterable[int]) -> float:
+    """Share of the target's tokens that are padding when each batch runs in the next larger captured size.
+
+    One entry of `batches` is one iteration. Where strategies with different tokens_to_verify have that size, the
+    largest counts. Batches beyond `plan.max_batch` run without a graph and pad nothing.
+
+    >>> padding_waste(plan_single(Strategy("learned", 8, 4, 48), 8, (1, 2, 4, 8)), [3, 8])
+    0.08333333333333333
+    """
+    verified: dict[int, int] = {}
+    for batch, tokens in plan.target_graphs:
+        verified[batch] = max(tokens, verified.get(batch, 0))
+    captured = sorted(verified)
+    padding = total = 0
+    for batch in batches:
+        if batch < 1:
+            raise ConfigError(f"a batch has at least one request, got {batch}")
+        if batch > captured[-1]:
+            continue
+        size = captured[bisect_left(captured, batch)]
+        padding += (size - batch) * verified[size]
+        total += size * verified[size]
+    return padding / total if total else 0.0
+
+
+class GraphPool(BaseModel):
+    """Bytes that captured graphs take on one GPU; see the module for the terms.
+
+    `bytes_per_layer` is what a graph keeps for the kernels of one layer, the one parameter without a source: fit it on
+    a measured pool (`fitted`). `keeps_logits`: each target graph keeps its fp32 logits, as SGLang did until its pull
+    request 8579 of July 2025; else a runner has one buffer. `page_tables` per attention state is 7 in SGLang 0.5's
+    FlashAttention backend with top_k > 1.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_layers: Count
+    hidden_size: Count
+    vocab_size: Count
+    context_tokens: Count
+    tensor_parallel: Count = 1
+    keeps_logits: bool = False
+    page_tables: Annotated[int, Field(ge=0)] = 7
+    workspace_bytes: Annotated[int, Field(ge=0)] = 32 * 2**20
+    bytes_per_layer: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+    def fitted(self, plan: CapturePlan, measured_bytes: float) -> GraphPool:
+        """This pool with the `bytes_per_layer` that makes `plan` take `measured_bytes`.
+
+        Raises ConfigError where the other terms alone exceed them.
+        """
+        known = self.model_copy(update={"bytes_per_layer": 0.0}).memory_bytes(plan)
+        if known > measured_bytes:
+            raise ConfigError(
+                f"the pool's buffers alone take {known:.4g} bytes, more than the {measured_bytes:.4g} measured: "
+                "a model fact (context, captured sizes, keeps_logits) differs from the measured engine's"
+            )
+        passes = sum((self.num_layers + 1) * len(r.batches) for r in plan.target)
+        passes += sum(_drafter_passes(r.strategy) * len(r.batches) for r in plan.drafter)
+        return self.model_copy(update={"bytes_per_layer": (measured_bytes - known) / passes})
+
+    def memory_bytes(self, plan: CapturePlan) -> float:
+        """Bytes of all runners of a plan."""
+        return sum(map(self.target_bytes, plan.target)) + sum(map(self.drafter_bytes, plan.drafter))
+
+    def fits(self, plan: CapturePlan, cap_bytes: float) -> bool:
+        """Whether a plan takes no more than `cap_bytes`."""
+        return self.memory_bytes(plan) <= cap_bytes
+
+    def target_bytes(self, runner: TargetRunner) -> float:
+        """Bytes of one target runner."""
+        if not runner.batches:
+            return 0.0
+        largest = runner.batches[-1]
+        tokens, most = runner.tokens_to_verify * sum(runner.batches), runner.tokens_to_verify * largest
+        nodes = len(runner.batches) * (self.num_layers + 1) * self.bytes_per_layer
+        outputs = 2 * self.hidden_size * tokens + self._logits(tokens, most)
+        return nodes + outputs + most * self._head() + self._tables(largest) + self.workspace_bytes
+
+    def drafter_bytes(self, runner: DrafterRunner) -> float:
+        """Bytes of one drafter runner, both its graphs per batch."""
+        if not runner.batches:
+            return 0.0
+        strategy, largest = runner.strategy, runner.batches[-1]
+        nodes = len(runner.batches) * _drafter_passes(strategy) * self.bytes_per_layer
+        softmax = self._head() + 4 * self.vocab_size
+        drafting = largest * strategy.top_k * softmax if strategy.draft_depth > 1 else 0.0
+        taking_in = largest * softmax + self._logits(sum(runner.batches), largest)
+        tables = strategy.draft_depth * self._tables(largest)
+        return nodes + drafting + taking_in + tables + 2 * self.workspace_bytes
+
+    def _head(self) -> float:
+        gathered = 2 * self.vocab_size
+        return gathered + (2 * self.vocab_size / self.tensor_parallel if self.tensor_parallel > 1 else 0.0)
+
+    def _logits(self, tokens: int, most: int) -> float:
+        return 4.0 * self.vocab_size * (tokens if self.keeps_logits else most)
+
+    def _tables(self, batch: int) -> float:
+        return 4.0 * self.page_tables * self.context_tokens * batch
+
+
+def _drafter_passes(strategy: Strategy) -> int:
+    """Layer passes of a batch's two drafter graphs: a layer and a head each, depth - 1 times and once."""
+    return 2 * strategy.draft_depth
+
+
+def _drafts(strategy: Strategy) -> bool:
+    return strategy.speculates and strategy.drafter not in MODEL_FREE
+
+
+def _within(sizes: Sequence[int], low: int, high: int) -> tuple[int, ...]:
+    if high < 1 or any(size < 1 for size in sizes):
+        raise ConfigError(f"batch sizes to capture must be at least 1, got {list(sizes)} up to {high}")
+    return tuple(sorted({size for size in sizes if low <= size <= high} | {high}))

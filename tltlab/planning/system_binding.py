@@ -1,0 +1,248 @@
+"""A system from the literature fitted to what is known here: which drafter plays which role, with whose acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from pydantic import SerializeAsAny
+
+from tltlab.acceptance.load import (
+    Acceptance,
+    AcceptanceModel,
+    FloatArray,
+    FreshAcceptance,
+    Key,
+    RequestAcceptance,
+    SiblingAcceptance,
+    TraceAcceptance,
+    TreeAcceptance,
+    fresh,
+)
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.base import CostModel
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Bucket, Policy
+from tltlab.strategy import MODEL_FREE, Strategy
+
+from .systems import Rung, System, strategies
+
+_MOST_REQUESTS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class BoundSystem:
+    """A system that can be simulated.
+
+    `assumptions` are the system's and those of the binding; `stand_ins` the ones among them where one drafter's
+    acceptance is taken for another's.
+    """
+
+    system: System
+    policy: Policy
+    acceptance: Acceptance | None
+    spot: SpotTraining | None
+    assumptions: tuple[str, ...]
+    stand_ins: tuple[str, ...] = ()
+
+
+def bind(
+    system: System, costs: CostModel, acceptance: Acceptance | None, model_free: Acceptance | None = None
+) -> BoundSystem:
+    """Fit a system to what is known; ConfigError with the reason where it cannot run.
+
+    `acceptance` serves every drafter that it knows; those that draft from text are `model_free`'s alone where that is
+    given. A curve fitted to a learned drafter's trees says nothing of n-grams, though it names no drafter. A drafter
+    that is not known is replaced by a model-free one that is, which `stand_ins` says.
+    """
+    if not system.drafters:
+        policy = Policy(selector=system.selector(()), provenance={"system": system.name, "source": system.source})
+        return BoundSystem(system=system, policy=policy, acceptance=None, spot=None, assumptions=system.assumptions)
+    chosen, model, stand_ins = _drafters(system, acceptance, model_free)
+    notes = [*stand_ins]
+    if isinstance(model, TreeAcceptance):
+        model = FreshAcceptance(base=model)
+        notes.append(
+            "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
+            "default values of Freshness"
+        )
+    depends = isinstance(model, FreshAcceptance) and model.drafter in chosen
+    learned = [name for name in chosen if name not in MODEL_FREE]
+    if learned and "ngram" in system.drafters and len(chosen) == 1:
+        notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
+    if learned and not depends:
+        notes.append("acceptance does not depend on the drafter's age and training: a static one would fare alike")
+    buckets = []
+    for rung in system.ladder:
+        arms = [arm for name in chosen for arm in _arms(rung, name, model)]
+        buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
+    base = model.base if isinstance(model, FreshAcceptance) else model
+    asked = {shape for rung in system.ladder for name in chosen for shape in _asked(rung, name)}
+    drafted = dict.fromkeys(arm for bucket in buckets for arm in bucket.strategies if arm.speculates)
+    outside = [str(arm) for arm in drafted if isinstance(base, AcceptanceModel) and base.outside(arm)]
+    if outside:
+        notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
+    if shallower := [str(arm) for arm in drafted if arm not in asked]:
+        notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
+    if system.budget is not None and isinstance(model, TraceAcceptance):
+        raise ConfigError("its budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
+    policy = Policy(
+        selector=system.selector(buckets),
+        activation=system.activation,
+        budget=None if system.budget is None else system.budget(costs),
+        drafters={name: spec for name, spec in system.specs if name in chosen},
+        provenance={"system": system.name, "source": system.source},
+    )
+    return BoundSystem(
+        system=system,
+        policy=policy,
+        acceptance=model,
+        spot=system.idle_use if depends else None,
+        assumptions=(*system.assumptions, *notes),
+        stand_ins=tuple(stand_ins),
+    )
+
+
+def _drafters(
+    system: System, acceptance: Acceptance | None, model_free: Acceptance | None
+) -> tuple[list[str], Acceptance, list[str]]:
+    """The drafters that serve, the one model that knows them all, and what stands in for what."""
+    for model, text in ((acceptance, model_free is None), (model_free, True)):
+        if model is None:
+            continue
+        asked = system.drafters if text and model is acceptance else _of_kind(system.drafters, text)
+        chosen = [played for name in asked if (played := _played_by(name, model))]
+        if chosen:
+            alone = "learned" in system.drafters and all(name in MODEL_FREE for name in chosen)
+            return chosen, model, [_without_learned(system)] if alone else []
+    for model in (model_free, acceptance):
+        known = [] if model is None else [name for name in ("suffix", "ngram") if knows(model, name)]
+        if known and model is not None:
+            return (
+                [known[0]],
+                model,
+                [f"the acceptance of drafter {system.drafters[0]!r} is not known: {known[0]!r} takes its place"],
+            )
+    if "learned" in system.drafters:
+        raise ConfigError(
+            "no drafter's acceptance is known: give --acceptance, such as a fitted file or geometric:ALPHA"
+        )
+    raise ConfigError(
+        f"the acceptance of a model-free drafter ({system.drafters[0]}) is not known: name a model of it, such as "
+        "seer-siblings or geometric:ALPHA (compare: --model-free-acceptance, simulate: --acceptance)"
+    )
+
+
+def _of_kind(names: Sequence[str], text: bool) -> list[str]:
+    """Those that draft from text, or those that do not."""
+    return [name for name in names if (name in MODEL_FREE) == text]
+
+
+def _without_learned(system: System) -> str:
+    return f"no learned drafter's acceptance is known: {system.title} runs on its model-free drafter throughout"
+
+
+def _played_by(name: str, model: Acceptance) -> str | None:
+    """The drafter of the model that plays `name`."""
+    if name != "learned":
+        return name if knows(model, name) else None
+    if isinstance(model, FreshAcceptance) and model.drafter not in MODEL_FREE:
+        return model.drafter
+    named = [drafter for drafter in model.drafters if drafter not in MODEL_FREE]
+    return "learned" if knows(model, "learned") else next(iter(named), None)
+
+
+def knows(acceptance: Acceptance, drafter: str) -> bool:
+    """Whether an acceptance model speaks of a drafter; constant and geometric ones are said to speak of any.
+
+    >>> knows(load_acceptance("tlt-qwen2.5-32b"), "ngram"), knows(load_acceptance("geometric:0.7"), "ngram")
+    (False, True)
+    """
+    model = acceptance.base if isinstance(acceptance, FreshAcceptance) else acceptance
+    if model.drafters:
+        return drafter in model.drafters
+    if isinstance(model, TreeAcceptance):
+        return drafter not in MODEL_FREE
+    if isinstance(model, SiblingAcceptance):
+        return drafter in MODEL_FREE
+    return True
+
+
+def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
+    """The rung's strategies that the model covers, trees where it can; else the deepest chain below that it covers.
+
+    ConfigError where it covers none.
+    """
+    if drafter not in MODEL_FREE and rung.trees:
+        trees = [arm for arm in strategies(rung, drafter, trees=True) if _covers(model, arm)]
+        if trees:
+            return trees
+    chains = strategies(rung, drafter, trees=False)
+    covered = [arm for arm in chains if _covers(model, arm)]
+    if covered:
+        return covered
+    deepest = max(arm.draft_depth for arm in chains)
+    shallower = (Strategy.chain(drafter, depth) for depth in range(deepest - 1, 0, -1))
+    found = next((arm for arm in shallower if _covers(model, arm)), None)
+    if found is None:
+        raise ConfigError(f"the acceptance covers no draft of {drafter!r} at every batch size")
+    return [found]
+
+
+def _asked(rung: Rung, drafter: str) -> set[Strategy]:
+    return {*strategies(rung, drafter, trees=True), *strategies(rung, drafter, trees=False)}
+
+
+def _covers(model: Acceptance, strategy: Strategy) -> bool:
+    settled = fresh(model, {})
+    if not strategy.speculates:
+        return True
+    try:
+        if isinstance(settled, TraceAcceptance):
+            settled.check(strategy)
+        elif isinstance(settled, RequestAcceptance):
+            nobody = np.zeros(0)
+            settled.survival(strategy, nobody, nobody, nobody)
+        else:
+            for held in _by_batch(settled):
+                held.distribution(strategy)
+    except ConfigError:
+        return False
+    return True
+
+
+def _by_batch(model: AcceptanceModel) -> list[AcceptanceModel]:
+    """The models that hold at different batch sizes, each once."""
+    return list({id(held): held for held in map(model.at, range(1, _MOST_REQUESTS))}.values())
+
+
+class PerDrafter(RequestAcceptance):
+    """Learned drafters by one model, those that draft from text by another: the most that a clairvoyant bound allows.
+
+    At each batch size a model may differ; this one has the best of all of them.
+    """
+
+    learned: SerializeAsAny[AcceptanceModel | RequestAcceptance]
+    model_free: SerializeAsAny[AcceptanceModel | RequestAcceptance]
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+        model = self._of(drafter)
+        return model.levels(drafter, keys, seed) if isinstance(model, RequestAcceptance) else np.zeros(len(keys))
+
+    def survival(
+        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
+    ) -> FloatArray:
+        model = self._of(strategy.drafter)
+        if isinstance(model, RequestAcceptance):
+            return model.survival(strategy, levels, generated_tokens, num_siblings)
+        best: FloatArray = np.max([held.survival(strategy) for held in self._bands[id(model)]], axis=0)
+        return np.broadcast_to(best, (len(levels), len(best)))
+
+    def _of(self, drafter: str) -> AcceptanceModel | RequestAcceptance:
+        return self.model_free if drafter in MODEL_FREE else self.learned
+
+    @cached_property
+    def _bands(self) -> dict[int, list[AcceptanceModel]]:
+        return {id(m): _by_batch(m) for m in (self.learned, self.model_free) if isinstance(m, AcceptanceModel)}

@@ -1,0 +1,167 @@
+"""Goodput: draft what promises the most tokens per second, by a cost model and the acceptance seen so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tltlab.costs.base import CostModel
+from tltlab.errors import ConfigError
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .selector import Selector, rng_state, set_rng_state
+from .simple import checked_strategies
+
+PRIOR_DRAFTS = 16.0
+"""Drafts that the prior counts for."""
+_NEWTON_STEPS = 10
+
+
+class Goodput(Selector):
+    """The strategy with the most expected tokens per second, batch * (1 + E[accepted]) / seconds of an iteration.
+
+    The rule of TurboSpec (arXiv 2406.14066) and of Seer's T_SD (arXiv 2511.14617) with a cost model for the seconds.
+    Plain decoding is always among the strategies and wins ties, so speculation is off where it does not pay.
+
+    E[accepted] of a chain is the sum of its survival, the product of the chances to keep each drafted token once all
+    before it were kept. They are counted per drafter and depth: kept over reached, where a token that was asked for and
+    not drafted counts as not kept. Counts lose their weight over `window` iterations under whatever strategy, while
+    each depth starts with, and so falls back to, 16 drafts that kept a token with chance `prior`: a drafter that is off
+    looks as good as new after a while. With chance `epsilon` a strategy is picked at random.
+
+    >>> costs = LinearCosts(base_s=4e-3, per_request_s=0, per_token_s=1e-4, per_context_s=0, sd_base_s=1e-3,
+    ...                     sd_idle_s=0, draft_level_s=0, draft_level_per_request_s=0)
+    >>> goodput = Goodput([Strategy.chain("ngram", 4)], costs, epsilon=0.0, rng=np.random.default_rng(0))
+    >>> [str(goodput.choose(StepState(rl_step=0, batch=batch))) for batch in (1, 64)]
+    ['ngram:4', 'none']
+    """
+
+    def __init__(
+        self,
+        strategies: Sequence[Strategy],
+        costs: CostModel,
+        window: int = 300,
+        epsilon: float = 0.02,
+        prior: float = 0.6,
+        *,
+        rng: np.random.Generator,
+    ) -> None:
+        self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *checked_strategies(strategies))))
+        if trees := [str(s) for s in self.strategies if s.top_k > 1]:
+            raise ConfigError(f"goodput: acceptance is counted along chains, and {trees[0]} is a tree")
+        if window < 1:
+            raise ConfigError(f"goodput: window must be at least 1 iteration, got {window}")
+        if not 0.0 <= epsilon <= 1.0 or not 0.0 <= prior <= 1.0:
+            raise ConfigError(f"goodput: epsilon and prior are probabilities, got {epsilon} and {prior}")
+        self.window = window
+        self.epsilon = epsilon
+        self.prior = prior
+        self.rng = rng
+        loaded = any(s.speculates for s in self.strategies)
+        self._iterations = {s: costs.iteration(s, drafter_loaded=loaded) for s in self.strategies}
+        self._seconds: dict[int, list[tuple[Strategy, float, float]]] = {}
+        depths: dict[str, int] = {}
+        for strategy in self.strategies:
+            depths[strategy.drafter] = max(depths.get(strategy.drafter, 0), strategy.draft_depth)
+        # Per drafter and position: how often a draft got there, and how often its token was kept.
+        self.reached_ = {name: [0.0] * depth for name, depth in depths.items() if depth}
+        self.kept_ = {name: [0.0] * depth for name, depth in depths.items() if depth}
+        self._tokens = dict.fromkeys(self.strategies, 1.0)
+        self._estimate()
+
+    def tokens(self, strategy: Strategy) -> float:
+        """Tokens per request and iteration that `strategy` is expected to yield, the bonus token included."""
+        return self._tokens[strategy]
+
+    def choose(self, state: StepState) -> Strategy:
+        batch, context = max(state.batch, 1), state.context_tokens
+        if batch not in self._seconds:
+            costs = self._iterations.items()
+            self._seconds[batch] = [(s, c.without_context_s(batch), c.context_slope_s(batch)) for s, c in costs]
+        best, most = NO_SPECULATION, -1.0
+        for strategy, fixed_s, slope_s in self._seconds[batch]:
+            seconds = fixed_s + slope_s * context
+            rate = self._tokens[strategy] / seconds if seconds > 0 else self._tokens[strategy]
+            if rate > most:
+                best, most = strategy, rate
+        chosen = best
+        if self.epsilon and self.rng.random() < self.epsilon:
+            chosen = self.strategies[int(self.rng.random() * len(self.strategies))]
+        self.propensity_ = self.epsilon / len(self.strategies) + (1.0 - self.epsilon if chosen == best else 0.0)
+        return chosen
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        forget = 1.0 - 1.0 / self.window
+        for counts in (self.reached_, self.kept_):
+            for name, of_drafter in counts.items():
+                counts[name] = [forget * count for count in of_drafter]
+        if strategy.speculates and strategy in self._tokens and len(outcome.accepted):
+            depth = _reach(strategy)
+            accepted = np.asarray(outcome.accepted, np.float64)
+            kept = _kept(accepted, depth).sum(axis=0).tolist()
+            reached = [float(len(accepted)), *kept[:-1]]
+            for counts, new in ((self.reached_, reached), (self.kept_, kept)):
+                of_drafter = counts[strategy.drafter]
+                of_drafter[:depth] = [old + more for old, more in zip(of_drafter, new, strict=False)]
+        self._estimate()
+
+    def _estimate(self) -> None:
+        prior = PRIOR_DRAFTS * self.prior
+        yields: dict[str, list[float]] = {}
+        for name, reached in self.reached_.items():
+            survival, tokens = 1.0, 1.0
+            yields[name] = expected = []
+            for got, kept in zip(reached, self.kept_[name], strict=True):
+                survival *= (kept + prior) / (got + PRIOR_DRAFTS)
+                tokens += survival
+                expected.append(tokens)
+        for strategy in self.strategies:
+            if strategy.speculates:
+                self._tokens[strategy] = yields[strategy.drafter][_reach(strategy) - 1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "reached": {name: list(counts) for name, counts in self.reached_.items()},
+            "kept": {name: list(counts) for name, counts in self.kept_.items()},
+            "rng": rng_state(self.rng),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; ConfigError when it belongs to other drafters or depths."""
+        shapes = {name: len(counts) for name, counts in state["reached"].items()}
+        mine = {name: len(counts) for name, counts in self.reached_.items()}
+        if shapes != mine:
+            raise ConfigError(f"the saved state has the drafters and depths {shapes}, this policy has {mine}")
+        self.reached_ = {name: list(counts) for name, counts in state["reached"].items()}
+        self.kept_ = {name: list(counts) for name, counts in state["kept"].items()}
+        self._estimate()
+        set_rng_state(self.rng, state["rng"])
+
+
+def _reach(strategy: Strategy) -> int:
+    return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+
+
+def _kept(accepted: npt.NDArray[np.float64], depth: int) -> npt.NDArray[np.float64]:
+    """What was kept at each position, (requests, depth): 1s and then 0s that sum to `accepted` where it is whole.
+
+    Else it is an expected value, of the simulator's fluid mode, and the chances are those of the geometric distribution
+    with that mean: position i was kept with alpha^i.
+    """
+    position = np.arange(1, depth + 1)
+    kept = (position <= accepted[:, None]).astype(np.float64)
+    partly = accepted % 1.0 > 0.0
+    if partly.any():
+        # A budget may draft deeper for one request than the strategy verifies on average.
+        mean = np.minimum(accepted[partly, None], depth)
+        # Newton's method from above, on a sum that rises and is convex: it converges.
+        alpha = np.minimum(mean, 1.0)
+        for _ in range(_NEWTON_STEPS):
+            slope = (position * alpha ** (position - 1)).sum(axis=1, keepdims=True)
+            alpha = alpha - ((alpha**position).sum(axis=1, keepdims=True) - mean) / slope
+        kept[partly] = alpha**position
+    return kept

@@ -1,0 +1,271 @@
+"""A policy as a value and a file: what `tune` writes, and what the simulator and the real run both build from."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, ValidationError
+from pydantic import model_validator as validator
+
+from tltlab.config import faults
+from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
+from tltlab.drafters.length_budget import LengthAwareBudget
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
+from tltlab.errors import ConfigError
+from tltlab.files import read_json, write_json
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .activation import Count, ElasticActivation
+from .selector import Selector
+from .specs import (
+    BegMabSpec,
+    Bucket,
+    CustomSpec,
+    EpsilonGreedySpec,
+    ExploreSpec,
+    FixedSpec,
+    GoodputSpec,
+    NoneSpec,
+    SelectorSpec,
+    Settings,
+    Strategies,
+    TableRow,
+    TableSpec,
+    Ucb1Spec,
+)
+
+__all__ = [
+    "SHIPPED",
+    "AcceptanceBudgetSpec",
+    "Activation",
+    "BegMabSpec",
+    "Bucket",
+    "BudgetSpec",
+    "CustomSpec",
+    "EpsilonGreedySpec",
+    "ExploreSpec",
+    "FixedSpec",
+    "GoodputSpec",
+    "LengthAwareBudgetSpec",
+    "NoneSpec",
+    "Policy",
+    "TableRow",
+    "TableSpec",
+    "Ucb1Spec",
+    "UniformBudgetSpec",
+    "load_policy",
+]
+
+
+class Activation(Settings):
+    """Settings of `ElasticActivation`."""
+
+    kind: Literal["elastic"] = "elastic"
+    max_requests: int = Field(default=32, ge=0)
+    count: Count = "running"
+    hold_iterations: int = Field(default=10, ge=0)
+
+    def wrap(self, inner: Selector) -> Selector:
+        return ElasticActivation(inner, self.max_requests, self.count, self.hold_iterations)
+
+
+class UniformBudgetSpec(Settings):
+    """Every request is drafted what the strategy says."""
+
+    kind: Literal["uniform"] = "uniform"
+
+    def build(self) -> DraftBudget:
+        return UniformBudget()
+
+
+class AcceptanceBudgetSpec(Settings):
+    """Settings of `AcceptanceBudget`."""
+
+    kind: Literal["acceptance"] = "acceptance"
+    min_tokens: int = Field(default=1, ge=0)
+    max_draft_tokens: int | None = Field(default=None, ge=0)
+    prior: float = Field(default=1.0, ge=0)
+
+    def build(self) -> DraftBudget:
+        return AcceptanceBudget(self.min_tokens, self.max_draft_tokens, self.prior)
+
+
+class LengthAwareBudgetSpec(Settings):
+    """Settings of `LengthAwareBudget`."""
+
+    kind: Literal["length-aware"] = "length-aware"
+    base_s: float = 9.5e-3
+    token_s: float = 5e-5
+    reach: float = 0.9
+    efficiency: float = 0.7
+    quantiles: tuple[float, ...] = (1 / 3, 2 / 3)
+    window: int = 4096
+    replan_every: int = 64
+    count_target: bool = False
+
+    def build(self) -> DraftBudget:
+        return LengthAwareBudget(**self.model_dump(exclude={"kind"}))
+
+    @validator(mode="after")
+    def _can_be_built(self) -> LengthAwareBudgetSpec:
+        try:
+            self.build()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+
+BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec, Field(discriminator="kind")]
+
+
+class Policy(Settings):
+    """A selector, when it is active, how drafts are shared out, and where it came from.
+
+    Without a `budget` every request is drafted what the strategy says. `drafters` are those that the policy brings
+    along, by the name that its strategies use, beside the ones that every engine has (`DEFAULT_DRAFTERS`).
+    `provenance` says how the policy was found: trace, costs, seed, objective, interval, ...
+
+    >>> policy = Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4)), activation=Activation(max_requests=16))
+    >>> [str(strategy) for strategy in policy.strategies]
+    ['none', 'ngram:4']
+    """
+
+    format: Literal["tltlab-policy"] = "tltlab-policy"
+    version: Literal[1] = 1
+    selector: SelectorSpec
+    activation: Activation | None = None
+    budget: BudgetSpec | None = None
+    drafters: dict[str, DrafterSpec] = Field(default={})
+    provenance: dict[str, Any] = Field(default={})
+
+    @validator(mode="after")
+    def _drafters_can_serve(self) -> Policy:
+        known = DEFAULT_DRAFTERS | self.drafters
+        for name, spec in self.drafters.items():
+            if name in ("", NO_SPECULATION.drafter):
+                raise ValueError(f"drafters: {name!r} is no name for a drafter, no strategy could ask for it")
+            parts = (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else ()
+            if hybrids := [part for part in parts if isinstance(known.get(part), HybridSpec)]:
+                raise ValueError(f"drafters.{name}: a hybrid of {hybrids[0]!r}, which is a hybrid itself")
+        return self
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        """A fresh selector that draws from `rng`; build one per worker."""
+        selector = self.selector.build(rng)
+        return self.activation.wrap(selector) if self.activation else selector
+
+    def build_budget(self) -> DraftBudget:
+        """What shares out the drafts of an iteration."""
+        return self.budget.build() if self.budget else UniformBudget()
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        """Everything the policy may choose."""
+        return self.build(np.random.default_rng(0)).strategies
+
+    def write(self, path: str | Path) -> None:
+        """Write the policy file in one move."""
+        write_json(Path(path), self.model_dump(mode="json"))
+
+
+def load_policy(source: str | Path | Policy) -> Policy:
+    """Return the policy behind a shipped name, a policy file or "package.module:Class"; a Policy is returned as it is.
+
+    A class of the user's own is imported and must pass `tltlab.testing.check_selector`. ConfigError names everything
+    that is wrong with a file, each fault with its place, on one line.
+    """
+    if isinstance(source, Policy):
+        return source
+    if isinstance(source, str) and source in SHIPPED:
+        return SHIPPED[source]
+    path = Path(source)
+    # `os.path` takes a name that is too long for a file as none.
+    if isinstance(source, str) and not os.path.isfile(path):
+        if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", source):
+            return _checked(Policy(selector=CustomSpec(path=source)))
+        if "/" not in source and not path.suffix:
+            raise ConfigError(
+                f"no policy named {source!r}; there are {', '.join(SHIPPED)}, "
+                f"or give a policy file or package.module:Class"
+            )
+    return _checked(_parse(path, read_json(path)))
+
+
+def _checked(policy: Policy) -> Policy:
+    if isinstance(policy.selector, CustomSpec):
+        policy.selector.check()
+    return policy
+
+
+def _parse(path: Path, value: Any) -> Policy:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: a policy file holds one JSON object, got {type(value).__name__}")
+    try:
+        # Defaults are for Python; a file must say what it is.
+        return Policy.model_validate({"format": None, "version": None, **value})
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {faults(error, _place)}") from error
+
+
+def _place(loc: tuple[int | str, ...]) -> str:
+    # Inside a union pydantic's place goes on with the kind; the file has no such level.
+    kind_at = {"selector": 1, "budget": 1, "drafters": 2}.get(str(loc[0])) if loc else None
+    parts = [str(part) for i, part in enumerate(loc) if i != kind_at]
+    return ".".join(parts) or "policy"
+
+
+def _chains(*depths: int, drafter: str = "ngram") -> Strategies:
+    return tuple(Strategy.chain(drafter, depth) for depth in depths)
+
+
+_TABLE = zip((1, 5, 17, 33), (*_chains(8, 4, 2), NO_SPECULATION), strict=True)
+_BUCKETS = zip((1, 5, 17), (_chains(8, 4, 2, 0), _chains(4, 2, 1, 0), _chains(2, 1, 0)), strict=True)
+_TWO_DEPTHS = ((1, (8, 4)), (5, (4, 2)), (17, (2, 1)))
+
+
+def _between(first: str, second: str) -> Policy:
+    """BEG-MAB between two drafters, at two depths each, and none."""
+    buckets = tuple(
+        Bucket(min_batch=b, strategies=(*_chains(*depths, drafter=first), *_chains(*depths, 0, drafter=second)))
+        for b, depths in _TWO_DEPTHS
+    )
+    return Policy(selector=BegMabSpec(buckets=buckets, reward="relative"), activation=Activation())
+
+
+# The bandits learn from relative rewards: within a rollout the batch only falls, so tokens per second would favour
+# whatever arm ran early. UCB1's textbook exploration of 1 keeps trying arms that are clearly worse; 0.1 is calmer.
+SHIPPED: dict[str, Policy] = {
+    "none": Policy(selector=NoneSpec()),
+    "fixed": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 4))),
+    "table": Policy(selector=TableSpec(rows=tuple(TableRow(min_batch=b, strategy=s) for b, s in _TABLE))),
+    "epsilon-greedy": Policy(
+        selector=EpsilonGreedySpec(strategies=_chains(0, 1, 2, 4, 8), reward="relative"),
+        activation=Activation(),
+    ),
+    "ucb1": Policy(
+        selector=Ucb1Spec(strategies=_chains(0, 1, 2, 4, 8), exploration=0.1, reward="relative"),
+        activation=Activation(),
+    ),
+    "beg-mab": Policy(
+        selector=BegMabSpec(
+            buckets=tuple(Bucket(min_batch=b, strategies=s) for b, s in _BUCKETS),
+            reward="relative",
+        ),
+        activation=Activation(),
+    ),
+    "beg-mab-suffix": _between("suffix", "ngram"),
+    # For engines that have a drafter "learned", as runs with a [drafter] do.
+    "beg-mab-learned": _between("learned", "suffix"),
+    "goodput": Policy(selector=GoodputSpec(strategies=_chains(1, 2, 4, 8), costs="cpu-small")),
+    # DAS publishes neither class borders nor the budgets of its classes: terciles and the optimum stand for them.
+    "das": Policy(
+        selector=FixedSpec(strategy=Strategy.chain("suffix", 8)),
+        budget=LengthAwareBudgetSpec(),
+        drafters={"suffix": SYSTEM_DRAFTERS["das"]},
+    ),
+    "explore": Policy(selector=ExploreSpec(strategies=_chains(0, 1, 2, 4, 8), hold_iterations=10)),
+}

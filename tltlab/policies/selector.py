@@ -1,0 +1,68 @@
+"""The contract between a policy and its caller, an engine or the simulator: ask with `choose`, tell with `observe`.
+
+The loop belongs to the caller. A selector holds no clock and no global random state: randomness comes from the
+generator it is built with. Constructors only check and store their arguments; learned state ends in an underscore.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+from tltlab.state import StepOutcome, StepState
+from tltlab.strategy import Strategy
+
+
+class Selector(ABC):
+    """Chooses a strategy for each decode iteration. One method is enough for a policy of your own.
+
+    >>> class Halving(Selector):
+    ...     strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
+    ...     def choose(self, state):
+    ...         return self.strategies[state.batch <= 8]
+
+    `strategies` lists everything `choose` may return: engines size their buffers by it. `memoryless` promises that
+    `choose` depends on nothing but `batch` and `waiting` and that `observe` does nothing; the simulator then asks once
+    per change of these. `propensity_` is the probability that the last choice had, `bucket_` the bucket it fell in.
+    """
+
+    strategies: tuple[Strategy, ...] = ()
+    memoryless: bool = False
+    propensity_: float = 1.0
+    bucket_: int | None = None
+
+    @abstractmethod
+    def choose(self, state: StepState) -> Strategy:
+        """Return the strategy for the next iteration, one of `strategies`."""
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:  # noqa: B027
+        """Learn from an iteration that ran under `strategy`."""
+
+    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
+        """The reward this selector would learn from, None if it learns nothing. Recorded in decisions.parquet."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything learned, as JSON types."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Take back what `state_dict` gave."""
+
+
+def rng_state(rng: np.random.Generator) -> dict[str, Any]:
+    """The generator's position as JSON types, for `Selector.state_dict`."""
+    return {key: _plain(value) for key, value in rng.bit_generator.state.items()}
+
+
+def set_rng_state(rng: np.random.Generator, state: dict[str, Any]) -> None:
+    """Move `rng` to a position that `rng_state` gave; both must be of one kind (PCG64, ...)."""
+    rng.bit_generator.state = state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value

@@ -1,0 +1,148 @@
+"""The part of a report on a drafter that was trained in the run: updates, training periods, and what they gave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from tltlab.calibration.idle_training import recorded_updates
+from tltlab.charts import lines
+from tltlab.traces.drafts import walked_drafts
+from tltlab.traces.trace import Trace
+
+from .page import Absent, Block, Part, Picture, Section, Table
+
+_RESAMPLES = 1000
+
+
+def drafter_part(trace: Trace, elsewhere: str | None = None) -> Part:
+    """A trained drafter: its updates and age over the run, its training, and what age costs.
+
+    `elsewhere` names a run inside this one that trained a drafter where this one did not.
+    """
+    title = "The trained drafter"
+    steps, training, acceptance = trace.steps, trace.spot_training, trace.acceptance
+    blocks: list[Block] = []
+    known = steps is not None and steps["drafter_updates"].notna().any()
+    if known and steps is not None:
+        rows = steps[steps["drafter_updates"].notna()]
+        updates, age = int(rows["drafter_updates"].iloc[-1]), int(rows["drafter_age"].fillna(0).max())
+        series = {"updates so far": (rows["rl_step"], rows["drafter_updates"])}
+        figure = lines(series, xlabel="RL step", ylabel="updates", title="Updates of the drafter in service")
+        oldest = (
+            "It was never older than the RL step before its own." if age == 0 else f"Its age reached {age} RL steps."
+        )
+        caption = f"The drafter of the last RL step had had {updates} updates. {oldest}"
+        blocks.append(Picture.of(figure, alt=f"Updates so far, {updates} in the last RL step.", caption=caption))
+    if training is not None and len(training):
+        blocks += _training_blocks(training)
+    if acceptance is not None and len(acceptance) and acceptance["drafter_updates"].notna().any():
+        blocks += _acceptance_blocks(acceptance)
+    if not blocks:
+        page = f"; {elsewhere} did, and has a page of its own: tltlab report RUN/{elsewhere}" if elsewhere else ""
+        return Absent(title=title, reason=f"no drafter was trained in this run{page}")
+    return Section(title=title, blocks=tuple(blocks))
+
+
+def _training_blocks(training: pd.DataFrame) -> list[Block]:
+    updates = recorded_updates(training)
+    rows = []
+    for step, own in training.groupby("rl_step"):
+        loss = own["loss"].dropna()
+        rows.append(
+            (
+                str(step),
+                str(len(own)),
+                f"{own['train_s'].sum():.2f}",
+                f"{own['setup_s'].sum():.2f}",
+                f"{own['yield_s'].max():.3f}",
+                str(updates[int(own["rl_step"].iloc[0])]),
+                f"{int(own['tokens'].sum()):,}",
+                "–" if loss.empty else f"{loss.iloc[-1]:.3f}",
+            )
+        )
+    columns = ("RL step", "periods", "training s", "set-up s", "longest yield s", "updates", "tokens", "loss")
+    caption = "Training on idle workers: periods and their seconds over all workers; a group's update counts once."
+    return [Table(caption=caption, columns=columns, rows=tuple(rows), summary="Training, RL step by RL step")]
+
+
+def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
+    """Accept length on the same responses: of the drafter in service and of the first, and by age."""
+    table = acceptance[acceptance["drafter_updates"].notna()]
+    depth = int(table["max_depth"].min())  # one for all, or a deeper drafter would look better than a newer one
+    newest = table[table["drafter_updates"] == table.groupby("rl_step")["drafter_updates"].transform("max")]
+    oldest = table[table["drafter_updates"] == table["drafter_updates"].min()]
+    series: dict[str, tuple[Any, Any]] = {}
+    bands: dict[str, tuple[Any, Any]] = {}
+    for name, own in (("in service", newest), ("as it was at first", oldest)):
+        found = [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
+        series[name] = ([step for step, _ in found], [value[0] for _, value in found])
+        bands[name] = ([value[1] for _, value in found], [value[2] for _, value in found])
+    told = "; ".join(f"{name}: {y[0]:.2f} at first, {y[-1]:.2f} at last" for name, (_, y) in series.items())
+    figure = lines(series, bands=bands, xlabel="RL step", ylabel="tokens per draft", title="What training gave")
+    blocks: list[Block] = [
+        Picture.of(
+            figure,
+            alt=f"Tokens per draft of the drafter in service and of the first one, over RL steps. {told}.",
+            caption="What each would have had accepted on the same recorded responses, bonus token included. Bands: "
+            "95 % of resampled responses.",
+        )
+    ]
+    ages = _by_age(table, depth)
+    if len(ages) > 1:
+        age, kept, low, high = (list(column) for column in zip(*ages, strict=True))
+        figure = lines(
+            {"kept": (age, kept)},
+            bands={"kept": (low, high)},
+            xlabel="age: RL steps since the drafter's last update",
+            ylabel="% of the newest's",
+            title="What age costs",
+        )
+        told = ", ".join(f"{share:.0f} % at age {years}" for years, share in zip(age, kept, strict=True))
+        blocks.append(
+            Picture.of(
+                figure,
+                alt=f"Tokens per draft by the drafter's age, relative to the newest: {told}.",
+                caption="Tokens per draft of older drafters over the newest one's on the same responses. An older one "
+                "has seen an older policy and has had fewer updates. Bands: 95 % of resampled RL steps, where there "
+                "are at least three.",
+            )
+        )
+    return blocks
+
+
+def _by_response(rows: pd.DataFrame, depth: int) -> pd.DataFrame:
+    """Sums over the drafts of that depth that decoding along each response would make: rl_step, kept, drafts."""
+    drafts = walked_drafts(rows, depth)
+    sums = drafts.groupby(["rl_step", "prompt_id", "sample", "turn"], as_index=False)["accepted"].agg(["sum", "size"])
+    return sums.rename(columns={"sum": "kept", "size": "drafts"})
+
+
+def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """1 + kept / drafts with a 95 % interval from resampling responses."""
+    kept, drafts = rows["kept"].to_numpy(float), rows["drafts"].to_numpy(float)
+    drawn = np.random.default_rng(0).integers(len(rows), size=(_RESAMPLES, len(rows)))
+    low, high = np.quantile(1 + kept[drawn].sum(axis=1) / drafts[drawn].sum(axis=1), [0.025, 0.975])
+    return 1 + float(kept.sum() / drafts.sum()), float(low), float(high)
+
+
+def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, float]]:
+    """Age, accept length in percent of the newest drafter's on RL steps that have both, and its interval."""
+    per_age = {}
+    for _, own in table.groupby("drafter_age"):
+        sums = _by_response(own, depth).groupby("rl_step")[["kept", "drafts"]].sum()
+        per_age[int(own["drafter_age"].iloc[0])] = 1 + sums["kept"] / sums["drafts"]
+    means = pd.DataFrame(per_age)
+    newest = means.bfill(axis=1).iloc[:, 0]
+    found = []
+    for age in means.columns:
+        both = means[age].notna()
+        a, b = means.loc[both, age].to_numpy(), newest[both].to_numpy()
+        low = high = float("nan")
+        if len(a) >= 3:
+            drawn = np.random.default_rng(0).integers(len(a), size=(_RESAMPLES, len(a)))
+            low, high = (float(v) for v in np.quantile(a[drawn].sum(axis=1) / b[drawn].sum(axis=1), [0.025, 0.975]))
+        found.append((int(age), 100 * float(a.sum() / b.sum()), 100 * low, 100 * high))
+    return found

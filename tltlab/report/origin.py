@@ -1,0 +1,131 @@
+"""Parts of a report on where a run came from and what went on in it: command, versions, events, findings."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tltlab.doctor.signatures import diagnose
+from tltlab.errors import TltlabError
+from tltlab.files import read_json
+from tltlab.traces.trace import Trace
+
+from .page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
+
+_MOST_EVENTS = 60
+
+
+def read_beside(folder: Path, name: str) -> dict[str, Any]:
+    """A JSON object of a RUN; empty where there is none or it is another thing."""
+    try:
+        value = read_json(folder / name) if (folder / name).is_file() else {}
+    except TltlabError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def findings_part(run: Path) -> Part:
+    """What `tltlab doctor` finds in the run."""
+    title = "Findings"
+    try:
+        found = diagnose(run)
+    except TltlabError as error:
+        return Absent(title=title, reason=str(error))
+    checks = len(found.good) + len(found.not_checked) + len({f.code for f in found.findings})
+    blocks: list[Block] = []
+    if found.findings:
+        rows = []
+        for one in found.findings:
+            where = f" ({one.where})" if one.where else ""
+            rows.append((f"{one.severity}: {one.title}{where}", f"{one.evidence} {one.advice}".strip()))
+        blocks.append(Items(rows=tuple(rows)))
+    else:
+        blocks.append(Text(text="None of the known failure signatures was found."))
+    good = "; ".join(check.good for check in found.good)
+    blocks.append(Text(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
+    if found.not_checked:
+        blocks.append(Table(
+            caption="Checks that lacked data.", columns=("check", "why"), rows=found.not_checked,
+            text_columns=frozenset({0, 1}), summary=f"{len(found.not_checked)} checks that could not be made",
+        ))  # fmt: skip
+    return Section(title=title, blocks=tuple(blocks))
+
+
+def events_part(run: Path) -> Part:
+    """What the run noted in events.jsonl, in order."""
+    title = "Events"
+    try:
+        text = (run / "events.jsonl").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return Absent(title=title, reason="the run has no events.jsonl")
+    rows: list[tuple[str, str]] = []
+    for line in text.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # a run that was killed may leave half a line
+        if isinstance(event, dict):
+            rows.append((str(event.get("rl_step", "–")), str(event.get("event", ""))))
+    if not rows:
+        return Absent(title=title, reason="events.jsonl has no event")
+    shown, left = rows, 0
+    if len(rows) > _MOST_EVENTS:
+        half = _MOST_EVENTS // 2
+        shown, left = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
+    said = f"{len(rows)} events" + (f", {left} in the middle are left out here" if left else "")
+    table = Table(
+        caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
+        summary=said,
+    )  # fmt: skip
+    return Section(title=title, blocks=(table,))
+
+
+def origin_part(run: Path, trace: Trace, told: Mapping[str, Any]) -> Part:
+    """Model, hardware, versions, and the command to repeat the run; `told` is its run.json."""
+    manifest = trace.manifest
+    facts = [
+        ("model", manifest.model), ("hardware", manifest.hardware), ("engine", manifest.engine),
+        ("workers", manifest.num_workers), ("cap, tokens", manifest.max_response_tokens),
+        ("responses per prompt", manifest.group_size), ("seed", manifest.seed), ("trace", manifest.kind),
+        ("created", manifest.created), ("source", manifest.source), ("license", manifest.license),
+        ("notes", manifest.notes),
+    ]  # fmt: skip
+    facts += [(name, version) for name, version in versions_of(told).items()]
+    blocks: list[Block] = [Facts(rows=tuple((name, str(value)) for name, value in facts if value not in (None, "")))]
+    blocks += repeat_blocks(told.get("argv"), "The run has no run.json: the command that made it is not known.")
+    for name, value in (("The whole recipe", told.get("recipe")), ("The policy file", read_beside(run, "policy.json"))):
+        if value:
+            blocks.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
+    return Section(title="Where it comes from", blocks=tuple(blocks))
+
+
+def versions_of(told: Mapping[str, Any]) -> dict[str, str]:
+    """Versions of programs, by name."""
+    versions = told.get("versions")
+    return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
+
+
+def repeat_blocks(argv: Any, unknown: str) -> list[Block]:
+    """The command to repeat something, as a shell takes it; the sentence `unknown` where it is not known."""
+    if isinstance(argv, str) and argv:
+        return [Text(text="To repeat it:"), Code(code=argv, label="command to repeat")]
+    if isinstance(argv, Sequence) and argv:
+        return [Text(text="To repeat it:"), Code(code=command_line([str(a) for a in argv]), label="command to repeat")]
+    return [Text(text=unknown)]
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """An argument vector as a line for a shell.
+
+    >>> command_line(["/opt/venv/bin/tltlab", "train", "my recipe.toml"])
+    "tltlab train 'my recipe.toml'"
+    """
+    program = Path(argv[0])
+    if program.name == "__main__.py":
+        return shlex.join(["python", "-m", program.parent.name, *argv[1:]])
+    if program.suffix == ".py":
+        return shlex.join(["python", *argv])
+    return shlex.join([program.name, *argv[1:]])

@@ -1,0 +1,203 @@
+"""What a report page is made of, and its HTML: one file that asks for nothing outside itself."""
+
+from __future__ import annotations
+
+import base64
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from tltlab.charts import data_uri
+from tltlab.errors import InputError
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Content security policy of the page: a browser refuses whatever is not in the file itself."""
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A chart in the page. `alt` says what it shows to who cannot see it, `caption` how to read it."""
+
+    source: str
+    alt: str
+    caption: str
+    shape: Literal["wide", "square"] = "wide"
+    kind: Literal["picture"] = "picture"
+
+    @classmethod
+    def of(cls, figure: Figure, *, alt: str, caption: str, shape: Literal["wide", "square"] = "wide") -> Picture:
+        """The picture of a figure, inside the page."""
+        return cls(source=data_uri(figure), alt=alt, caption=caption, shape=shape)
+
+    @classmethod
+    def of_png(cls, path: Path, *, alt: str, caption: str) -> Picture | None:
+        """The picture in a PNG file, inside the page; None where there is none that can be read."""
+        try:
+            png = path.read_bytes()
+        except OSError:
+            return None
+        if not png.startswith(_PNG):
+            return None
+        return cls(source=f"data:image/png;base64,{base64.b64encode(png).decode()}", alt=alt, caption=caption)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of cells that are text already; all but the first column are set flush right unless `text_columns` has them.
+
+    A table with `summary` is folded under it: for figures that few read.
+    """
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: frozenset[int] = frozenset({0})
+    summary: str | None = None
+    kind: Literal["table"] = "table"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Names and values, such as versions."""
+
+    rows: tuple[tuple[str, str], ...]
+    kind: Literal["facts"] = "facts"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A paragraph; `strong` for a verdict."""
+
+    text: str
+    strong: bool = False
+    kind: Literal["text"] = "text"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Items:
+    """A list of sentences, each under a short label."""
+
+    rows: tuple[tuple[str, str], ...]
+    kind: Literal["items"] = "items"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """Commands or a configuration, to be copied; folded under `summary` where there is one."""
+
+    code: str
+    label: str
+    summary: str | None = None
+    kind: Literal["code"] = "code"
+
+
+Block = Picture | Table | Facts | Text | Items | Code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the page under its own heading."""
+
+    title: str
+    blocks: tuple[Block, ...]
+
+    @property
+    def anchor(self) -> str:
+        return "-".join("".join(c if c.isalnum() else " " for c in self.title.lower()).split())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Absent:
+    """A part that the page does not have, and why in one line."""
+
+    title: str
+    reason: str
+
+
+Part = Section | Absent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A whole report: `key_figures` (name, value) stand on top, parts below in their order."""
+
+    title: str
+    subtitle: str
+    key_figures: tuple[tuple[str, str], ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Section))
+
+    @property
+    def absent(self) -> tuple[Absent, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Absent))
+
+
+def render(page: Page) -> str:
+    """The page as HTML. Every text is escaped; same page, same characters."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # jinja2 would write quotes of the constant policy as entities, which is right but hard to read.
+    return environment.get_template("report.html").render(page=page, policy=Markup(POLICY))
+
+
+def write_page(page: Page, path: Path) -> None:
+    """Write the page in one move, parents made. Raises InputError where the disk refuses."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+            new = Path(folder) / path.name
+            new.write_text(render(page), encoding="utf-8")
+            os.replace(new, path)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def number(value: Any, form: str = ".3g", suffix: str = "") -> str:
+    """A figure as text, "–" where it is unknown.
+
+    >>> number(0.12345, ".1%"), number(None), number(float("nan")), number(2.5, ".1f", " s")
+    ('12.3%', '–', '–', '2.5 s')
+    """
+    if value is None or value != value:
+        return "–"
+    return format(value, form) + suffix
+
+
+def records(
+    rows: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, tuple[str, str]],
+    *,
+    caption: str,
+    text: Sequence[str] = (),
+    summary: str | None = None,
+) -> Table:
+    """A table of dicts. `columns` maps a key to its heading and number format ("" for text); keys that no row knows
+    are left out, `text` names text columns beside the first."""
+    kept = [key for key in columns if any(row.get(key) is not None for row in rows)]
+    left = frozenset({0, *(i for i, key in enumerate(kept) if key in text)})
+    cells = tuple(tuple(_cell(row.get(key), columns[key][1]) for key in kept) for row in rows)
+    return Table(
+        caption=caption, columns=tuple(columns[k][0] for k in kept), rows=cells, text_columns=left, summary=summary
+    )
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None or value != value:
+        return "–"
+    return format(value, form) if form and not isinstance(value, str) else str(value)

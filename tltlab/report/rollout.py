@@ -1,0 +1,203 @@
+"""Parts of a report on the rollouts themselves: their timeline, their lengths, and a row per RL step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tltlab.charts import lines, shares
+from tltlab.errors import TltlabError
+from tltlab.traces import metrics
+from tltlab.traces.lanes import median_step
+from tltlab.traces.trace import Trace
+
+from .page import Absent, Block, Part, Picture, Section, number, records
+from .timeline import timeline
+
+PERCENTILES = (10, 50, 90, 95, 99, 100)
+_MOST_POINTS = 200
+_STAGES = {
+    "rollout_s": "rollout",
+    "inference_s": "inference",
+    "reward_s": "reward",
+    "train_s": "train",
+    "sync_s": "sync",
+}
+
+
+def timeline_part(trace: Trace) -> Part:
+    """The RL step of median rollout time, lane by lane."""
+    title = "Timeline"
+    try:
+        step = median_step(trace)
+        figure = timeline(trace, rl_step=step)
+    except TltlabError as error:
+        return Absent(title=title, reason=str(error))
+    one = trace.select([step])
+    bubble, tail = metrics.bubble_fraction(one), metrics.tail_fraction(one)
+    alt = (
+        f"One lane per worker over RL step {step}, and the number of running requests below: "
+        f"{number(metrics.rollout_s(one)[step], '.3g', ' s')} of rollout, {number(bubble, '.0%')} of worker time idle."
+    )
+    caption = (
+        f"RL step {step}, of median rollout time. The bubble, idle worker time, is {number(bubble, '.0%')}; for "
+        f"{number(tail, '.0%')} of the rollout fewer than 1/8 of the responses were running."
+    )
+    return Section(title=title, blocks=(Picture.of(figure, alt=alt, caption=caption),))
+
+
+def lengths_part(trace: Trace) -> Part:
+    """How long responses were: the tail of the distribution, early and late, and percentiles per RL step."""
+    rows = metrics.per_step(trace)
+    num = sum(row["num_responses"] for row in rows)
+    if not num:
+        return Absent(title="Response lengths", reason="the trace has no responses")
+    percentiles = dict(zip(PERCENTILES, metrics.length_percentiles(trace, PERCENTILES), strict=True))
+    cut = sum(row["num_cut"] for row in rows) / num
+    steps = trace.rl_steps
+    third = max(1, len(steps) // 3)
+    groups = {"all RL steps": steps}
+    if len(steps) >= 6:
+        groups = {f"RL steps {p[0]} to {p[-1]}": p for p in (steps[:third], steps[-third:])}
+    drawn = {name: _longer_than(trace.select(part)) for name, part in groups.items()}
+    said = ", ".join(f"p{p} {number(v, ',.0f')}" if p < 100 else f"longest {number(v, ',.0f')}" for p, v in
+                     percentiles.items())  # fmt: skip
+    blocks: list[Block] = [
+        Picture.of(
+            lines(drawn, xlabel="tokens", ylabel="% still running", title="Responses longer than ..."),
+            alt=f"Share of responses longer than a number of tokens: {said}.",
+            caption=f"{num:,} responses. Tokens: {said}. Cut at the cap: {cut:.1%}. The longest tenth of the "
+            f"responses has {number(_tokens_of_longest_tenth(trace), '.0%')} of all tokens.",
+        )
+    ]
+    if len(steps) > 1:
+        over = {
+            name: (steps, [row[key] for row in rows])
+            for name, key in (("longest", "max_tokens"), ("95th percentile", "p95_tokens"), ("median", "p50_tokens"))
+        }
+        blocks.append(
+            Picture.of(
+                lines(over, xlabel="RL step", ylabel="tokens", title="Lengths over the run"),
+                alt="Median, 95th percentile and longest response of each RL step.",
+                caption="How lengths changed while the model was trained."
+                if trace.manifest.kind != "simulated"
+                else "Lengths of each RL step.",
+            )
+        )
+    return Section(title="Response lengths", blocks=tuple(blocks))
+
+
+def _tokens_of_longest_tenth(trace: Trace) -> float | None:
+    """Share of response tokens in the longest tenth of the responses, at least one response."""
+    lengths = np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
+    longest = lengths[-max(1, round(len(lengths) / 10)) :]
+    return float(longest.sum() / lengths.sum()) if lengths.sum() else None
+
+
+def _longer_than(trace: Trace) -> tuple[Any, Any]:
+    """Percent of responses longer than x, at so few x that they can be drawn."""
+    lengths = np.sort(np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()]))
+    at = np.unique(np.concatenate([[0], np.quantile(lengths, np.linspace(0, 1, _MOST_POINTS), method="nearest")]))
+    return at, 100 * (1 - np.searchsorted(lengths, at, side="right") / len(lengths))
+
+
+def steps_part(trace: Trace) -> Part:
+    """A row per RL step, and where its time went."""
+    rows = steps_rows(trace)
+    if all(row["rollout_s"] is None for row in rows):
+        return Absent(
+            title="RL steps", reason="the trace has no times: simulate it first (tltlab simulate TRACE --out)"
+        )
+    blocks: list[Block] = []
+    if len(rows) > 1:
+        blocks += _step_pictures(trace, rows)
+    columns = {
+        "rl_step": ("RL step", "d"), "policy": ("policy", ""), "reward": ("reward", ".3f"),
+        "num_responses": ("responses", ",d"), "num_tokens": ("tokens", ",d"), "rollout_s": ("rollout s", ".2f"),
+        "tokens_per_s": ("tokens/s", ",.0f"), "mean_accept_length": ("accept length", ".2f"),
+        "bubble_fraction": ("bubble", ".1%"), "tail_fraction": ("tail", ".1%"),
+    }  # fmt: skip
+    caption = (
+        "Each rollout. Accept length: tokens per request and speculative iteration, the bonus token included. Bubble: "
+        "idle share of worker time. Tail: share of the time in which fewer than 1/8 of the responses ran."
+    )
+    blocks.append(records(rows, columns, caption=caption, text=("policy",)))
+    stages = {
+        "rl_step": ("RL step", "d"), "rollout_s": ("rollout s", ".2f"), "inference_s": ("inference s", ".2f"),
+        "reward_s": ("reward s", ".3f"), "train_s": ("train s", ".2f"), "sync_s": ("sync s", ".3f"),
+        "drift_kl": ("policy moved, nats/token", ".2g"),
+    }  # fmt: skip
+    if any(row[key] is not None for row in rows for key in [*list(_STAGES)[1:], "drift_kl"]):
+        caption = "Seconds of each stage, and how far the step's update moved the policy (KL)."
+        blocks.append(records(rows, stages, caption=caption, summary="Every stage, RL step by RL step"))
+    return Section(title="RL steps", blocks=tuple(blocks))
+
+
+def steps_rows(trace: Trace) -> list[dict[str, Any]]:
+    """What is known of each RL step: metrics and the trace's own `steps`; None where unknown."""
+    told: dict[int, dict[str, Any]] = {}
+    if trace.steps is not None:
+        known = trace.steps.astype(object).where(trace.steps.notna(), None)
+        told = {int(row["rl_step"]): {str(k): v for k, v in row.items()} for row in known.to_dict("records")}
+    rows = []
+    for row in metrics.per_step(trace):
+        own = told.get(row["rl_step"], {})
+        measured = row["rollout_s"]
+        rows.append(
+            row
+            | {key: own.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl")}
+            | {"reward": own.get("reward_mean"), "tokens_per_s": row["num_tokens"] / measured if measured else None}
+        )
+    return rows
+
+
+def _step_pictures(trace: Trace, rows: list[dict[str, Any]]) -> list[Block]:
+    steps = [row["rl_step"] for row in rows]
+    blocks: list[Block] = []
+    if all(row["reward"] is not None for row in rows):
+        reward = [row["reward"] for row in rows]
+        blocks.append(
+            Picture.of(
+                lines({"reward": (steps, reward)}, xlabel="RL step", ylabel="mean reward", title="Reward"),
+                alt=f"Mean reward of each RL step, from {reward[0]:.3f} to {reward[-1]:.3f}.",
+                caption="Mean reward of the responses of each RL step.",
+            )
+        )
+    policies = list(dict.fromkeys(row["policy"] or "rollout" for row in rows))
+    by_policy = {
+        name: tuple(
+            np.array([(row["rl_step"], row["rollout_s"]) for row in rows if (row["policy"] or "rollout") == name]).T
+        )
+        for name in policies
+    }
+    blocks.append(
+        Picture.of(
+            lines(
+                {k: (v[0], v[1]) for k, v in by_policy.items()},
+                xlabel="RL step",
+                ylabel="seconds",
+                title="Rollout time" + (" by policy" if len(policies) > 1 else ""),
+            ),
+            alt="Seconds of rollout in each RL step.",
+            caption="Seconds of rollout. Rows of different RL steps had different responses: compare policies on the "
+            "same ones (tltlab compare) before you trust a difference.",
+        )
+    )
+    parts = {name: np.array([row[key] or 0.0 for row in rows], float) for key, name in _STAGES.items()}
+    whole = np.sum(list(parts.values()), axis=0)
+    if (whole > parts["rollout"]).any() and (whole > 0).all():
+        share = float((parts["rollout"] / whole).mean())
+        blocks.append(
+            Picture.of(
+                shares(
+                    steps,
+                    {n: p / whole for n, p in parts.items() if p.any()},
+                    xlabel="RL step",
+                    title="Where an RL step's time goes",
+                ),
+                alt=f"Shares of rollout, inference, reward, training and sync; rollout is {share:.0%} on average.",
+                caption=f"Rollout takes {share:.0%} of an RL step on average: no faster rollout saves more than that.",
+            )
+        )
+    return blocks

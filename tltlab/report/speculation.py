@@ -1,0 +1,204 @@
+"""Parts of a report on speculation: accept length by batch, what policies chose, and what became of the drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from tltlab.charts import lines, shares
+from tltlab.traces.trace import Trace
+
+from .page import Absent, Block, Part, Picture, Section, Table, Text, number
+
+_MOST_ARMS = 8
+_COLUMNS = 24
+_RESAMPLES = 1000
+_FEWEST_DRAFTS = 20
+"""Accept lengths of fewer drafts are not drawn."""
+
+
+def strategy_names(table: pd.DataFrame) -> pd.Series[str]:
+    """Each row's strategy in short: "none", "ngram:4", or drafter (depth, top-k, tokens to verify) of a tree."""
+    depth, chain = table["draft_depth"].astype(str), table["tokens_to_verify"] == table["draft_depth"] + 1
+    drafter = table["drafter"].fillna("drafter").astype(str)
+    tree = (
+        drafter + " (" + depth + ", " + table["top_k"].astype(str) + ", " + table["tokens_to_verify"].astype(str) + ")"
+    )
+    named = (drafter + ":" + depth).where(chain & (table["top_k"] <= 1), tree)
+    return named.where(table["draft_depth"] > 0, "none")
+
+
+def batch_bins(batch: pd.Series[int]) -> pd.Series[int]:
+    """Running requests in bins of doubling width, each by its first: 1, 2, 4 (to 7), 8 (to 15), ..."""
+    return pd.Series(2 ** np.floor(np.log2(batch.clip(lower=1).to_numpy())), index=batch.index).astype(int)
+
+
+def acceptance_part(trace: Trace) -> Part:
+    """Accept length over running requests, per drafter, with intervals, and by strategy."""
+    title = "Accept length by batch"
+    table = trace.iterations
+    if table is None:
+        return Absent(title=title, reason="the trace has no iterations.parquet, so what each draft gave is not known")
+    table = table[table["num_drafted"] > 0]
+    if table.empty:
+        return Absent(title=title, reason="no iteration verified a draft")
+    lists = table["accepted_per_request"]
+    drafts = lists.map(lambda v: len(v) if v is not None and np.ndim(v) else np.nan).fillna(table["batch"])
+    table = table.assign(
+        drafts=drafts.to_numpy(float),
+        drafter=table["drafter"].fillna("drafter"),
+        strategy=strategy_names(table),
+        bin=batch_bins(table["batch"]),
+    )
+    series: dict[str, tuple[Any, Any]] = {}
+    bands: dict[str, tuple[Any, Any]] = {}
+    for name, own in table.groupby("drafter", sort=True):
+        found = [
+            (at, _accept_length(rows)) for at, rows in own.groupby("bin") if rows["drafts"].sum() >= _FEWEST_DRAFTS
+        ]
+        if found:
+            x = [at for at, _ in found]
+            series[str(name)] = (x, [value[0] for _, value in found])
+            bands[str(name)] = ([value[1] for _, value in found], [value[2] for _, value in found])
+    blocks: list[Block] = []
+    if series:
+        told = "; ".join(
+            f"{name}: " + ", ".join(f"{number(v, '.2f')} from {at}" for at, v in zip(*xy, strict=True))
+            for name, xy in series.items()
+        )
+        blocks.append(
+            Picture.of(
+                lines(
+                    series,
+                    bands=bands,
+                    doubling=True,
+                    xlabel="running requests on the worker (bins of doubling width)",
+                    ylabel="tokens per draft",
+                    title="Accept length",
+                ),
+                alt=f"Accept length over running requests. {told}.",
+                caption="Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled "
+                "RL steps, where there are at least three. Small batches are the end of a rollout, whose requests are "
+                "other ones than those in the large batches.",
+            )
+        )
+    blocks.append(_by_strategy(table))
+    return Section(title=title, blocks=tuple(blocks))
+
+
+def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
+    """1 + accepted / drafts with a 95 % interval from resampling RL steps; NaN ends below three RL steps."""
+    sums = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float)
+    estimate = 1 + float(sums[:, 0].sum() / sums[:, 1].sum())
+    if len(sums) < 3:
+        return estimate, float("nan"), float("nan")
+    drawn = np.random.default_rng(0).integers(len(sums), size=(_RESAMPLES, len(sums)))
+    ratio = 1 + sums[drawn, 0].sum(axis=1) / sums[drawn, 1].sum(axis=1)
+    low, high = np.quantile(ratio, [0.025, 0.975])
+    return estimate, float(low), float(high)
+
+
+def _by_strategy(table: pd.DataFrame) -> Table:
+    rows = []
+    for name, own in table.groupby("strategy", sort=True):
+        value, low, high = _accept_length(own)
+        kept = own["num_accepted"].sum() / own["num_drafted"].sum()
+        interval = "–" if np.isnan(low) else f"{low:.2f} to {high:.2f}"
+        rows.append(
+            (str(name), f"{len(own):,}", f"{int(own['drafts'].sum()):,}", f"{value:.2f}", interval, f"{kept:.1%}")
+        )
+    return Table(
+        caption="By strategy, over all batches. Each was chosen for other batches and RL steps: this is "
+        "no comparison of strategies.",
+        columns=("drafter:depth", "iterations", "drafts", "accept length", "95 % interval", "draft tokens kept"),
+        rows=tuple(rows),
+    )
+
+
+def arms_part(trace: Trace) -> Part:
+    """Which strategies were chosen, over the run and over running requests."""
+    title = "What the policy chose"
+    table = trace.decisions
+    if table is None or table.empty:
+        return Absent(title=title, reason="the trace has no decisions.parquet")
+    table = table.assign(arm=strategy_names(table))
+    counts = table["arm"].value_counts(sort=False).sort_index().sort_values(ascending=False, kind="stable")
+    kept = sorted(counts.index[: _MOST_ARMS if len(counts) <= _MOST_ARMS else _MOST_ARMS - 1], key=_arm_order)
+    table["arm"] = table["arm"].where(table["arm"].isin(kept), "other")
+    arms = [*kept, *(["other"] if (table["arm"] == "other").any() else [])]
+    if len(arms) == 1:
+        only = f"Every one of {len(table):,} decisions was {arms[0]}: there was nothing to choose from."
+        return Section(title=title, blocks=(Text(text=only),))
+    alt = ", ".join(f"{name} {num / len(table):.0%}" for name, num in counts.items())
+    over = _choices_over_time(table, arms, whole_run=len(trace.rl_steps) > 1)
+    caption = f"{len(table):,} decisions, one per engine iteration that had something to decide."
+    blocks: list[Block] = [Picture.of(over, alt=f"Share of decisions for each strategy: {alt}.", caption=caption)]
+    blocks += _choices_by_batch(trace, table, arms)
+    blocks.append(_arm_table(table, arms))
+    return Section(title=title, blocks=tuple(blocks))
+
+
+def _choices_over_time(table: pd.DataFrame, arms: list[str], *, whole_run: bool) -> Figure:
+    if whole_run:
+        return _choices(table["arm"], table["rl_step"], arms, "RL step", "Choices over the run")
+    width = max(1, -(-int(table["iteration"].max() + 1) // _COLUMNS))
+    across = table["iteration"] // width * width
+    return _choices(table["arm"], across, arms, "iteration of each worker", "Choices over the rollout")
+
+
+def _choices_by_batch(trace: Trace, table: pd.DataFrame, arms: list[str]) -> list[Block]:
+    """The same over running requests, for the policy of the last RL step: others chose for other reasons."""
+    if trace.iterations is None:
+        return []
+    whose = ""
+    if trace.steps is not None and trace.steps["policy"].nunique() > 1:
+        last = trace.steps["policy"].iloc[-1]
+        whose = f" under {last}"
+        table = table[table["rl_step"].isin(trace.steps.loc[trace.steps["policy"] == last, "rl_step"])]
+    keys = ["rl_step", "worker", "iteration"]
+    met = table.merge(trace.iterations[[*keys, "batch"]], on=keys, how="inner")
+    if met.empty:
+        return []
+    at = pd.Series(np.log2(batch_bins(met["batch"]).to_numpy()).astype(int), index=met.index)
+    names = {int(k): _range(int(2**k)) for k in sorted(at.unique())}
+    figure = _choices(met["arm"], at, arms, "running requests on the worker", f"Choices by batch{whose}", names)
+    alt = f"Share of decisions for each strategy, by the number of running requests{whose}."
+    caption = f"What was chosen at which batch{whose}. A policy that adapts drafts deeper where the batch is small."
+    return [Picture.of(figure, alt=alt, caption=caption)]
+
+
+def _choices(
+    arm: pd.Series[str], across: pd.Series[Any], arms: list[str], xlabel: str, title: str,
+    names: dict[int, str] | None = None,
+) -> Figure:  # fmt: skip
+    share = pd.crosstab(across.to_numpy(), arm.to_numpy(), normalize="index").reindex(columns=arms, fill_value=0.0)
+    return shares(share.index.to_numpy(), {a: share[a].to_numpy() for a in arms}, xlabel=xlabel, title=title,
+                  names=None if names is None else [names[int(k)] for k in share.index])  # fmt: skip
+
+
+def _range(first: int) -> str:
+    return str(first) if first == 1 else f"{first}–{2 * first - 1}"
+
+
+def _arm_order(name: str) -> tuple[bool, str, int, str]:
+    drafter, _, depth = name.partition(":")
+    return (name != "none", drafter, int(depth) if depth.isdigit() else 0, name)
+
+
+def _arm_table(table: pd.DataFrame, arms: list[str]) -> Table:
+    rows = []
+    for arm in arms:
+        own = table[table["arm"] == arm]
+        chance, reward = own["propensity"].dropna(), own["reward"].dropna()
+        told = "–" if chance.empty else f"{chance.median():.2f} ({chance.min():.2f} to {chance.max():.2f})"
+        rows.append((arm, f"{len(own):,}", f"{len(own) / len(table):.1%}", told,
+                     "–" if reward.empty else f"{reward.median():.4g}"))  # fmt: skip
+    return Table(
+        caption="Arms. Probability: the one with which the policy chose the arm when it did, median and range. Reward: "
+        "median of what the policy was told, in its own unit.",
+        columns=("drafter:depth", "chosen", "share", "probability", "reward"),
+        rows=tuple(rows),
+    )

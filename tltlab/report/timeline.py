@@ -1,0 +1,224 @@
+"""The timeline picture: what every worker did during an RL step, and how many requests were still running."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from tltlab.charts import FORMATS, save_figure
+from tltlab.errors import ConfigError, TraceError
+from tltlab.traces import metrics
+from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
+from tltlab.traces.trace import Trace
+
+# Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
+LOOKS: dict[str, tuple[str, str, str]] = {
+    "decode": ("decode", "#98cdf0", ""),
+    "speculative_decode": ("speculative decode", "#1f5f99", ""),
+    "prefill": ("prefill", "#d08a2a", "////"),
+    "switch": ("switch", "#111111", ""),
+    "idle": ("idle (bubble)", "#efefef", ""),
+    "spot_train": ("spot training", "#8f5fa8", "\\\\\\\\"),
+    "inference": ("inference", "#b5ac45", "...."),
+    "reward": ("reward", "#3f8f6d", "xxxx"),
+    "train": ("train", "#55261d", ""),
+    "weight_sync": ("weight sync", "#f2c3ae", "----"),
+    "checkpoint": ("checkpoint", "#575757", "||||"),
+}
+_OTHER = ("other", "#c9c9c9", "++++")
+_MARK_SHARE = 0.002  # a switch takes milliseconds; it is drawn at least this wide, in shares of the picture
+_FEW_LANES = 18  # up to here every lane has its name and its bubble share in figures
+
+Offsets = Mapping[int, float]
+
+
+def timeline(
+    trace: Any,
+    *,
+    rl_step: int | Literal["all"] | None = None,
+    out: str | Path | None = None,
+    title: str | tuple[str, str] | None = None,
+    compare: Any = None,
+    rollout_only: bool = False,
+) -> Figure:
+    """Draw one lane per worker with its bubble share, the trainer below, and the running requests over time.
+
+    `trace` is a trace or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one with the
+    median rollout time; "all" lays the RL steps one after the other. `compare`, a second trace, is drawn below on the
+    same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
+    `rollout_only` leaves out what comes after the rollouts. Spot training fills a bubble and does not make it smaller.
+    `out` names a .png or .svg file. Raises TraceError where there are no times to draw.
+
+    >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
+    """
+    first: Trace = getattr(trace, "trace", trace)
+    others: list[Trace] = [] if compare is None else [getattr(compare, "trace", compare)]
+    if out is not None and Path(out).suffix not in FORMATS:
+        raise ConfigError(f"{out}: a timeline is written as {' or '.join(FORMATS)} (or as .json for Perfetto)")
+    chosen = median_step(first, *others) if rl_step is None else rl_step
+    offsets: Offsets = {} if chosen == "all" else {chosen: 0.0}
+    if chosen == "all":
+        alone = not others and not rollout_only
+        offsets = step_offsets(first) if alone else aligned_offsets(first, *others, rollout_only=rollout_only)
+    names = title if isinstance(title, tuple) else (title, None)
+    drawn = [(one, lanes(one, chosen, offsets=offsets, rollout_only=rollout_only)) for one in (first, *others)]
+    heights: list[float] = []
+    for _, segments in drawn:
+        heights += [_lanes_inches(segments["lane"].nunique()), 1.0]
+    figure = Figure(figsize=(10.0, sum(heights) + 0.5 * len(drawn) + 0.75), layout="constrained")
+    grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    end_s = max(float(segments["end_s"].max()) for _, segments in drawn)
+    for number, (one, segments) in enumerate(drawn):
+        above, below = grid[2 * number, 0], grid[2 * number + 1, 0]
+        _draw_lanes(above, segments, end_s)
+        _draw_bubbles(above, one if chosen == "all" else one.select([chosen]), segments)
+        _draw_running(below, one, offsets, end_s)
+        above.set_title(_title(one, chosen, names[number]), loc="left", fontsize=10)
+    most = max(axes.get_ylim()[1] for axes in grid[1::2, 0])
+    for axes in grid[1::2, 0]:
+        axes.set_ylim(0, most)
+    grid[-1, 0].set_xlim(0.0, end_s)
+    grid[-1, 0].set_xlabel(_time_label(chosen, aligned=bool(others), rollout_only=rollout_only), fontsize=9)
+    _legend(figure, pd.concat([segments["kind"] for _, segments in drawn]))
+    if out is not None:
+        save_figure(figure, Path(out))
+    return figure
+
+
+def _time_label(rl_step: int | Literal["all"], *, aligned: bool, rollout_only: bool) -> str:
+    if rl_step != "all":
+        return "seconds since the start of the RL step"
+    if rollout_only:
+        return "seconds of rollout" + (", each RL step starting at the same place in both" if aligned else "")
+    return (
+        "seconds, each RL step starting at the same place in both" if aligned else "seconds since the start of the run"
+    )
+
+
+def _lanes_inches(num_lanes: int) -> float:
+    return max(0.5, num_lanes * float(np.clip(3.2 / num_lanes, 0.09, 0.32)))
+
+
+def _draw_lanes(axes: Axes, segments: pd.DataFrame, end_s: float) -> None:
+    names = list(segments["lane"].unique())
+    row = segments["lane"].map({name: i for i, name in enumerate(names)}).to_numpy()
+    # Idle first: what fills a bubble lies on top of it.
+    for kind in sorted(segments["kind"].unique(), key=lambda k: k != "idle"):
+        of_kind = (segments["kind"] == kind).to_numpy()
+        start, end = segments["start_s"].to_numpy()[of_kind], segments["end_s"].to_numpy()[of_kind]
+        if kind == "switch":
+            end = np.maximum(end, start + _MARK_SHARE * end_s)
+        low, high = row[of_kind] - 0.42, row[of_kind] + 0.42
+        corners = np.stack([start, low, start, high, end, high, end, low], axis=-1).reshape(-1, 4, 2)
+        _, color, hatch = LOOKS.get(kind, _OTHER)
+        axes.add_collection(
+            PolyCollection(
+                list(corners), facecolor=color, edgecolor=(1, 1, 1, 0.75), linewidth=0, hatch=hatch or None,
+                antialiased=False,
+            )
+        )  # fmt: skip
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    every = 1 if len(names) <= _FEW_LANES else int(np.ceil(len(names) / 16 / 4) * 4)
+    shown = [i for i, name in enumerate(names) if not name.startswith("worker ") or i % every == 0]
+    axes.set_yticks(shown, [names[i] for i in shown], fontsize=8)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelbottom=False, length=2)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def _draw_bubbles(axes: Axes, trace: Trace, segments: pd.DataFrame) -> None:
+    """A strip at the right end: the share of the rollout in which each worker was idle."""
+    shares = metrics.worker_bubbles(trace)
+    at = [(row, shares[name]) for row, name in enumerate(segments["lane"].unique()) if name in shares]
+    if not at:
+        return
+    strip = axes.inset_axes((1.008, 0.0, 0.05, 1.0), sharey=axes)
+    rows, widths = zip(*at, strict=True)
+    strip.barh(rows, np.ones(len(rows)), height=0.84, color="#efefef", linewidth=0)
+    strip.barh(rows, widths, height=0.84, color="#9a9a9a", linewidth=0)
+    if segments["lane"].nunique() <= _FEW_LANES:
+        for row, width in at:
+            strip.text(0.5, row, f"{100 * width:.0f} %", ha="center", va="center", fontsize=7)
+    strip.set_xlim(0.0, 1.0)
+    strip.set_xticks([])
+    strip.tick_params(axis="y", left=False, labelleft=False)
+    strip.set_title("bubble", fontsize=7.5, pad=3)
+    strip.spines[:].set_visible(False)
+
+
+def _draw_running(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        shift = offsets[step]
+        try:
+            times, counts = metrics.running_requests(trace, step)
+        except TraceError:
+            continue  # iterations without request times: there are lanes, but no curve
+        axes.fill_between(times + shift, counts, step="post", color="#7fb8de", alpha=0.35, linewidth=0)
+        axes.step(times + shift, counts, where="post", color="#1f5f99", linewidth=1.2)
+        if (tail := metrics.tail_window(trace, step)) is not None and tail[1] > tail[0]:
+            axes.axvspan(tail[0] + shift, tail[1] + shift, color="#d9704f", alpha=0.14, linewidth=0, zorder=0)
+            if len(offsets) == 1:
+                at = (tail[0] + tail[1]) / 2
+                text = "tail: fewer than 1/8 running" if tail[1] - tail[0] > 0.2 * end_s else "tail"
+                axes.text(at, 0.88, text, transform=axes.get_xaxis_transform(),
+                          ha="center", va="top", fontsize=7.5, color="#a0452a")  # fmt: skip
+    _name_steps(axes, trace, offsets, end_s)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("running\nrequests", fontsize=8)
+    axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.tick_params(labelsize=8)
+    axes.grid(axis="both", color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _name_steps(axes: Axes, trace: Trace, offsets: Offsets, end_s: float) -> None:
+    """Where several RL steps lie side by side: a mark where each starts, and its number where there is room."""
+    if len(offsets) < 2:
+        return
+    free_s = 0.0
+    for step in [step for step in trace.rl_steps if step in offsets]:
+        axes.axvline(offsets[step], color="#6f6f6f", linewidth=0.7, linestyle=(0, (2, 2)), zorder=0)
+        if offsets[step] >= free_s:
+            axes.text(offsets[step], 1.01, f" step {step}", transform=axes.get_xaxis_transform(),
+                      ha="left", va="bottom", fontsize=7, color="#444444")  # fmt: skip
+            free_s = offsets[step] + 0.05 * end_s
+
+
+def _title(trace: Trace, rl_step: int | Literal["all"], title: str | None) -> str:
+    part = trace if rl_step == "all" else trace.select([rl_step])
+    what = "all RL steps" if rl_step == "all" else f"RL step {rl_step}"
+    policies = [] if part.steps is None else part.steps["policy"].dropna().unique().tolist()
+    kind = ", ".join([trace.manifest.kind, *(policies if len(policies) == 1 else [])])
+    name = title or (f"{trace.manifest.name} ({kind})" if trace.manifest.name else kind)
+    facts = [f"{name}: {what}"]
+    if (duration := metrics.makespan_s(part)) is not None:
+        facts.append(f"rollout {duration:.3g} s{' on average' if rl_step == 'all' else ''}")
+    if (bubble := metrics.bubble_fraction(part)) is not None:
+        facts.append(f"bubble {100 * bubble:.0f} %")
+    if (tail := metrics.tail_fraction(part)) is not None:
+        facts.append(f"tail {100 * tail:.0f} %")
+    return "  ·  ".join(facts)
+
+
+def _legend(figure: Figure, kinds: pd.Series[Any]) -> None:
+    present = [kind for kind in LOOKS if (kinds == kind).any()]
+    looks = [LOOKS[kind] for kind in present] + ([_OTHER] if (~kinds.isin(list(LOOKS))).any() else [])
+    patches = [
+        Patch(facecolor=color, edgecolor="white" if hatch else "#888888", hatch=hatch or None, label=label,
+              linewidth=0 if hatch else 0.4)
+        for label, color, hatch in looks
+    ]  # fmt: skip
+    figure.legend(
+        handles=patches, loc="outside lower center", ncols=min(len(patches), 6), fontsize=8, frameon=False,
+        handlelength=1.8, handleheight=1.0,
+    )  # fmt: skip

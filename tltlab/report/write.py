@@ -1,0 +1,126 @@
+"""A report: one page of HTML on a run, a trace or a comparison, which needs nothing outside itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.traces import metrics
+from tltlab.traces.trace import Trace, is_trace, locate, read
+
+from .comparison import comparison_page
+from .drafter import drafter_part
+from .origin import events_part, findings_part, origin_part, read_beside
+from .page import Page, number, write_page
+from .rollout import lengths_part, steps_part, steps_rows, timeline_part
+from .speculation import acceptance_part, arms_part
+from .verify import verify_part
+
+RESULT = "result.json"
+
+
+def report(source: str | Path, *, out: str | Path | None = None, verify: bool = True) -> Page:
+    """The page of a RUN, a trace, or a JSON file of a comparison; written to `out` where it is given.
+
+    Parts for which there is no data are left out, each with its reason. `verify` predicts the RL steps of a recorded
+    run where its summary.json has no prediction yet, which takes a simulation per step. Raises TraceError or
+    ConfigError for what is none of these.
+
+    >>> page = report("demo", out="demo/report.html")  # doctest: +SKIP
+    """
+    source = Path(source)
+    page = _comparison(source) if _is_comparison(source) else run_page(source, verify=verify)
+    if out is not None:
+        write_page(page, Path(out))
+    return page
+
+
+def default_out(source: Path) -> Path:
+    """Where a report goes unless told: into the RUN, or beside a comparison's file. Raises ConfigError for a trace."""
+    if source.is_file() and source.suffix == ".json":
+        return source.with_suffix(".html")
+    if source.is_dir() and (locate(source) != source or _is_comparison(source)):
+        return source / "report.html"
+    if source.is_dir() and not is_trace(source):
+        raise ConfigError(f"{source} has neither a trace nor a {RESULT}: give a RUN, a trace, or a comparison's JSON")
+    if source.is_dir() and (source.parent / "run.json").is_file():
+        return source.parent / "report.html"
+    raise ConfigError(f"{source} is no RUN folder, so say where the page goes: --out {source.stem or 'trace'}.html")
+
+
+def _is_comparison(source: Path) -> bool:
+    return (source.is_file() and source.suffix == ".json") or (source / RESULT).is_file()
+
+
+def _comparison(source: Path) -> Page:
+    path = source if source.is_file() else source / RESULT
+    told = read_json(path)
+    if not isinstance(told, dict):
+        raise ConfigError(f"{path}: a comparison is one JSON object, this is a {type(told).__name__}")
+    return comparison_page(told, path)
+
+
+def run_page(source: Path, *, verify: bool) -> Page:
+    """The page of a RUN or a trace."""
+    trace = read(source)
+    folder = locate(source)
+    run = folder.parent if folder.name == "trace" else folder
+    summary, told = _summary(run), read_beside(run, "run.json")
+    parts = (
+        timeline_part(trace),
+        lengths_part(trace),
+        steps_part(trace),
+        acceptance_part(trace),
+        arms_part(trace),
+        drafter_part(trace, _drafter_run(run, summary)),
+        verify_part(run, trace, summary, compute=verify),
+        findings_part(run),
+        events_part(run),
+        origin_part(run, trace, told),
+    )
+    return Page(title=_title(source, trace), subtitle=_subtitle(trace), key_figures=_key_figures(trace), parts=parts)
+
+
+def _drafter_run(run: Path, summary: Mapping[str, Any]) -> str | None:
+    """The run inside this one in which a drafter was trained, as the demo has it."""
+    drafter = summary.get("drafter")
+    name = drafter.get("run") if isinstance(drafter, dict) else None
+    return name if isinstance(name, str) and (run / name / "trace").is_dir() else None
+
+
+def _summary(run: Path) -> dict[str, Any]:
+    """The run's summary.json, or what the summary of the run around it says of it."""
+    around = read_beside(run.parent, "summary.json").get("drafter")
+    inner = around if isinstance(around, dict) and around.get("run") == run.name else {}
+    return inner | read_beside(run, "summary.json")
+
+
+def _title(source: Path, trace: Trace) -> str:
+    return f"Run {trace.manifest.name or source.resolve().stem}"
+
+
+def _subtitle(trace: Trace) -> str:
+    manifest = trace.manifest
+    kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
+    said = (kind, manifest.model, manifest.hardware, manifest.engine, manifest.created)
+    return " · ".join(str(value) for value in said if value)
+
+
+def _key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:
+    rewards = [row["reward"] for row in steps_rows(trace) if row["reward"] is not None]
+    reward = "–" if not rewards else f"{rewards[0]:.3f} → {rewards[-1]:.3f}"
+    figures = (
+        ("RL steps", f"{len(trace.rl_steps)}"),
+        ("responses", f"{trace.num_rows('outcomes'):,}"),
+        ("response tokens", f"{metrics.num_tokens(trace):,}"),
+        ("mean rollout", number(metrics.makespan_s(trace), ",.4g", " s")),
+        ("tokens/s in rollout", number(metrics.tokens_per_s(trace), ",.0f")),
+        ("bubble", number(metrics.bubble_fraction(trace), ".1%")),
+        ("tail", number(metrics.tail_fraction(trace), ".1%")),
+        ("accept length", number(metrics.mean_accept_length(trace), ".2f")),
+        ("reward, first → last step", reward),
+    )
+    return tuple((name, value) for name, value in figures if value != "–")

@@ -1,0 +1,188 @@
+"""What each lane (worker, trainer, ...) did when: the segments behind the timeline picture and the Perfetto file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from tltlab.errors import TraceError
+
+from . import metrics
+from .trace import Trace
+
+COLUMNS = ["lane", "kind", "start_s", "end_s"]
+
+_AFTER_ROLLOUT = {"inference_s": "inference", "reward_s": "reward", "train_s": "train", "sync_s": "weight_sync"}
+"""Parts of an RL step in the order in which `steps` lists them, and the kind of span each is."""
+
+
+def lanes(
+    trace: Trace,
+    rl_step: int | Literal["all"],
+    *,
+    offsets: Mapping[int, float] | None = None,
+    rollout_only: bool = False,
+) -> pd.DataFrame:
+    """Segments of an RL step, or of all one after the other: lane, kind, start_s, end_s; lanes in display order.
+
+    Taken from `spans`, else from `iterations`, else from `outcomes` (a worker is busy until its last response
+    finishes). Neighbours of one kind are merged, gaps of a worker during the rollout are "idle". Without a trainer in
+    the spans its lane comes from `steps`. Times are since the start of the RL step, for "all" since that of the run;
+    `offsets` places the RL steps elsewhere. `rollout_only` keeps workers only, until the rollout's end.
+    Raises TraceError where the trace has no times, or no such RL step.
+    """
+    places = step_offsets(trace) if offsets is None else offsets
+    if rl_step != "all" and rl_step not in trace.rl_steps:
+        known = trace.rl_steps
+        raise TraceError(f"{trace.path or 'this trace'} has no RL step {rl_step}: it has {known[0]}..{known[-1]}")
+    steps = trace.rl_steps if rl_step == "all" else [rl_step]
+    pieces = []
+    for step in steps:
+        one = trace.select([step])
+        piece = _workers(one)
+        piece = _rollout(one, piece) if rollout_only else pd.concat([piece, _trainer(one)], ignore_index=True)
+        shift = places[step] if rl_step == "all" else 0.0
+        pieces.append(piece.assign(start_s=piece["start_s"] + shift, end_s=piece["end_s"] + shift))
+    segments = pd.concat(pieces, ignore_index=True)
+    order = {lane: i for i, lane in enumerate(sorted(segments["lane"].unique(), key=_lane_order))}
+    return segments.sort_values(
+        ["lane", "start_s"], key=lambda c: c.map(order) if c.name == "lane" else c, kind="stable", ignore_index=True
+    )
+
+
+def step_offsets(trace: Trace) -> dict[int, float]:
+    """Start of each RL step in seconds since the run's: `steps.t_start`, else one rollout after the other."""
+    steps = trace.steps
+    if steps is not None and set(trace.rl_steps) <= set(steps["rl_step"]):
+        known = dict(zip(steps["rl_step"], steps["t_start"], strict=True))
+        return {step: float(known[step]) for step in trace.rl_steps}
+    durations = [duration or 0.0 for duration in metrics.rollout_s(trace).values()]
+    starts = np.concatenate([[0.0], np.cumsum(durations)])
+    return {step: float(start) for step, start in zip(trace.rl_steps, starts[:-1], strict=True)}
+
+
+def aligned_offsets(*traces: Trace, rollout_only: bool = False) -> dict[int, float]:
+    """Where each RL step of several traces starts, in seconds, so that it starts at the same place in all of them.
+
+    An RL step begins when the longest of those before it has ended. Lasting 2 s and 3 s: {0: 0.0, 1: 3.0}.
+    """
+    lasts: dict[int, float] = {}
+    for trace in traces:
+        for step in trace.rl_steps:
+            end_s = float(lanes(trace, step, rollout_only=rollout_only)["end_s"].max())
+            lasts[step] = max(lasts.get(step, 0.0), end_s)
+    steps = sorted(lasts)
+    starts = np.concatenate([[0.0], np.cumsum([lasts[step] for step in steps])])
+    return {step: float(start) for step, start in zip(steps, starts[:-1], strict=True)}
+
+
+def median_step(trace: Trace, *others: Trace) -> int:
+    """The RL step with the median rollout time (the lower of two), of those that `others` have too.
+
+    Raises TraceError where none is known.
+    """
+    common = set(trace.rl_steps).intersection(*(other.rl_steps for other in others))
+    if not common:
+        raise TraceError("the traces have no RL step in common: compare the same RL steps")
+    known = sorted((d, step) for step, d in metrics.rollout_s(trace).items() if d is not None and step in common)
+    if not known:
+        raise TraceError(f"{trace.path or 'this trace'} has no times: simulate it first (tltlab simulate)")
+    return known[(len(known) - 1) // 2][1]
+
+
+def _workers(trace: Trace) -> pd.DataFrame:
+    step = trace.rl_steps[0]
+    outcomes, spans, iterations = trace.outcomes, trace.spans, trace.iterations
+    start = outcomes["t_submit"].min()
+    start_s = 0.0 if pd.isna(start) else float(start)
+    duration = metrics.rollout_s(trace)[step]
+    others = _segments([], [], [], [])
+    if spans is not None and len(spans):
+        found = _segments(spans["lane"], spans["kind"], spans["t_start"], spans["t_start"] + spans["duration"])
+        on_worker = found["lane"].str.startswith("worker ")
+        found, others = found[on_worker], found[~on_worker]
+    elif iterations is not None and len(iterations):
+        kind = np.where(iterations["num_drafted"] > 0, "speculative_decode", "decode")
+        kind = np.where((iterations["prefill_tokens"] > 0) & (iterations["num_generated"] == 0), "prefill", kind)
+        on = "worker " + iterations["worker"].astype(str)
+        found = _segments(on, kind, iterations["t_start"], iterations["t_start"] + iterations["duration"])
+    else:
+        known = outcomes[outcomes["worker"].notna() & outcomes["t_finish"].notna()]
+        last = known.groupby(known["worker"].astype(int))["t_finish"].max()
+        busy = [f"worker {worker}" for worker in last.index]
+        found = _segments(busy, "decode", start_s, last.to_numpy())
+    if duration is None and found.empty:
+        raise TraceError(f"rl_step {step} has no times to draw: simulate the trace first (tltlab simulate)")
+    end_s = start_s + duration if duration is not None else float(found["end_s"].max())
+    gap_s = 1e-3 * (end_s - start_s)
+    names = {f"worker {i}" for i in range(metrics.num_workers(trace))} | set(found["lane"])
+    pieces = [_fill(name, _merge(found[found["lane"] == name], gap_s), start_s, end_s, gap_s) for name in sorted(names)]
+    pieces += [_merge(rows, gap_s) for _, rows in others.groupby("lane")]
+    return pd.concat([piece for piece in pieces if len(piece)] or [others], ignore_index=True)
+
+
+def _rollout(trace: Trace, segments: pd.DataFrame) -> pd.DataFrame:
+    """The workers' segments of an RL step, cut at the end of its rollout."""
+    segments = segments[segments["lane"].str.startswith("worker ")]
+    duration, start = metrics.rollout_s(trace)[trace.rl_steps[0]], trace.outcomes["t_submit"].min()
+    if duration is None:
+        return segments
+    end_s = duration + (0.0 if pd.isna(start) else float(start))
+    return segments[segments["start_s"] < end_s].assign(end_s=segments["end_s"].clip(upper=end_s))
+
+
+def _trainer(trace: Trace) -> pd.DataFrame:
+    """The trainer's lane from `steps`, its parts one after the other behind the rollout."""
+    steps, spans = trace.steps, trace.spans
+    nothing = _segments([], [], [], [])
+    if steps is None or steps.empty or (spans is not None and (spans["lane"] == "trainer").any()):
+        return nothing
+    row = steps.iloc[0]
+    start = trace.outcomes["t_submit"].min()
+    now = (0.0 if pd.isna(start) else float(start)) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
+    kinds, starts, ends = [], [], []
+    for column, kind in _AFTER_ROLLOUT.items():
+        if pd.notna(row[column]) and row[column] > 0:
+            kinds.append(kind)
+            starts.append(now)
+            now += float(row[column])
+            ends.append(now)
+    return _segments(["trainer"] * len(kinds), kinds, starts, ends) if kinds else nothing
+
+
+def _segments(lane: Any, kind: Any, start_s: Any, end_s: Any) -> pd.DataFrame:
+    frame = pd.DataFrame({"lane": lane, "kind": kind, "start_s": start_s, "end_s": end_s}, columns=COLUMNS)
+    return frame.astype({"lane": str, "kind": str, "start_s": float, "end_s": float})
+
+
+def _merge(segments: pd.DataFrame, gap_s: float) -> pd.DataFrame:
+    """One lane's segments by start; neighbours of one kind with at most `gap_s` between them become one."""
+    if segments.empty:
+        return segments
+    segments = segments.sort_values("start_s", kind="stable")
+    kind, start = segments["kind"].to_numpy(), segments["start_s"].to_numpy()
+    end = np.maximum.accumulate(segments["end_s"].to_numpy())
+    new = np.concatenate([[True], (kind[1:] != kind[:-1]) | (start[1:] - end[:-1] > gap_s)])
+    run = np.cumsum(new)
+    return segments.groupby(run, as_index=False).agg(
+        lane=("lane", "first"), kind=("kind", "first"), start_s=("start_s", "min"), end_s=("end_s", "max")
+    )[COLUMNS]
+
+
+def _fill(lane: str, segments: pd.DataFrame, start_s: float, end_s: float, gap_s: float) -> pd.DataFrame:
+    """A worker's lane with its gaps in the rollout as "idle" segments."""
+    covered = np.concatenate([[start_s], np.maximum.accumulate(segments["end_s"].to_numpy(dtype=float))])
+    until = np.minimum(np.concatenate([segments["start_s"].to_numpy(dtype=float), [end_s]]), end_s)
+    idle = until - covered > gap_s
+    gaps = _segments(lane, "idle", covered[idle], until[idle])
+    return pd.concat([segments, gaps], ignore_index=True).sort_values("start_s", kind="stable")
+
+
+def _lane_order(lane: str) -> tuple[int, int, str]:
+    head, _, number = lane.rpartition(" ")
+    if head == "worker" and number.isdigit():
+        return (0, int(number), lane)
+    return (1 if lane == "trainer" else 2, 0, lane)

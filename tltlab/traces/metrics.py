@@ -1,0 +1,346 @@
+"""The metrics, each defined once, for recorded and simulated traces alike.
+
+Notation, for one RL step: responses r with submit and finish times s_r, f_r and lengths L_r; W workers; the rollout
+lasts from t0 = min s_r for D seconds. Every function takes a trace and covers all its RL steps as ratios of sums, over
+those where the quantity is known; `trace.select([k])` gives one RL step. None is "unknown" (no times, no workers).
+A trace larger than memory is read in parts of neighbouring RL steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow.compute as pc
+
+from tltlab.errors import TraceError
+
+from .trace import Trace
+
+Floats = npt.NDArray[np.float64]
+
+ROLLOUT_KINDS = ("prefill", "decode", "speculative_decode", "switch")
+"""Spans in which a worker works for the rollout. Spot training fills a bubble, so the bubble is still one."""
+
+TAIL_SHARE = 1 / 8
+"""The tail begins when fewer than this share of an RL step's responses are still running."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    rl_step: int
+    outcomes: pd.DataFrame
+    spans: pd.DataFrame | None
+    start_s: float
+    rollout_s: float | None
+
+
+def rollout_s(trace: Trace) -> dict[int, float | None]:
+    """Seconds each RL step's rollout took: `steps.rollout_s`, else D = max f_r - min s_r.
+
+    Responses of 2 s and 5 s, both submitted at 0: {0: 5.0}.
+    """
+    return {step.rl_step: step.rollout_s for step in _steps(trace)}
+
+
+def makespan_s(trace: Trace) -> float | None:
+    """Mean of D over the RL steps. Rollouts of 4 s and 6 s: 5.0."""
+    known = [step.rollout_s for step in _steps(trace) if step.rollout_s is not None]
+    return float(np.mean(known)) if known else None
+
+
+def num_tokens(trace: Trace) -> int:
+    """Response tokens, sum of L_r."""
+    return sum(int(part.outcomes["response_tokens"].sum()) for part in trace.parts())
+
+
+def tokens_per_s(trace: Trace) -> float | None:
+    """Response tokens per second of rollout, sum L_r / sum D. 100 and 300 tokens in a rollout of 8 s: 50.0."""
+    steps = [step for step in _steps(trace) if step.rollout_s]
+    tokens = sum(int(step.outcomes["response_tokens"].sum()) for step in steps)
+    return _ratio(tokens, sum(step.rollout_s or 0.0 for step in steps))
+
+
+def bubble_fraction(trace: Trace) -> float | None:
+    """Idle worker-seconds / worker-seconds during rollout, sum (W D - sum_w busy_w) / sum W D.
+
+    A worker is busy for the union of its ROLLOUT_KINDS spans in the rollout; in an RL step without worker spans, from
+    t0 until its last response finishes. W is the manifest's. Two workers, done at 5 s and 10 s: (0 + 5) / 20 = 0.25.
+    """
+    workers = num_workers(trace)
+    idle = total = 0.0
+    for step in _steps(trace):
+        busy = _busy_s(step)
+        if step.rollout_s is not None and busy is not None and workers:
+            total += workers * step.rollout_s
+            idle += workers * step.rollout_s - sum(busy.values())
+    return _ratio(idle, total)
+
+
+def worker_bubbles(trace: Trace) -> dict[str, float]:
+    """Idle share of each worker lane, sum (D - busy_w) / sum D; their mean is `bubble_fraction`. Empty where unknown.
+
+    Two workers, done at 5 s and 10 s: {"worker 0": 0.5, "worker 1": 0.0}.
+    """
+    names = [f"worker {worker}" for worker in range(num_workers(trace))]
+    busy_s, total_s = dict.fromkeys(names, 0.0), 0.0
+    for step in _steps(trace):
+        busy = _busy_s(step)
+        if step.rollout_s is not None and busy is not None:
+            total_s += step.rollout_s
+            for name, seconds in busy.items():
+                busy_s[name] = busy_s.get(name, 0.0) + seconds
+    return {name: 1.0 - seconds / total_s for name, seconds in busy_s.items()} if total_s > 0 else {}
+
+
+def tail_fraction(trace: Trace) -> float | None:
+    """Share of the rollout in which fewer than 1/8 of the responses are still running, sum tail / sum D.
+
+    With N responses the tail begins at the finish after which N - k < N / 8, and lasts until the rollout ends.
+    16 responses, 15 done by 4 s and one at 10 s: the tail is 4 s to 10 s, 0.6.
+    """
+    tail = total = 0.0
+    for step in _steps(trace):
+        if (window := _tail(step)) is not None:
+            total += step.rollout_s or 0.0
+            tail += window[1] - window[0]
+    return _ratio(tail, total)
+
+
+def tail_window(trace: Trace, rl_step: int) -> tuple[float, float] | None:
+    """Start and end of an RL step's tail in seconds since the RL step's start, see `tail_fraction`: (4.0, 10.0)."""
+    return _tail(next(_steps(trace.select([rl_step]))))
+
+
+def tail_start(ends: npt.ArrayLike) -> float:
+    """Where the tail of responses that end at `ends`, at least one, begins: at a time, or at a length, see
+    `tail_fraction`. Ends 1, 2, ..., 16: 15.0, after which one of 16 is left."""
+    ordered = np.sort(np.asarray(ends, np.float64))
+    return float(ordered[int(np.floor(len(ordered) * (1 - TAIL_SHARE)))])
+
+
+def mean_accept_length(trace: Trace) -> float | None:
+    """Tokens per request and speculative iteration, bonus token included; None without speculation.
+
+    1 + sum of accepted tokens / number of (request, iteration) pairs that verified a draft, over iterations with
+    num_drafted > 0; the pairs are the entries of `accepted_per_request`, the batch where it is unknown.
+    Two requests accepting 3 and 1: 1 + 4 / 2 = 3.0.
+    """
+    num_accepted = num_pairs = 0
+    for part in trace.parts():
+        if (table := part.arrow("iterations")) is not None:
+            table = table.filter(pc.greater(table["num_drafted"], 0))
+            pairs = pc.coalesce(pc.list_value_length(table["accepted_per_request"]), table["batch"])
+            num_pairs += pc.sum(pairs).as_py() or 0
+            num_accepted += pc.sum(table["num_accepted"]).as_py() or 0
+    return 1.0 + num_accepted / num_pairs if num_pairs else None
+
+
+def running_requests(trace: Trace, rl_step: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+    """Requests submitted and not finished over time, as a step curve: counts[i] from times[i] until times[i + 1].
+
+    Raises TraceError where no finish time is known. Two requests from 0, done at 2 and 5: ([0, 2, 5], [2, 1, 0]).
+    """
+    outcomes = trace.table("outcomes", rl_step=rl_step)
+    assert outcomes is not None
+    outcomes = outcomes[outcomes["t_finish"].notna()]
+    if outcomes.empty:
+        raise TraceError(f"rl_step {rl_step}: no finish times; simulate the trace first")
+    submitted, finished = outcomes["t_submit"].fillna(0.0).to_numpy(), outcomes["t_finish"].to_numpy()
+    events = np.concatenate([submitted, finished])
+    change = np.repeat([1, -1], len(outcomes))
+    times, at = np.unique(events, return_inverse=True)
+    return times, np.cumsum(np.bincount(at, weights=change)).astype(np.int64)
+
+
+def length_percentiles(trace: Trace, percentiles: Sequence[float] = (50, 95, 100)) -> list[float]:
+    """Percentiles of L_r, linear between ranks. Lengths 1, 2, 3: [2.0, 2.9, 3.0]."""
+    lengths = np.concatenate([part.outcomes["response_tokens"].to_numpy() for part in trace.parts()])
+    return [float(p) for p in np.percentile(lengths, percentiles)] if len(lengths) else []
+
+
+def prompt_share(trace: Trace) -> float | None:
+    """Share of the variance of log L that the prompt explains: the one-way random-effects ICC(1), not below 0.
+
+    (MSB - MSW) / (MSB + (n0 - 1) MSW) with the mean squares between and within groups and n0 the (bias-corrected) group
+    size; groups are compared within their RL step, so drift over the steps does not count. Lengths below 1 are left
+    out. None without two groups in an RL step or a group of two. Groups {2, 2} and {8, 8}: 1.0.
+    """
+    sums = _Squares()
+    for part in trace.parts():
+        sums += _squares(part.outcomes)
+    between_df, within_df = sums.num_groups - sums.num_steps, sums.num - sums.num_groups
+    if between_df < 1 or within_df < 1:
+        return None
+    between, within = sums.between / between_df, sums.within / within_df
+    size = (sums.num - sums.squared_sizes) / between_df
+    share = _ratio(between - within, between + (size - 1) * within)
+    return None if share is None else max(0.0, share)
+
+
+def within_group_share(trace: Trace) -> float | None:
+    """Share of the variance of log L within a group: 1 - `prompt_share`. Groups {2, 2} and {8, 8}: 0.0."""
+    share = prompt_share(trace)
+    return None if share is None else 1.0 - share
+
+
+def summary(trace: Trace) -> dict[str, Any]:
+    """The keys of `tltlab simulate --json`; None where unknown (the bound and the wall time are the simulator's)."""
+    return {
+        "makespan_s": makespan_s(trace),
+        "makespan_s_per_step": list(rollout_s(trace).values()),
+        "tokens_per_s": tokens_per_s(trace),
+        "num_responses": trace.num_rows("outcomes"),
+        "num_tokens": num_tokens(trace),
+        "bubble_fraction": bubble_fraction(trace),
+        "tail_fraction": tail_fraction(trace),
+        "mean_accept_length": mean_accept_length(trace),
+        "lower_bound_s": None,
+        "regret": None,
+        "wall_s": None,
+    }
+
+
+def per_step(trace: Trace) -> list[dict[str, Any]]:
+    """One dict per RL step: lengths, prompt share and the metrics above; RL steps are read one by one."""
+    rows = []
+    for one in trace.iter_rl_steps():
+        outcomes = one.outcomes
+        p50, p95, longest = length_percentiles(one) or (None, None, None)
+        rows.append(
+            {
+                "rl_step": one.rl_steps[0],
+                "num_responses": len(outcomes),
+                "num_tokens": num_tokens(one),
+                "num_cut": int((outcomes["finish_reason"] == "length").sum()),
+                "num_aborted": int((outcomes["finish_reason"] == "abort").sum()),
+                "p50_tokens": p50,
+                "p95_tokens": p95,
+                "max_tokens": longest,
+                "prompt_share": prompt_share(one),
+                "rollout_s": rollout_s(one)[one.rl_steps[0]],
+                "bubble_fraction": bubble_fraction(one),
+                "tail_fraction": tail_fraction(one),
+                "mean_accept_length": mean_accept_length(one),
+            }
+        )
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Squares:
+    """Sums for the analysis of variance of log L, over RL steps: they add up."""
+
+    num: int = 0
+    num_groups: int = 0
+    num_steps: int = 0
+    between: float = 0.0
+    within: float = 0.0
+    squared_sizes: float = 0.0
+    """Of each RL step, sum of squared group sizes / responses."""
+
+    def __add__(self, other: _Squares) -> _Squares:
+        return _Squares(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
+
+
+def _squares(outcomes: pd.DataFrame) -> _Squares:
+    outcomes = outcomes[outcomes["response_tokens"] >= 1]
+    y = np.log(outcomes["response_tokens"].to_numpy())
+    step, steps = pd.factorize(outcomes["rl_step"])
+    prompt, prompts = pd.factorize(outcomes["prompt_id"])
+    group, groups = pd.factorize(step.astype(np.int64) * len(prompts) + prompt)
+    step_of_group = groups // max(1, len(prompts))
+    in_group, in_step = np.bincount(group, minlength=len(groups)), np.bincount(step, minlength=len(steps))
+    group_mean = np.bincount(group, weights=y, minlength=len(groups)) / in_group
+    step_mean = np.bincount(step, weights=y, minlength=len(steps)) / in_step
+    return _Squares(
+        num=len(y),
+        num_groups=len(groups),
+        num_steps=len(steps),
+        between=float((in_group * (group_mean - step_mean[step_of_group]) ** 2).sum()),
+        within=float(((y - group_mean[group]) ** 2).sum()),
+        squared_sizes=float((in_group**2 / in_step[step_of_group]).sum()),
+    )
+
+
+def _steps(trace: Trace) -> Iterator[_Step]:
+    return (step for part in trace.parts() for step in _steps_of_part(part))
+
+
+def _steps_of_part(trace: Trace) -> Iterator[_Step]:
+    outcomes = trace.outcomes
+    outcomes_at = _rows_by_step(outcomes)
+    spans, steps = trace.spans, trace.steps
+    spans_at = _rows_by_step(spans) if spans is not None else {}
+    measured = {} if steps is None else steps.set_index("rl_step")["rollout_s"].dropna().to_dict()
+    for rl_step in trace.rl_steps:
+        rows = outcomes.iloc[outcomes_at.get(rl_step, slice(0, 0))]
+        start = rows["t_submit"].min()
+        start_s = 0.0 if pd.isna(start) else float(start)
+        end = rows["t_finish"].max()
+        duration = measured.get(rl_step, None if pd.isna(end) else float(end) - start_s)
+        yield _Step(
+            rl_step=rl_step,
+            outcomes=rows,
+            spans=spans.iloc[spans_at[rl_step]] if spans is not None and rl_step in spans_at else None,
+            start_s=start_s,
+            rollout_s=duration,
+        )
+
+
+def _rows_by_step(frame: pd.DataFrame) -> dict[int, slice]:
+    if frame.empty:
+        return {}
+    steps, starts = np.unique(frame["rl_step"].to_numpy(), return_index=True)
+    ends = [*starts[1:].tolist(), len(frame)]
+    return {s: slice(a, b) for s, a, b in zip(steps.tolist(), starts.tolist(), ends, strict=True)}
+
+
+def _tail(step: _Step) -> tuple[float, float] | None:
+    finishes = step.outcomes["t_finish"].dropna().to_numpy()
+    if step.rollout_s is None or not len(finishes):
+        return None
+    end = step.start_s + step.rollout_s
+    return min(tail_start(finishes), end), end
+
+
+def num_workers(trace: Trace) -> int:
+    """Workers of the manifest, or as many as the outcomes name."""
+    seen = [part.outcomes["worker"].max() for part in trace.parts()]
+    return max(trace.manifest.num_workers or 0, *(0 if pd.isna(worker) else int(worker) + 1 for worker in seen))
+
+
+def _busy_s(step: _Step) -> dict[str, float] | None:
+    """Busy seconds of each worker lane in the rollout; None where unknown."""
+    if step.rollout_s is None:
+        return None
+    end = step.start_s + step.rollout_s
+    if step.spans is not None and (on_worker := step.spans["lane"].str.startswith("worker ")).any():
+        work = step.spans[on_worker & step.spans["kind"].isin(ROLLOUT_KINDS)]
+        starts = work["t_start"].clip(step.start_s, end)
+        ends = (work["t_start"] + work["duration"]).clip(step.start_s, end)
+        return {
+            str(lane): _union_s(starts.loc[rows].to_numpy(), ends.loc[rows].to_numpy())
+            for lane, rows in work.groupby("lane").groups.items()
+        }
+    known = step.outcomes[step.outcomes["worker"].notna() & step.outcomes["t_finish"].notna()]
+    if known.empty:
+        return None
+    last = known.groupby(known["worker"].astype(int))["t_finish"].max().clip(step.start_s, end) - step.start_s
+    return {f"worker {worker}": float(busy) for worker, busy in last.items()}
+
+
+def _union_s(starts: Floats, ends: Floats) -> float:
+    """Length of the union of intervals."""
+    order = np.argsort(starts)
+    starts, ends = starts[order], ends[order]
+    covered = np.maximum.accumulate(np.concatenate([[-np.inf], ends]))[:-1]
+    return float(np.maximum(0.0, ends - np.maximum(starts, covered)).sum())
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return float(numerator / denominator) if denominator > 0 else None

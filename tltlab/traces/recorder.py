@@ -1,0 +1,210 @@
+"""Crash-safe recording of a live run, and the repair of a recording that was interrupted.
+
+While a run lasts, its trace PATH is recorded in the folder `PATH.recording` (see `recording_folder`). A chunk is
+written as `NNNNNN.tmp`, synced and renamed, so it is there as a whole or not at all, and a kill at any moment loses
+only rows not yet flushed. A finished trace at PATH stays until `close` puts the new one in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pyarrow as pa
+
+from tltlab.errors import ConfigError, RunError, TraceError
+
+from .recording import cut, lock, new_recording, recording_of, write_chunk
+from .recovery import reopen
+from .repair import finish, flushed, repair
+from .schema import TABLES, Manifest
+from .trace import Trace, refuse_foreign_target
+from .validate import Part, check_values, conform
+
+__all__ = ["Recorder", "repair"]
+
+
+_Rows = dict[str, list[Mapping[str, Any]]]
+
+
+class Recorder:
+    """Records a live run; `close` turns the recording into a valid trace at `path`.
+
+    Append the workload row of a request no later than its outcome. A row is a dict with the columns of the table
+    (`schema.TABLES`); null or missing is unknown, a `turn` 0. Rows are checked one by one at `flush`, how tables fit
+    together at `close`; a fault is a TraceError, and what was flushed before stays. `seconds` is the time that callers
+    spent in here, read from `clock`. As a context manager it closes at the end, and after an exception flushes and
+    leaves the recording for `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
+
+    >>> with Recorder("run/trace", Manifest(kind="recorded", num_workers=2)) as recorder:  # doctest: +SKIP
+    ...     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "rollout_s": 12.5, "policy_version": 0}])
+    ...     recorder.flush()
+    """
+
+    def __init__(self, path: str | Path, manifest: Manifest, *, clock: Callable[[], float] = time.perf_counter):
+        self._begin(Path(path), clock)
+        refuse_foreign_target(self.path)
+        if self._folder.exists():
+            raise ConfigError(
+                f"{self._folder}: a recording is there already, in progress or interrupted; "
+                f"'tltlab trace repair {self.path}' makes it a trace, or remove it"
+            )
+        new_recording(self._folder, manifest)
+        self._lock = lock(self._folder)
+
+    @classmethod
+    def reopen(
+        cls,
+        path: str | Path,
+        manifest: Manifest,
+        rl_steps: int,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Self:
+        """Go on recording the trace `path` of a run that ended or was killed, from RL step `rl_steps` on.
+
+        The rows of all RL steps before it are kept, from the interrupted recording or the finished trace; later ones
+        are gone for good once it closes. With 0 there need be nothing. The manifest stays the old one; where
+        `manifest` names other hardware or another engine, its notes say so. Raises ConfigError where another process
+        records there or `manifest` is another run's (`reopen.SAME`), RunError where one of these RL steps is missing.
+        """
+        recorder = cls.__new__(cls)
+        recorder._begin(Path(path), clock)
+        recorder._next_chunk = reopen(recorder.path, manifest, rl_steps)
+        recorder._lock = lock(recorder._folder)
+        return recorder
+
+    def _begin(self, path: Path, clock: Callable[[], float]) -> None:
+        self.path = path
+        self.seconds = 0.0
+        self._clock = clock
+        self._rows: _Rows = {}
+        self._next_chunk = 0
+        self._folder = recording_of(path)
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
+        self._writing: Future[bool] | None = None
+        self._failed: _Rows = {}
+
+    def rewind(self, rl_steps: int) -> None:
+        """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
+        self._settle()
+        for table, rows in self._rows.items():
+            self._rows[table] = [row for row in rows if row["rl_step"] < rl_steps]
+        try:
+            self._next_chunk = cut(self._folder, rl_steps)
+        except OSError as error:
+            raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
+
+    def append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Keep rows in memory for the next flush. Raises TraceError for a table or column that is not in the format."""
+        started = self._clock()
+        if table not in TABLES:
+            raise TraceError(f"no table named {table!r}; there are: {', '.join(TABLES)}")
+        if unknown := set().union(*rows).difference(TABLES[table].names):
+            raise TraceError(f"{table}: no column named {min(unknown)!r}; there are: {', '.join(TABLES[table].names)}")
+        self._rows.setdefault(table, []).extend(rows)
+        self.seconds += self._clock() - started
+
+    def flush(self, *, wait: bool = True) -> None:
+        """Make everything appended so far durable, as one chunk: after a kill it is there as a whole or not at all.
+
+        Without `wait` a thread does it meanwhile, and a fault is raised by whatever is called next.
+        """
+        started = self._clock()
+        try:
+            self._settle()
+            rows, self._rows = self._rows, {}
+            self._writing = self._writer.submit(self._write, rows, self._next_chunk)
+            if wait:
+                self._settle()
+        finally:
+            self.seconds += self._clock() - started
+
+    def _write(self, rows: _Rows, number: int) -> bool:
+        """Write rows as chunk `number`; whether there were any."""
+        try:
+            tables = {name: _to_arrow(name, rows[name]) for name in TABLES if rows.get(name)}
+            if tables:
+                write_chunk(self._folder, number, tables)
+            return bool(tables)
+        except BaseException as error:
+            self._failed = rows
+            if isinstance(error, OSError):
+                raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
+            raise
+
+    def _settle(self) -> None:
+        """Wait for what is being written. Where that fails its rows come before those appended since, as ever."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        try:
+            self._next_chunk += writing.result()
+        except BaseException:
+            rows, self._failed = self._failed, {}
+            for table, since in self._rows.items():
+                rows.setdefault(table, []).extend(since)
+            self._rows = rows
+            raise
+
+    def snapshot(self) -> Trace:
+        """Everything flushed so far, as a trace in memory. Raises TraceError where tables do not fit together."""
+        self._settle()
+        return flushed(self._folder)
+
+    def close(self) -> Path:
+        """Flush, write the trace and remove the recording.
+
+        Raises TraceError where tables do not fit together, InputError where the disk refuses; the recording is kept
+        then.
+        """
+        self.flush()
+        started = self._clock()
+        finish(self._folder, self.path, salvage=False)
+        self._writer.shutdown()
+        self._lock.close()
+        self.seconds += self._clock() - started
+        return self.path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with contextlib.suppress(TraceError, RunError):  # the first error is the one to show
+            self.flush()
+        self._writer.shutdown()
+        self._lock.close()
+
+
+def _to_arrow(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Rows as a checked table. Raises TraceError naming the column."""
+    # All columns in one go, which takes a third of the time; null is refused below, where the row can be named.
+    fields = [field.with_nullable(True) for field in TABLES[name]]
+    try:
+        table = pa.Table.from_struct_array(pa.array(rows, pa.struct(fields)))
+    except (pa.ArrowException, OverflowError, TypeError, ValueError):
+        # A column is at fault, which is named, or rows are no dicts.
+        columns = []
+        for field in fields:
+            try:
+                columns.append(pa.array([row.get(field.name) for row in rows], field.type))
+            except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
+                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
+        table = pa.table(columns, schema=pa.schema(fields))
+    if table["turn"].null_count if "turn" in table.column_names else 0:
+        at = table.column_names.index("turn")
+        table = table.set_column(at, fields[at], table["turn"].fill_null(0))
+    part = conform(Part(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
+    check_values(part)
+    return part.table

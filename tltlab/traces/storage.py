@@ -1,0 +1,286 @@
+"""One table of a trace, in memory or in a Parquet file, and the rows of some RL steps of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tltlab.errors import TraceError
+
+from .schema import TABLES
+from .validate import Ints, Part, check_columns, conform
+
+_STRING_BYTES = 16
+"""Of one string in memory: its offset and about a dozen characters."""
+
+
+class MemoryTable:
+    """A conformed table in memory, sorted (stably) by RL step.
+
+    `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has.
+    """
+
+    def __init__(self, table: pa.Table):
+        steps = table["rl_step"].to_numpy()
+        if (np.diff(steps) < 0).any():
+            order = np.argsort(steps, kind="stable")
+            table, steps = table.take(order), steps[order]
+        self._table = table
+        self.rl_steps, self._bounds = _runs(steps)
+
+    @property
+    def rows_per_step(self) -> Ints:
+        return np.diff(self._bounds)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._table)
+
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        """The rows of some RL steps, ascending (None: all)."""
+        if rl_steps is None:
+            return self._table
+        at = np.flatnonzero(np.isin(self.rl_steps, rl_steps))
+        # RL steps that lie side by side are one slice: a column keeps few chunks.
+        runs = np.split(at, np.flatnonzero(np.diff(at) > 1) + 1) if len(at) else []
+        starts, ends = [self._bounds[run[0]] for run in runs], [self._bounds[run[-1] + 1] for run in runs]
+        slices = [self._table.slice(start, end - start) for start, end in zip(starts, ends, strict=True)]
+        return pa.concat_tables(slices) if slices else self._table.slice(0, 0)
+
+    def select(self, rl_steps: Sequence[int]) -> MemoryTable:
+        return MemoryTable(self.load(rl_steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Index:
+    """Where the rows of a file are, without a number per row.
+
+    Rows `bounds[i]` to `bounds[i + 1]` are of the RL step `rl_steps[i]`, which may come again later;
+    `group_bounds` are the first rows of the row groups and the number of rows; `row_bytes` is what a row takes in
+    memory.
+    """
+
+    rl_steps: Ints
+    bounds: Ints
+    group_bounds: Ints
+    row_bytes: float
+    metadata: pq.FileMetaData
+
+
+class FileTable:
+    """A table in a Parquet file, or the rows of some RL steps in it; only row groups that hold them are read.
+
+    Any layout of row groups will do. Reading some RL steps takes the memory of their rows and of one row group.
+    """
+
+    def __init__(self, name: str, path: Path, only: Sequence[int] | None = None, parent: FileTable | None = None):
+        self.name, self.path = name, path
+        self._index: _Index = parent._index if parent else self._read_index()
+        self._picked: Ints = _chosen(self._index.rl_steps, only, among=parent._picked if parent else None)
+        counts = np.diff(self._index.bounds)[self._picked]
+        self.rl_steps, at = np.unique(self._index.rl_steps[self._picked], return_inverse=True)
+        self.rows_per_step: Ints = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_per_step.sum())
+
+    @property
+    def row_bytes(self) -> float:
+        """What a row takes in memory, about."""
+        return self._index.row_bytes
+
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
+        return MemoryTable(self.part(rl_steps).table).load(None)
+
+    def select(self, rl_steps: Sequence[int]) -> FileTable:
+        return FileTable(self.name, self.path, rl_steps, self)
+
+    def part(self, rl_steps: Sequence[int] | None) -> Part:
+        """The conformed rows of some RL steps (None: all), in file order."""
+        runs = _chosen(self._index.rl_steps, rl_steps, among=self._picked)
+        rows = _ranges(self._index.bounds[runs], self._index.bounds[runs + 1])
+        bounds = self._index.group_bounds
+        cuts = np.searchsorted(rows, bounds)
+        groups = np.flatnonzero(np.diff(cuts)).tolist()
+        tables = []
+        for group in groups:
+            table = self._read(_columns(self.name), [group])
+            wanted = rows[cuts[group] : cuts[group + 1]] - bounds[group]
+            # A copy, not a slice: a slice would keep the whole row group.
+            tables.append(table if len(wanted) == len(table) else table.take(wanted))
+        table = pa.concat_tables(tables) if tables else self._read(_columns(self.name), [])
+        return conform(Part(name=self.name, file=str(self.path), table=table, rows=rows))
+
+    def _read_index(self) -> _Index:
+        with self._open(None) as file:
+            check_columns(self.name, str(self.path), file.schema_arrow)
+            metadata = file.metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        bounds = np.concatenate([[0], np.cumsum([group.num_rows for group in groups], dtype=np.int64)])
+        steps, starts = [np.arange(0)], [np.arange(0)]
+        for group, first in enumerate(bounds[:-1]):
+            table = self._read(["rl_step"], [group], metadata)
+            found, inner = _runs(_rl_steps(Part(
+                name=self.name, file=str(self.path), table=table, rows=np.arange(first, first + len(table))
+            )))  # fmt: skip
+            steps.append(found)
+            starts.append(inner[:-1] + first)
+        stored = sum(group.total_byte_size for group in groups) / max(1, metadata.num_rows)
+        return _Index(
+            rl_steps=np.concatenate(steps),
+            bounds=np.append(np.concatenate(starts), metadata.num_rows).astype(np.int64),
+            group_bounds=bounds,
+            row_bytes=max(stored, _fixed_bytes(self.name)),
+            metadata=metadata,
+        )
+
+    def _open(self, metadata: pq.FileMetaData | None) -> pq.ParquetFile:
+        try:
+            return pq.ParquetFile(self.path, metadata=metadata, page_checksum_verification=True)
+        except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+            raise TraceError(f"{self.path}: not a readable Parquet file (cut off?): {error}") from error
+
+    def _read(self, columns: list[str], groups: list[int], metadata: pq.FileMetaData | None = None) -> pa.Table:
+        # The footer of a long trace is megabytes; it is parsed once.
+        with self._open(metadata or self._index.metadata) as file:
+            columns = [column for column in columns if column in file.schema_arrow.names]
+            try:
+                return file.read_row_groups(groups, columns=columns)
+            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+                raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
+
+
+class ReadAhead:
+    """Some RL steps of a file that are read together when one of them is first used; see `one`."""
+
+    def __init__(self, table: FileTable):
+        self._table = table
+        self._memory: MemoryTable | None = None
+
+    def one(self, rl_step: int) -> ReadTable:
+        """The table of one of these RL steps; it keeps all of them in memory once it is used."""
+        return ReadTable(self, [rl_step])
+
+    def memory(self) -> MemoryTable:
+        if self._memory is None:
+            self._memory = MemoryTable(self._table.load(None))
+        return self._memory
+
+    def count(self, rl_steps: Sequence[int]) -> tuple[Ints, Ints]:
+        """Which of these RL steps have rows and how many, without reading."""
+        here = np.isin(self._table.rl_steps, rl_steps)
+        return self._table.rl_steps[here], self._table.rows_per_step[here]
+
+
+class ReadTable:
+    """Some RL steps of a `ReadAhead`, with the methods of a `MemoryTable`."""
+
+    def __init__(self, source: ReadAhead, rl_steps: Sequence[int]):
+        self._source = source
+        self.rl_steps, self.rows_per_step = source.count(rl_steps)
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_per_step.sum())
+
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        """The rows of some RL steps, ascending (None: all)."""
+        chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
+        return self._source.memory().load(chosen.tolist())
+
+    def select(self, rl_steps: Sequence[int]) -> ReadTable:
+        return ReadTable(self._source, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist())
+
+
+Table = MemoryTable | FileTable | ReadTable
+
+
+def write_parquet(path: Path, name: str, table: Table) -> None:
+    """Write one row group per RL step, and wait until it is on the disk."""
+    with parquet_writer(path, name) as writer:
+        for rl_step in table.rl_steps.tolist():
+            rows = table.load([rl_step])
+            writer.write_table(rows, row_group_size=len(rows))
+    fsync_file(path)
+
+
+def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
+    """A writer for the file of a table; what repeats, such as prompt_id, is written once per row group."""
+    # Page checksums let a reader tell a damaged file from strange data.
+    return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
+
+
+def fsync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_durably(path: Path, data: bytes | pa.Buffer) -> None:
+    """Write a file and wait until it is on the disk."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _runs(steps: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
+    """Runs of equal RL steps: their RL steps (n) and their bounds (n + 1). [4, 4, 7]: [4, 7] and [0, 2, 3]."""
+    starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)) if len(steps) else np.arange(0)
+    return steps[starts].astype(np.int64), np.append(starts, len(steps)).astype(np.int64)
+
+
+def _chosen(steps: Ints, only: Sequence[int] | None, among: Ints | None) -> Ints:
+    """The numbers of the runs whose RL step is one of `only` (None: any), of those in `among` (None: of all)."""
+    runs = np.arange(len(steps)) if among is None else among
+    return runs if only is None else runs[np.isin(steps[runs], only)]
+
+
+def _ranges(starts: Ints, ends: Ints) -> Ints:
+    """All numbers of some ranges: [2, 7], [4, 8] is [2, 3, 7]."""
+    counts = ends - starts
+    offset = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) if len(counts) else starts
+    return np.arange(int(counts.sum())) + offset
+
+
+def _columns(name: str) -> list[str]:
+    return [field.name for field in TABLES[name]]
+
+
+def _fixed_bytes(name: str) -> float:
+    """Bytes of a row in memory without its lists. Files do not tell: what repeats takes next to nothing there."""
+    widths = [
+        field.type.bit_width / 8 if pa.types.is_primitive(field.type) else _STRING_BYTES for field in TABLES[name]
+    ]
+    return float(sum(widths))
+
+
+def _rl_steps(part: Part) -> Ints:
+    """The RL step of every row; a fault in it is found here, before the rows are cut by RL step."""
+    if pa.types.is_dictionary(part.table["rl_step"].type):
+        decoded = part.table["rl_step"].cast(part.table["rl_step"].type.value_type)
+        part = replace(part, table=pa.table({"rl_step": decoded}))
+    if part.table["rl_step"].null_count:
+        part.require(part.known("rl_step"), "rl_step", "got null, this column has no unknown values")
+    steps = part.numpy("rl_step")
+    part.require((steps >= 0) & (steps < 2**31) & (steps == np.floor(steps)), "rl_step", "got {}, not an RL step")
+    whole: Ints = steps.astype(np.int64)
+    return whole

@@ -1,0 +1,142 @@
+"""Traces larger than memory: written RL step by RL step, and read the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tltlab.errors import InputError, TraceError
+
+from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
+from .storage import fsync_file, parquet_writer, write_durably
+from .trace import cannot_write, checked, new_folder, read
+
+GROUP_BYTES = 8 << 20
+"""A row group holds whole RL steps of at least this many bytes in memory: small RL steps share one, since every row
+group costs memory in the footer of the file."""
+
+
+class StreamWriter:
+    """Writes a trace of any length in the memory of one RL step and one row group.
+
+    A context manager. The trace is at `path` after the block ended well and not before: a block that raises, or a
+    killed process, leaves what was there. Each `append` is checked as a trace of its own; the manifest gets the number
+    of RL steps. Raises ConfigError where `path` is something that is no trace, InputError where it cannot be written.
+
+    >>> with StreamWriter("huge", Manifest(kind="synthetic", num_workers=64)) as writer:  # doctest: +SKIP
+    ...     for workload, outcomes in rl_steps:
+    ...         writer.append(workload, outcomes)
+    """
+
+    def __init__(self, path: str | Path, manifest: Manifest):
+        self.path = Path(path)
+        self.manifest = manifest
+        self.num_rl_steps = 0
+        self._last = -1
+        self._stack = ExitStack()
+        self._writers: dict[str, _TableWriter] = {}
+        self._failure: InputError | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            try:
+                self._folder = stack.enter_context(new_folder(self.path))
+            except OSError as error:
+                raise cannot_write(self.path, error) from error
+            self._stack = stack.pop_all()
+        return self
+
+    def append(
+        self, workload: pd.DataFrame | pa.Table, outcomes: pd.DataFrame | pa.Table, **others: pd.DataFrame | pa.Table
+    ) -> None:
+        """Add one or more whole RL steps, later than all before: their rows of each table. Raises TraceError.
+
+        `others` are the optional tables by name. Rows of a text that repeats may come as an Arrow dictionary array.
+        """
+        given = {"workload": workload, "outcomes": outcomes, **others}
+        tables = checked(given, {name: writer.num_rows for name, writer in self._writers.items()})
+        steps = [int(rl_step) for table in tables.values() for rl_step in table.rl_steps]
+        if steps and min(steps) <= self._last:
+            raise TraceError(
+                f"{self.path}: rl_step {min(steps)} came after rl_step {self._last}; "
+                "append RL steps whole and in ascending order"
+            )
+        try:
+            for name, table in tables.items():
+                if name not in self._writers:
+                    self._writers[name] = _TableWriter(self._folder, name, self._stack)
+                self._writers[name].append(table.load(None))
+        except OSError as error:
+            self._failure = cannot_write(self.path, error)
+            raise self._failure from error
+        self._last = max([self._last, *steps])
+        self.num_rl_steps += len(tables["workload"].rl_steps)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            if self._failure is not None:  # The caller went on, but part of an RL step may be missing.
+                raise self._failure
+            try:
+                for name in REQUIRED_TABLES:
+                    if name not in self._writers:
+                        self._writers[name] = _TableWriter(self._folder, name, self._stack)
+                for writer in self._writers.values():
+                    writer.close()
+                manifest = self.manifest.model_copy(update={"num_rl_steps": self.num_rl_steps})
+                write_durably(self._folder / MANIFEST_FILE, manifest.to_json().encode())
+                self._stack.close()
+            except OSError as failed:
+                raise cannot_write(self.path, failed) from failed
+
+
+def iter_rl_steps(path: str | Path) -> Iterator[tuple[int, pd.DataFrame, pd.DataFrame]]:
+    """The RL steps of a trace in order, as (rl_step, workload, outcomes), in bounded memory.
+
+    The whole trace is checked before the first comes. Any layout of row groups will do: the memory is that of the
+    largest RL step, of `trace.CHUNK_BYTES` and of one row group. For all tables: `Trace.iter_rl_steps`.
+    Raises TraceError.
+    """
+    for one in read(path).iter_rl_steps():
+        yield one.rl_steps[0], one.workload, one.outcomes
+
+
+class _TableWriter:
+    """One table's file; rows wait until they make a row group."""
+
+    def __init__(self, folder: Path, name: str, stack: ExitStack):
+        self._path = folder / f"{name}.parquet"
+        self._schema = TABLES[name]
+        self._file: pq.ParquetWriter = stack.enter_context(parquet_writer(self._path, name))
+        self._waiting: list[pa.Table] = []
+        self._bytes = 0
+        self.num_rows = 0
+
+    def append(self, table: pa.Table) -> None:
+        self._waiting.append(table)
+        self._bytes += table.nbytes
+        self.num_rows += len(table)
+        if self._bytes >= GROUP_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._file.close()
+        fsync_file(self._path)
+
+    def _flush(self) -> None:
+        rows = pa.concat_tables([self._schema.empty_table(), *self._waiting])
+        if len(rows):
+            self._file.write_table(rows, row_group_size=len(rows))
+        self._waiting, self._bytes = [], 0

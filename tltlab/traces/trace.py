@@ -1,0 +1,361 @@
+"""A trace: what a rollout was asked for and what came out. Reading, checking, slicing and writing of trace folders."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+
+from tltlab.errors import ConfigError, InputError, TraceError
+
+from .csv import tables_from_csv
+from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
+from .storage import FileTable, MemoryTable, ReadAhead, Table, fsync_folder, write_durably, write_parquet
+from .validate import Part, check, conform
+
+__all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
+
+CHUNK_BYTES = 64 << 20
+"""Traces are read in runs of whole RL steps of about this many bytes in memory (the check takes 5 times it)."""
+
+
+class Trace:
+    """A checked trace, in memory or lazily read from its folder; immutable.
+
+    Tables are DataFrames with the columns of `schema.TABLES`, rows in workload order within an RL step, RL steps
+    ascending. Unknown is null: an integer column with unknown values is float64 with NaN in pandas.
+    """
+
+    def __init__(self, manifest: Manifest, tables: Mapping[str, Table], rl_steps: list[int], path: Path | None = None):
+        """Not for users: `read` and `Trace.from_tables` make checked traces."""
+        self.manifest = manifest
+        self.path = path
+        self.rl_steps = rl_steps
+        self._tables = dict(tables)
+        self._frames: dict[str, pd.DataFrame] = {}
+
+    @classmethod
+    def from_tables(cls, manifest: Manifest, tables: Mapping[str, pd.DataFrame | pa.Table | None]) -> Trace:
+        """Make a trace of DataFrames or Arrow tables; None is a table that is not there. Raises TraceError.
+
+        `manifest.num_rl_steps` is filled in where it is None.
+
+        >>> manifest = Manifest(kind="imported", num_workers=2)
+        >>> Trace.from_tables(manifest, {"workload": workload, "outcomes": outcomes}).rl_steps  # doctest: +SKIP
+        [0, 1]
+        """
+        sources: dict[str, Table] = {**checked(tables)}
+        rl_steps = _steps_of(sources)
+        if manifest.num_rl_steps is None:
+            manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+        return cls(manifest, sources, rl_steps)
+
+    def arrow(self, name: str, rl_step: int | None = None) -> pa.Table | None:
+        """A table, or its rows of one RL step, as Arrow; None where the trace has no such table."""
+        assert name in TABLES, name
+        if name not in self._tables:
+            return None
+        return self._tables[name].load(None if rl_step is None else [rl_step])
+
+    def table(self, name: str, *, rl_step: int | None = None) -> pd.DataFrame | None:
+        """A table as a DataFrame; None where the trace has no such table.
+
+        With `rl_step` only that RL step is read and nothing is kept, for traces larger than memory.
+        """
+        if rl_step is not None or name not in self._tables:
+            part = self.arrow(name, rl_step)
+            return None if part is None else part.to_pandas()
+        if name not in self._frames:
+            table = self.arrow(name)
+            assert table is not None
+            self._frames[name] = table.to_pandas()
+        return self._frames[name].copy(deep=False)
+
+    def num_rows(self, name: str) -> int:
+        """Rows of a table, 0 where the trace has no such table; nothing is read."""
+        return self._tables[name].num_rows if name in self._tables else 0
+
+    @property
+    def workload(self) -> pd.DataFrame:
+        return self._required("workload")
+
+    @property
+    def outcomes(self) -> pd.DataFrame:
+        return self._required("outcomes")
+
+    @property
+    def tokens(self) -> pd.DataFrame | None:
+        return self.table("tokens")
+
+    @property
+    def iterations(self) -> pd.DataFrame | None:
+        return self.table("iterations")
+
+    @property
+    def decisions(self) -> pd.DataFrame | None:
+        return self.table("decisions")
+
+    @property
+    def acceptance(self) -> pd.DataFrame | None:
+        return self.table("acceptance")
+
+    @property
+    def steps(self) -> pd.DataFrame | None:
+        return self.table("steps")
+
+    @property
+    def spans(self) -> pd.DataFrame | None:
+        return self.table("spans")
+
+    @property
+    def spot_training(self) -> pd.DataFrame | None:
+        return self.table("spot_training")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tables this trace has."""
+        return tuple(name for name in TABLES if name in self._tables)
+
+    def select(self, rl_steps: Sequence[int]) -> Trace:
+        """The trace of some of its RL steps. Raises TraceError for one it has not."""
+        wanted = sorted(set(rl_steps))
+        if missing := set(wanted) - set(self.rl_steps):
+            raise TraceError(f"{self.path or 'trace'}: no rl_step {min(missing)}; there are: {_few(self.rl_steps)}")
+        tables = {name: table.select(wanted) for name, table in self._tables.items()}
+        manifest = self.manifest.model_copy(update={"num_rl_steps": len(wanted)})
+        return Trace(manifest, tables, wanted, self.path)
+
+    def iter_rl_steps(self) -> Iterator[Trace]:
+        """One-step traces in order: the way through a trace larger than memory.
+
+        Tables are read when they are used, those of neighbouring RL steps together (CHUNK_BYTES), and kept while one
+        of these RL steps is.
+        """
+        for part in self.parts():
+            ahead = {n: ReadAhead(table) for n, table in part._tables.items() if isinstance(table, FileTable)}
+            manifest = self.manifest.model_copy(update={"num_rl_steps": 1})
+            for rl_step in part.rl_steps:
+                tables: dict[str, Table] = {
+                    n: ahead[n].one(rl_step) if n in ahead else table.select([rl_step])
+                    for n, table in part._tables.items()
+                }
+                yield Trace(manifest, tables, [rl_step], self.path)
+
+    def parts(self) -> Iterator[Trace]:
+        """This trace in traces of neighbouring RL steps, each about CHUNK_BYTES when all its tables are read.
+
+        A trace in memory, or one that small, is its only part. All rows of all tables are in one part.
+        """
+        files = {name: table for name, table in self._tables.items() if isinstance(table, FileTable)}
+        chunks = list(_chunks(files)) if files else []
+        if len(chunks) < 2:
+            yield self
+            return
+        known = set(self.rl_steps)
+        for chunk in chunks:
+            rl_steps = [rl_step for rl_step in chunk if rl_step in known]
+            manifest = self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+            tables = {name: table.select(chunk) for name, table in self._tables.items()}
+            yield Trace(manifest, tables, rl_steps, self.path)
+
+    def replace(self, *, manifest: Manifest | None = None, **tables: pd.DataFrame | pa.Table | None) -> Trace:
+        """The same trace with some tables (None: without them) or the manifest replaced, checked anew."""
+        old: dict[str, pd.DataFrame | pa.Table | None] = {name: self.arrow(name) for name in self._tables}
+        return Trace.from_tables(manifest or self.manifest, {**old, **tables})
+
+    def write(self, path: str | Path) -> Path:
+        """Write the trace folder `path` in one move: a killed writer leaves the old trace or none.
+
+        Row groups are cut at RL steps; same tables, same bytes. A trace at `path` is replaced, files in it that are
+        not the format's are kept; anything else there is a ConfigError.
+        """
+        path = Path(path)
+        try:
+            with new_folder(path) as new:
+                for name, table in self._tables.items():
+                    write_parquet(new / f"{name}.parquet", name, table)
+                write_durably(new / MANIFEST_FILE, self.manifest.to_json().encode())
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return path
+
+    def __repr__(self) -> str:
+        where = f" at {self.path}" if self.path else ""
+        return f"<Trace {self.manifest.kind}{where}: {len(self.rl_steps)} RL steps, {', '.join(self.names)}>"
+
+    def _required(self, name: str) -> pd.DataFrame:
+        frame = self.table(name)
+        assert frame is not None
+        return frame
+
+
+def read(path: str | Path) -> Trace:
+    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths.
+
+    Raises TraceError. Tables are loaded when they are used; the check itself streams.
+    """
+    trace = _opened(path)
+    files = {name: table for name, table in trace._tables.items() if isinstance(table, FileTable)}
+    for rl_steps in _chunks(files) if files else ():
+        check({name: table.part(rl_steps) for name, table in files.items()})
+    return trace
+
+
+def _opened(path: str | Path) -> Trace:
+    """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
+    path = locate(path)
+    if path.is_file() and ".csv" in path.suffixes:
+        return Trace.from_tables(*tables_from_csv(path))
+    if not path.is_dir():
+        raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder{_hint(path)}")
+    if not (path / MANIFEST_FILE).exists():
+        raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace{_hint(path)}")
+    manifest = Manifest.read(path / MANIFEST_FILE)
+    for name in REQUIRED_TABLES:
+        if not (path / f"{name}.parquet").exists():
+            raise TraceError(f"{path / name}.parquet: missing; a trace has {' and '.join(REQUIRED_TABLES)}")
+    tables: dict[str, Table] = {
+        name: FileTable(name, file) for name in TABLES if (file := path / f"{name}.parquet").exists()
+    }
+    return Trace(manifest, tables, _steps_of(tables), path)
+
+
+def checked(
+    tables: Mapping[str, pd.DataFrame | pa.Table | None], num_before: Mapping[str, int] | None = None
+) -> dict[str, MemoryTable]:
+    """The conformed and checked tables of some RL steps. Raises TraceError.
+
+    `num_before` rows of a table count as its rows before these when a fault names its row.
+    """
+    if unknown := set(tables) - set(TABLES):
+        raise TraceError(f"no table named {sorted(unknown)[0]!r}; there are: {', '.join(TABLES)}")
+    parts = {}
+    for name in TABLES:
+        given = tables.get(name)
+        if given is not None:
+            table = _to_arrow(name, given) if isinstance(given, pd.DataFrame) else given
+            first = (num_before or {}).get(name, 0)
+            parts[name] = conform(Part(name=name, file=name, table=table, rows=np.arange(first, first + len(table))))
+        elif name in REQUIRED_TABLES:
+            raise TraceError(f"table {name} is missing: a trace has {' and '.join(REQUIRED_TABLES)}")
+    check(parts)
+    return {name: MemoryTable(part.table) for name, part in parts.items()}
+
+
+def locate(path: str | Path) -> Path:
+    """The trace folder that `path` means: itself, or `trace/` in a RUN folder."""
+    path = Path(path)
+    inner = path / "trace"
+    return inner if inner.is_dir() and not (path / MANIFEST_FILE).exists() else path
+
+
+def is_trace(path: Path) -> bool:
+    """Whether a folder says it is a trace of this format (it is not checked)."""
+    try:
+        return f'"{FORMAT}"' in (path / MANIFEST_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+
+
+def refuse_foreign_target(path: Path) -> None:
+    """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
+    if path.is_dir():
+        if any(path.iterdir()) and not is_trace(path):
+            raise ConfigError(f"{path} is a folder with other things in it, not a trace; name another place")
+    elif path.exists() or path.is_symlink():
+        raise ConfigError(f"{path} is a file; a trace is a folder, name another place")
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
+
+    Raises ConfigError where `path` is something that is no trace, OSError where the disk refuses.
+    """
+    refuse_foreign_target(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        yield new
+        _carry_over(path, new)
+        fsync_folder(new)
+        _swap(new, path, Path(temporary) / "old")
+
+
+def cannot_write(path: Path, error: OSError) -> InputError:
+    """The error of a trace that cannot be written."""
+    return InputError(f"cannot write the trace {path}: {error.strerror or error}")
+
+
+def _chunks(tables: Mapping[str, FileTable]) -> Iterator[list[int]]:
+    """All RL steps of all tables, in runs whose rows take about CHUNK_BYTES."""
+    steps = np.unique(np.concatenate([table.rl_steps for table in tables.values()]))
+    size = np.zeros(len(steps))
+    for table in tables.values():
+        size[np.searchsorted(steps, table.rl_steps)] += table.rows_per_step * table.row_bytes
+    chunk = (np.cumsum(size) // CHUNK_BYTES).astype(np.int64)
+    for run in np.split(steps, np.flatnonzero(np.diff(chunk)) + 1):
+        yield run.tolist()
+
+
+def _steps_of(tables: Mapping[str, Table]) -> list[int]:
+    found: list[int] = tables["workload"].rl_steps.tolist()
+    return found
+
+
+def _to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
+    columns = {}
+    for field in TABLES[name]:
+        if field.name in frame.columns:
+            try:
+                # A frame without rows has whatever types its writer's library gives to nothing.
+                values = frame[field.name] if len(frame) else pa.nulls(0, field.type)
+                columns[field.name] = pa.array(values, from_pandas=True)
+            except (pa.ArrowException, OverflowError) as error:
+                raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
+    return pa.table(columns)
+
+
+def _swap(new: Path, path: Path, old: Path) -> None:
+    """Put the folder `new` at `path`; what was there goes to `old`, and comes back if that fails."""
+    if path.exists():
+        os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except BaseException:
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        raise
+    fsync_folder(path.parent)
+
+
+def _carry_over(old: Path, new: Path) -> None:
+    """Copy what is in an old trace folder and not of the format, such as a LICENSE or costs.json."""
+    ours = {MANIFEST_FILE, *(f"{name}.parquet" for name in TABLES)}
+    for item in sorted(old.iterdir()) if old.is_dir() else ():
+        if item.name not in ours:
+            if item.is_dir() and not item.is_symlink():
+                shutil.copytree(item, new / item.name, symlinks=True)
+            else:
+                shutil.copy2(item, new / item.name, follow_symlinks=False)
+
+
+def _few(values: list[Any]) -> str:
+    shown = ", ".join(str(v) for v in values[:8])
+    return shown if len(values) <= 8 else f"{shown}, ... {values[-1]}"
+
+
+def _hint(path: Path) -> str:
+    for name in (f"{path}.recording", path / "trace.recording"):
+        if Path(name).is_dir():
+            return f"; an unfinished recording is at {name}: tltlab trace repair {path}"
+    return ""

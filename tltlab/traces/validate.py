@@ -1,0 +1,299 @@
+"""What makes tables a valid trace; a fault is a TraceError that names the file, the column and the first offending row.
+
+`conform` casts one table to its schema without loss, `check` tests values and how the tables fit together. All keys
+start with the RL step, so a trace can be checked some RL steps at a time. Everything is vectorised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tltlab.errors import TraceError
+
+from .schema import FINISH_REASONS, KEY, TABLES, TRAINING_ENDS, UNIQUE
+
+Mask = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+
+_AT_LEAST_ONE = {"max_response_tokens", "tokens_to_verify", "max_depth", "members"}
+_ANY_SIGN = {"reward", "reward_mean", "drift_kl", "loss"}
+_ROUNDING = 1e-4
+"""Means of float32 probabilities may lie beside 0 and 1 by this much."""
+_PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A table, or those of its rows that belong to some RL steps; `rows` are their row numbers in `file`."""
+
+    name: str
+    file: str
+    table: pa.Table
+    rows: Ints
+
+    def fault(self, column: str, row: int, message: str) -> NoReturn:
+        """Raise the TraceError for the `row`-th row of this part."""
+        raise TraceError(f"{self.file}: column {column}, row {self.rows[row]}{self._key(row)}: {message}")
+
+    def require(self, ok: Mask, column: str, message: str) -> None:
+        """Every row must be ok; `{}` in the message is the offending value."""
+        if not ok.all():
+            row = int(np.argmin(ok))
+            self.fault(column, row, message.format(repr(self.table[column][row].as_py())))
+
+    def numpy(self, column: str) -> Any:
+        """A numeric column as an array, null as 0."""
+        return self.table[column].fill_null(0).to_numpy()
+
+    def known(self, column: str) -> Mask:
+        """Where a column is not null."""
+        known: Mask = pc.is_valid(self.table[column]).to_numpy()
+        return known
+
+    def _key(self, row: int) -> str:
+        names = [n for n in UNIQUE.get(self.name, ("rl_step",)) if n in self.table.column_names]
+        values = ", ".join(f"{n} {self.table[n][row].as_py()!r}" for n in names)
+        return f" ({values})" if values else ""
+
+
+def check_columns(name: str, file: str, found: pa.Schema) -> None:
+    """Raise TraceError unless `found` has the columns of table `name` in types that can hold them.
+
+    A nullable column may be missing (unknown), and so may `turn` (0).
+    """
+    for field in TABLES[name]:
+        if found.names.count(field.name) > 1:
+            raise TraceError(f"{file}: column {field.name} is there {found.names.count(field.name)} times")
+        if field.name not in found.names:
+            if not field.nullable and field.name != "turn":
+                raise TraceError(f"{file}: column {field.name} is missing; there are: {', '.join(found.names)}")
+        elif not _can_hold(found.field(field.name).type, field.type):
+            got = found.field(field.name).type
+            raise TraceError(
+                f"{file}: column {field.name} has type {got}, it must be {field.type} or cast without loss"
+            )
+
+
+def conform(part: Part) -> Part:
+    """Cast a part to its schema without loss, columns in order; `turn` may be missing (0), unknown columns go.
+
+    Raises TraceError for a value that does not fit, null in a column that has none, and NaN or infinity.
+    """
+    check_columns(part.name, part.file, part.table.schema)
+    columns = []
+    for field in TABLES[part.name]:
+        if field.name not in part.table.column_names:
+            empty = pa.nulls(len(part.table), field.type)
+            columns.append(empty if field.nullable else pa.array(np.zeros(len(part.table), np.int32)))
+            continue
+        column = part.table[field.name]
+        if column.null_count and not field.nullable:
+            part.require(part.known(field.name), field.name, "got null, this column has no unknown values")
+        if pa.types.is_dictionary(column.type):
+            column = column.cast(column.type.value_type)
+        if column.type != field.type:
+            try:
+                column = column.cast(field.type)
+            except pa.ArrowInvalid:
+                row = _first_uncastable(part.table[field.name], field.type)
+                value = column[row].as_py()
+                part.fault(field.name, row, f"got {value!r}, which is no {field.type}")
+        if pa.types.is_string(field.type):
+            _require_utf_8(part, field.name, column)
+        columns.append(column)
+    return Part(
+        name=part.name, file=part.file, rows=part.rows, table=pa.table(columns, schema=TABLES[part.name])
+    )  # fmt: skip
+
+
+def check(parts: Mapping[str, Part]) -> None:
+    """Check the values of conformed tables and that they fit together; all hold the same RL steps."""
+    for part in parts.values():
+        check_values(part)
+    codes = key_codes([part for part in parts.values() if "prompt_id" in part.table.column_names])
+    for part in parts.values():
+        _check_unique(part, codes.get(part.name))
+    workload, outcomes = parts["workload"], parts["outcomes"]
+    at = find(codes["outcomes"], codes["workload"])
+    outcomes.require(at >= 0, "prompt_id", "got {}: this outcome has no row in workload.parquet")
+    tokens = outcomes.numpy("response_tokens")
+    caps = workload.numpy("max_response_tokens")[at]
+    if (over := tokens > caps).any():
+        row = int(np.argmax(over))
+        outcomes.fault("response_tokens", row, f"got {tokens[row]}, its max_response_tokens is {caps[row]}")
+    for name in ("tokens", "acceptance"):
+        if name in parts:
+            at = find(codes[name], codes["outcomes"])
+            parts[name].require(at >= 0, "prompt_id", "got {}: this row has no row in outcomes.parquet")
+            _check_list_lengths(parts[name], tokens[at])
+
+
+def check_values(part: Part) -> None:
+    """Check each row of one conformed table by itself."""
+    for field in part.table.schema:
+        _check_column(part, field)
+    if part.name == "outcomes":
+        reasons = pc.is_in(part.table["finish_reason"], pa.array(FINISH_REASONS)).to_numpy()
+        part.require(reasons, "finish_reason", f"got {{}}, it must be one of {', '.join(FINISH_REASONS)}")
+        aborted = pc.equal(part.table["finish_reason"], "abort").to_numpy()
+        ok = (part.numpy("response_tokens") >= 1) | aborted
+        part.require(ok, "response_tokens", 'got {}, it must be at least 1 (0 only with finish_reason "abort")')
+        timed = part.known("t_submit") & part.known("t_finish")
+        if (early := timed & (part.numpy("t_finish") < part.numpy("t_submit"))).any():
+            row = int(np.argmax(early))
+            submitted, finished = part.table["t_submit"][row].as_py(), part.table["t_finish"][row].as_py()
+            part.fault("t_finish", row, f"got {finished}, before its t_submit {submitted}")
+    if part.name == "decisions":
+        chance = part.numpy("propensity")
+        part.require((chance > 0) & (chance <= 1), "propensity", "got {}, it must be a probability above 0")
+    if part.name == "acceptance":
+        lengths, values = _flat(part.table["accept_if_drafted"])
+        over = values > np.repeat(part.numpy("max_depth"), lengths)
+        if over.any():
+            at = int(np.argmax(over))
+            row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            depth = part.table["max_depth"][row].as_py()
+            part.fault("accept_if_drafted", row, f"got {values[at]}, more than max_depth {depth}")
+    if part.name == "spot_training":
+        ends = pc.is_in(part.table["ended"], pa.array(TRAINING_ENDS)).to_numpy()
+        part.require(ends, "ended", f"got {{}}, it must be one of {', '.join(TRAINING_ENDS)}")
+        lengths, chances = _flat(part.table["accept"])
+        if (wrong := (chances < -_ROUNDING) | (chances > 1 + _ROUNDING)).any():
+            at = int(np.argmax(wrong))
+            row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            part.fault("accept", row, f"got {chances[at]}, it must be a probability")
+
+
+def _can_hold(got: pa.DataType, want: pa.DataType) -> bool:
+    if pa.types.is_dictionary(got):
+        got = got.value_type
+    if pa.types.is_null(got):
+        return True
+    if pa.types.is_list(want):
+        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list,
+                   pa.types.is_list_view, pa.types.is_large_list_view)  # fmt: skip
+        return any(test(got) for test in is_list) and _can_hold(got.value_type, want.value_type)
+    if pa.types.is_string(want):
+        return bool(pa.types.is_string(got) or pa.types.is_large_string(got) or pa.types.is_string_view(got))
+    return bool(pa.types.is_integer(got) or pa.types.is_floating(got))
+
+
+def _require_utf_8(part: Part, name: str, column: pa.ChunkedArray) -> None:
+    # Parquet files of other writers, and damaged ones, may hold any bytes; Arrow looks at them only when asked.
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid as error:
+        row = _first_uncastable(column.cast(pa.binary()), column.type)
+        raise TraceError(f"{part.file}: column {name}, row {part.rows[row]}: the text is not UTF-8") from error
+
+
+def _first_uncastable(column: pa.ChunkedArray, to: pa.DataType) -> int:
+    low, high = 0, len(column)  # the first `low` rows cast, the first `high` do not
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            # A copy: casting a slice of lists would also cast the values outside it.
+            column.take(pa.array(range(low, middle))).cast(to)
+            low = middle
+        except pa.ArrowInvalid:
+            high = middle
+    return low
+
+
+def _check_column(part: Part, field: pa.Field) -> None:
+    column, where, lengths = part.table[field.name], field.name, None
+    kind = field.type
+    if pa.types.is_list(kind):
+        lengths, column = _flat_column(column)
+        kind = kind.value_type
+    if pa.types.is_string(kind) or not len(column):
+        return
+    values = column.fill_null(0).to_numpy() if column.null_count else column.to_numpy()
+    ok: Mask = np.ones(len(values), bool)
+    rule = ""
+    if column.null_count and lengths is not None:
+        ok, rule = pc.is_valid(column).to_numpy(), "null in a list"
+    elif pa.types.is_floating(kind):
+        ok, rule = np.isfinite(values), "it must be a finite number, unknown is null"
+        if ok.all() and field.name not in _ANY_SIGN and lengths is None:
+            ok, rule = values >= 0, "it must not be negative"
+    elif not pa.types.is_unsigned_integer(kind):
+        least = 1 if field.name in _AT_LEAST_ONE else 0
+        ok, rule = values >= least, f"it must be at least {least}"
+        if column.null_count:
+            ok |= pc.is_null(column).to_numpy()
+    if not ok.all():
+        at = int(np.argmin(ok))
+        row = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+        part.fault(where, row, f"got {column[at].as_py()!r}, {rule}")
+
+
+def _flat_column(column: pa.ChunkedArray) -> tuple[Ints, pa.ChunkedArray]:
+    """Length of each list (0 for null) and all elements one after the other."""
+    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
+    return lengths, pc.list_flatten(column)
+
+
+def _flat(column: pa.ChunkedArray) -> tuple[Ints, Any]:
+    lengths, values = _flat_column(column)
+    return lengths, values.to_numpy()
+
+
+def _check_unique(part: Part, codes: Ints | None) -> None:
+    columns = UNIQUE.get(part.name)
+    if columns is None:
+        return
+    if columns != KEY:
+        rest = [c for c in columns if codes is None or c not in KEY]
+        codes = _combine([codes] if codes is not None else [], [part.table[c].to_pandas() for c in rest])
+    assert codes is not None
+    if (twice := pd.Series(codes).duplicated().to_numpy()).any():
+        part.fault(columns[-1], int(np.argmax(twice)), f"this row is there twice: {', '.join(columns)} must be unique")
+
+
+def _check_list_lengths(part: Part, response_tokens: Ints) -> None:
+    for field in part.table.schema:
+        if field.name in _PER_TOKEN:
+            known = part.known(field.name)
+            lengths = pc.list_value_length(part.table[field.name]).fill_null(0).to_numpy()
+            if (wrong := known & (lengths != response_tokens)).any():
+                row = int(np.argmax(wrong))
+                want = response_tokens[row]
+                part.fault(field.name, row, f"the list has {lengths[row]} entries, response_tokens is {want}")
+
+
+def key_codes(parts: list[Part]) -> dict[str, Ints]:
+    """One number per row of each part, equal for equal keys across all parts."""
+    if not parts:
+        return {}
+    together = pa.concat_tables([part.table.select(KEY) for part in parts])
+    codes = _combine([], [together[column].to_pandas() for column in KEY])
+    ends = np.cumsum([len(part.table) for part in parts])[:-1]
+    return {part.name: piece for part, piece in zip(parts, np.split(codes, ends), strict=True)}
+
+
+def _combine(codes: list[Ints], columns: list[Any]) -> Ints:
+    """Dense codes 0..n-1 of the rows' value combinations."""
+    combined: Ints | None = codes[0] if codes else None
+    for column in columns:
+        code = pd.factorize(column)[0].astype(np.int64)
+        if combined is not None:
+            code = pd.factorize(combined * (int(code.max(initial=0)) + 1) + code)[0].astype(np.int64)
+        combined = code
+    assert combined is not None
+    return combined
+
+
+def find(codes: Ints, among: Ints) -> Ints:
+    """Position of each code in `among`, -1 where it is not there."""
+    place = np.full(max(int(codes.max(initial=-1)), int(among.max(initial=-1))) + 1, -1, np.int64)
+    place[among[::-1]] = np.arange(len(among))[::-1]
+    return place[codes]
