@@ -18,7 +18,7 @@ from typing import Any
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 GIB = 2**30
@@ -178,6 +178,18 @@ def plan_graphs(policy: Policy, max_batch: int, *, fill: bool = False) -> GraphP
         ends = {(n, k) for n, k in missing if (n + 1, k) not in missing}
         plan = replace(plan, asked=tuple(sorted({*plan.asked, *ends})))
     return replace(plan, notes=tuple(_notes(policy, plan)))
+
+
+def chain_policies() -> dict[str, Policy]:
+    """What TLT's table of graph memory asks of chains, by name: no speculation, one depth, depths by batch size."""
+    rows = tuple(
+        TableRow(min_batch=batch, strategy=Strategy.chain("ngram", depth)) for batch, depth in ((1, 8), (5, 4), (17, 2))
+    )
+    return {
+        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 0))),
+        "one depth": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 8))),
+        "three depths by batch": Policy(selector=TableSpec(rows=rows)),
+    }
 
 
 def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:

@@ -239,6 +239,52 @@ def runtime(
 
 
 @app.command()
+def gpu(
+    part: Annotated[str, typer.Argument(help="graphs, seam or sync.")],
+    model: Annotated[Path, typer.Argument(help="A model's folder; its config.json is enough.")],
+    shape: Annotated[
+        str | None, typer.Option(help="Make MODEL first: the shape of Qwen2.5-7B, Qwen2.5-1.5B, ..., no weights.")
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,64",
+    rounds: Annotated[int, typer.Option(min=1, help="Times that each is measured in an engine.")] = 3,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for the seam.")] = 256,
+    kv_gib: Annotated[float, typer.Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="File to write after each engine, as JSON.")] = None,
+    as_json: Json = False,
+) -> None:
+    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, seconds to sync weights.
+
+    graphs: three plans on vLLM's runners; memory, kind of graph and step by batch and depth. seam: stock vLLM and
+    policies that draft nothing. sync: new weights by three ways.
+
+    Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
+    """
+    from . import gpu as module
+
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    try:
+        sizes = [int(size) for size in batches.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--batches is {batches!r}: give whole numbers with commas between them") from error
+    if min(sizes) < 1:
+        raise ConfigError(f"--batches is {batches!r}: give numbers from 1 up")
+    if shape is not None:
+        module.shape(shape, model)
+    found = module.bench_gpu(
+        part,
+        model,
+        batches=sizes,
+        rounds=rounds,
+        tokens=tokens,
+        kv_bytes=int(kv_gib * 2**30),
+        out=out,
+        progress=progress,
+    )
+    emit(found, as_json=as_json, text=module.text(found))
+
+
+@app.command()
 def train(
     trl: Annotated[
         Path | None,

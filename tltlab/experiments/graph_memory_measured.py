@@ -9,12 +9,8 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec
-from tltlab.strategy import Strategy
-
 KV_CACHE_BYTES = 4 << 30
 """The same in every engine, so that graphs alone differ."""
-_DEPTHS = ((1, 8), (5, 4), (17, 2))
 
 
 def cuda() -> bool:
@@ -24,16 +20,6 @@ def cuda() -> bool:
     import torch
 
     return bool(torch.cuda.is_available())
-
-
-def chain_policies() -> dict[str, Policy]:
-    """What is captured, by name."""
-    table = tuple(TableRow(min_batch=b, strategy=Strategy.chain("ngram", k)) for b, k in _DEPTHS)
-    return {
-        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 0))),
-        "one depth": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 8))),
-        "three depths by batch": Policy(selector=TableSpec(rows=table)),
-    }
 
 
 def measured_rows(
@@ -51,7 +37,7 @@ def measured_rows(
     if model is None or not cuda():
         return []
     from tltlab.runtime.cli.export_policy import graph_pool
-    from tltlab.runtime.engine.graphs import GIB, memory_bytes, plan_graphs
+    from tltlab.runtime.engine.graphs import GIB, chain_policies, memory_bytes, plan_graphs
 
     eager_bytes = _engine_bytes(model, max_batch, {"enforce_eager": True}, depth=0)
     pool = graph_pool(model, 1, bytes_per_layer)

@@ -20,6 +20,20 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
+def stock_llm(model: str, **arguments: Any) -> Any:
+    """A `vllm.LLM` as its users make it, with vLLM's own arguments."""
+    import vllm
+
+    return vllm.LLM(model, **arguments)
+
+
+def fixed_length(num_tokens: int) -> Any:
+    """vLLM's sampling parameters for responses of `num_tokens` at temperature 1, whatever is sampled."""
+    import vllm
+
+    return vllm.SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StockRun:
     """What stock vLLM made of some prompts: responses, and its own counters of speculative decoding.

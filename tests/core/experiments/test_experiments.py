@@ -19,7 +19,7 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
-from tltlab.experiments.graph_memory_measured import chain_policies, measured_rows
+from tltlab.experiments.graph_memory_measured import measured_rows
 from tltlab.experiments.result import ExperimentResult
 from tltlab.experiments.settings import as_json, read_settings
 
@@ -236,7 +236,7 @@ def test_the_papers_figures_stand_in_rows_of_their_own_and_nothing_is_called_mea
 
 def test_what_would_be_captured_on_a_gpu_can_be_told_to_vllm():
     graph_plan = pytest.importorskip("tltlab.runtime.engine.graphs")
-    graphs = {name: len(graph_plan.plan_graphs(p, 64).full_graphs()) for name, p in chain_policies().items()}
+    graphs = {name: len(graph_plan.plan_graphs(p, 64).full_graphs()) for name, p in graph_plan.chain_policies().items()}
     assert graphs["three depths by batch"] > graphs["one depth"] > 0
 
 

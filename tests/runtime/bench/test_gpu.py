@@ -1,0 +1,59 @@
+"""`tltlab bench gpu`: its rows are kept as they come, and its parts run on whatever device there is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tltlab.bench import gpu
+from tltlab.errors import ConfigError
+
+
+def measured(part: str, model: Path, out: Path | None = None, **options: Any) -> dict[str, Any]:
+    settings = {
+        "batches": [2],
+        "rounds": 1,
+        "tokens": 8,
+        "kv_bytes": 64 << 20,
+        "progress": lambda message: None,
+    } | options
+    return gpu.bench_gpu(part, model, out=out, **settings)
+
+
+def test_a_shape_is_what_transformers_reads_as_that_model(tmp_path: Path):
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(gpu.shape("Qwen2.5-1.5B", tmp_path / "shape", layers=2))
+    assert (config.hidden_size, config.num_hidden_layers, config.num_key_value_heads) == (1536, 2, 2)
+
+
+def test_a_model_that_is_not_there_is_one_sentence(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        measured("seam", tmp_path)
+
+
+def test_rows_are_in_the_file_before_the_next_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "config.json").write_text("{}")
+    out, lengths = tmp_path / "rows.json", []
+
+    def engine(part: str, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+        lengths.append(len(json.loads(out.read_text())["rows"]) if out.exists() else 0)
+        return {"failed": "Traceback\nOut of memory"} if len(lengths) == 1 else {"seconds": 1.0, "tokens_per_s": {}}
+
+    monkeypatch.setattr(gpu, "_alone", lambda *arguments: engine(*arguments) | {"seconds": 1.0})
+    found = measured("seam", tmp_path, out)
+    assert lengths == list(range(len(gpu.SEAM_MODES)))
+    assert "stock, synchronous, one process: failed: Out of memory" in gpu.text(found)
+
+
+@pytest.mark.engine
+def test_the_seam_of_stock_vllm_and_of_a_policy_is_measured_in_engines(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu, "SEAM_MODES", gpu.SEAM_MODES[:2])
+    rows = measured("seam", random_model)["rows"]
+    assert [row.get("failed") for row in rows] == [None, None]
+    assert all(rate > 0 for row in rows for rate in row["tokens_per_s"]["2"])

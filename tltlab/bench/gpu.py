@@ -1,0 +1,279 @@
+"""What only a GPU can tell: memory and kinds of CUDA graphs, the cost of a policy beside the scheduler, weight sync.
+
+Every engine runs in a process of its own, so that memory is told apart and one that fails does not take the others
+with it. The result file is written again after each: an engine starts in 30 to 60 s, and a lent machine may be gone.
+Models have a shape and random weights (`shape`), which take the same time as trained ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tltlab import hardware
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+
+PARTS = ("graphs", "seam", "sync")
+SEAM_MODES = (
+    "stock, synchronous, one process",
+    "policy none",
+    "policy none, recorded",
+    "policy beg-mab-suffix",
+    "stock",
+    "policy none, asynchronous",
+)
+"""Stock vLLM first: the ratio to it is what a policy costs that drafts nothing."""
+SYNC_WAYS = ("host, this process", "device, this process", "host, own process")
+GRAPH_PLANS = ("no speculation", "one depth", "three depths by batch")
+WARM_UP = 1
+_WITHOUT_WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
+_PROMPT_TOKENS = 64
+_TAIL = 1500
+
+
+def shape(name: str, folder: Path, layers: int | None = None) -> Path:
+    """Write the config.json of a model of `tltlab.hardware`, such as Qwen2.5-7B, without weights; the folder."""
+    m = hardware.model(name)
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "torch_dtype": "bfloat16", "hidden_act": "silu",
+        "hidden_size": m.hidden, "intermediate_size": m.intermediate, "num_hidden_layers": layers or m.layers,
+        "num_attention_heads": m.heads, "num_key_value_heads": m.kv_heads, "vocab_size": m.vocab, "rope_theta": 1e6,
+        "tie_word_embeddings": m.tied_embeddings, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    write_json(folder / "config.json", config)
+    return folder
+
+
+def bench_gpu(
+    part: str,
+    model: Path,
+    *,
+    batches: Sequence[int],
+    rounds: int,
+    tokens: int,
+    kv_bytes: int,
+    out: Path | None,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Run one of PARTS on the model in a folder; `about` and one row per engine, failed ones with what they said."""
+    if part not in PARTS:
+        raise ConfigError(f"no part {part!r} of bench gpu; there are: {', '.join(PARTS)}")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} holds no config.json: give a model's folder, or make one with --shape NAME")
+    from tltlab.runtime.engine.environment import hardware as machine
+    from tltlab.runtime.engine.environment import versions
+
+    found: dict[str, Any] = {
+        "part": part, "model": str(model), "rounds": rounds, "tokens": tokens, "kv_bytes": kv_bytes,
+        "hardware": machine(), "versions": versions(), "rows": [],
+    }  # fmt: skip
+    for case, environment in _cases(part):
+        arguments = {
+            "model": str(model),
+            "batches": list(batches),
+            "rounds": rounds,
+            "tokens": tokens,
+            "kv_bytes": kv_bytes,
+        } | case
+        row = case | _alone(part, arguments, environment)
+        progress(
+            f"{', '.join(map(str, case.values()))}: {row['seconds']:.0f} s{' - failed' if 'failed' in row else ''}"
+        )
+        found["rows"].append(row)
+        if out is not None:
+            write_json(out, found)
+    return found
+
+
+def text(found: dict[str, Any]) -> str:
+    """The result for people: a line for each engine and batch size."""
+    lines = [f"{found['part']} of {found['model']} on {found['hardware']}"]
+    for row in found["rows"]:
+        name = row.get("mode") or row.get("way") or f"{row['plan']}, runner {row['runner']}"
+        if "failed" in row:
+            lines.append(f"{name}: failed: {row['failed'].strip().splitlines()[-1]}")
+        elif found["part"] == "seam":
+            rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row["tokens_per_s"].items())
+            lines.append(f"{name}: tokens/s {rates}")
+        elif found["part"] == "sync":
+            lines.append(f"{name}: {statistics.median(row['sync_s']):.3f} s for {row['bytes'] / 1e9:.2f} GB")
+        else:
+            lines.append(f"{name}: {json.dumps(row['memory'])}")
+            lines += [
+                f"  batch {c['batch']}, depth {c['depth']}: {c['median_s']} s, {json.dumps(c['dispatched'])}"
+                for c in row["cells"]
+            ]
+    return "\n".join(lines)
+
+
+def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
+    """What each engine is, as arguments, and the environment of its process."""
+    if part == "seam":
+        yield from (({"mode": mode}, {}) for mode in SEAM_MODES)
+    elif part == "sync":
+        yield from (({"way": way}, {}) for way in SYNC_WAYS)
+    else:
+        yield from (({"plan": plan, "runner": "V1"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}) for plan in GRAPH_PLANS)
+        # The V2 runner refuses drafts that are made beside it, so it stands for plain decoding alone.
+        yield {"plan": GRAPH_PLANS[0], "runner": "V2"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Measure in another process: its result, or `failed`, and the seconds it took."""
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "row.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "tltlab.bench.gpu", part, json.dumps(arguments), str(answer)],
+            capture_output=True,
+            text=True,
+            env=os.environ | environment,
+        )
+        failed = done.returncode != 0 or not answer.is_file()
+        row = {"failed": (done.stderr or done.stdout)[-_TAIL:]} if failed else json.loads(answer.read_text())
+    return row | {"seconds": time.perf_counter() - begun}
+
+
+def _graphs(
+    plan: str, runner: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int
+) -> dict[str, Any]:
+    """Bytes that capture took, and which kind of graph was dispatched at each batch and depth with the median step."""
+    from tltlab.policies.simple import Fixed
+    from tltlab.runtime.cli.export_policy import graph_pool
+    from tltlab.runtime.engine.engine import Engine, GenerationRequest
+    from tltlab.runtime.engine.graphs import chain_policies, compare, plan_graphs
+    from tltlab.runtime.engine.profile import ForcedDrafter
+    from tltlab.runtime.engine.vllm.dispatch import count_dispatches
+    from tltlab.strategy import Strategy
+
+    dispatched = count_dispatches()
+    graphs = plan_graphs(chain_policies()[plan], max(batches))
+    settings = {k: v for k, v in graphs.settings().items() if k == "compilation_config"}
+    settings |= _WITHOUT_WEIGHTS | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": kv_bytes}
+    begun = time.perf_counter()
+    engine = Engine(
+        model, drafters={"ngram": ForcedDrafter()}, max_draft_depth=graphs.depths[-1], vllm_args=settings
+    )  # fmt: skip
+    try:
+        started_s = time.perf_counter() - begun
+        config = engine.llm.llm_engine.vllm_config
+        worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        cells: list[dict[str, Any]] = []
+        row = {
+            "used_runner": "V2" if config.use_v2_model_runner else "V1",
+            "depths": graphs.depths, "mode": config.compilation_config.cudagraph_mode.name, "started_s": started_s,
+            "sizes": config.compilation_config.cudagraph_capture_sizes, "expected_full": graphs.full_graphs(),
+            "memory": compare(graph_pool(model, 1, 1e6), graphs, worker), "cells": cells,
+        }  # fmt: skip
+        for visit, (batch, depth) in enumerate((b, k) for b in batches for k in graphs.depths):
+            engine.set_policy(Fixed(Strategy.chain("ngram", depth)))
+            dispatched.clear()
+            requests = [
+                GenerationRequest(
+                    key=(visit, "probe", n, 0), prompt_token_ids=_prompt(model, n, visit),
+                    max_response_tokens=32 * (depth + 1), ignore_eos=True,
+                )
+                for n in range(batch)
+            ]  # fmt: skip
+            rollout = engine.generate(requests, rl_step=visit, temperature=1.0)
+            steps = [
+                r["duration"] for r in rollout.iterations if r["batch"] == batch and r["num_drafted"] == batch * depth
+            ]
+            cell = {"batch": batch, "depth": depth, "dispatched": dict(dispatched), "steps": len(steps)}
+            cells.append(cell | {"median_s": statistics.median(steps) if steps else None})
+    finally:
+        engine.close()
+    return row
+
+
+def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Tokens per second of rollouts of fixed length, by batch size, after a rollout that warms up."""
+    from tltlab.runtime import vllm_options
+    from tltlab.runtime.engine.vllm.stock import fixed_length, stock_llm
+
+    arguments = _WITHOUT_WEIGHTS | {
+        "max_num_seqs": max(batches), "max_model_len": _PROMPT_TOKENS + tokens,
+        "kv_cache_memory_bytes": kv_bytes, "generation_config": "vllm",
+    }  # fmt: skip
+    if mode != "stock":
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        arguments["async_scheduling"] = False
+    with tempfile.TemporaryDirectory() as folder:
+        if mode.startswith("policy"):
+            record = f"{folder}/trace" if "recorded" in mode else None
+            policy = mode.split()[1].strip(",")
+            arguments |= vllm_options(policy, async_scheduling="asynchronous" in mode, record=record)
+        begun = time.perf_counter()
+        llm = stock_llm(model, **arguments)
+        try:
+            started_s = time.perf_counter() - begun
+            params = fixed_length(tokens)
+            rates: dict[int, list[float]] = {}
+            for batch in batches:
+                for visit in range(WARM_UP + rounds):
+                    prompts = [{"prompt_token_ids": _prompt(model, n, visit)} for n in range(batch)]
+                    begun = time.perf_counter()
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                    if visit >= WARM_UP:
+                        rates.setdefault(batch, []).append(num_tokens / (time.perf_counter() - begun))
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+    return {"started_s": started_s, "tokens_per_s": rates}
+
+
+def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Seconds to give an engine new weights, and how much of them went into the copy to the host."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tltlab.runtime.engine.engine import Engine
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        state = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    arguments = {"max_num_seqs": 8, "max_model_len": 512, "kv_cache_memory_bytes": kv_bytes, "enforce_eager": True}
+    engine = Engine(
+        model, max_draft_depth=0, own_process="own" in way, vllm_args=_WITHOUT_WEIGHTS | arguments
+    )  # fmt: skip
+    seconds, copies = [], []
+    try:
+        for version in range(1, WARM_UP + rounds + 1):
+            begun = time.perf_counter()
+            weights = {k: v.cpu() for k, v in state.items()} if way.startswith("host") else state
+            copies.append(time.perf_counter() - begun)
+            engine.update_weights(weights.items(), version)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - begun)
+    finally:
+        engine.close()
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    return {"bytes": num_bytes, "sync_s": seconds[WARM_UP:], "of_which_to_host_s": copies[WARM_UP:]}
+
+
+def _prompt(model: str, request: int, visit: int) -> list[int]:
+    """Token ids of a prompt of its own for each request and visit: a prefix cache serves none of them."""
+    vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+    tokens: list[int] = np.random.default_rng((request, visit)).integers(3, vocabulary, _PROMPT_TOKENS).tolist()
+    return tokens
+
+
+if __name__ == "__main__":
+    part, arguments, answer = sys.argv[1:]
+    measure = {"graphs": _graphs, "seam": _seam, "sync": _sync}[part]
+    Path(answer).write_text(json.dumps(measure(**json.loads(arguments))))
