@@ -208,7 +208,7 @@ def test_files_and_names_in_a_sentence_are_there(name: str):
             assert (ROOT / code).exists() or ((ROOT / name).parent / code).exists(), (
                 f"{code}: named from neither folder"
             )
-        if re.fullmatch(r"tltlab(\.\w+)+", code):
+        if re.fullmatch(r"tltlab(\.\w+)+(:\w+)?", code):
             pkgutil.resolve_name(code)
 
 
@@ -236,15 +236,13 @@ def test_the_python_of_the_first_page_draws_a_picture(checkout: Path):
     assert (checkout / "timeline.png").exists()
 
 
-@pytest.mark.parametrize("name", ["README.md", "runtime/README.md"])
 def test_your_own_vllm_gets_the_policy(
-    name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     given: dict[str, Any] = {}
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **options: given.update(options)))
     shutil.copy(ROOT / "traces/subset-sum-small/policy.json", "policy.json")
-    (example,) = [block for block in blocks(name, "python") if "vllm_options" in block]
-    exec(example, {})
+    exec(blocks("README.md", "python")[2], {})
     assert (
         load_policy("policy.json").selector.kind == given["additional_config"]["tltlab"]["policy"]["selector"]["kind"]
     )
