@@ -1,69 +1,287 @@
-"""What the README shows runs as it stands there."""
+"""What the READMEs show: commands parse and the quick ones run, examples run, figures of shipped data are printed."""
 
 from __future__ import annotations
 
+import json
+import pkgutil
 import re
+import shlex
 import shutil
-import subprocess
 import sys
 import tomllib
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from tltlab.runtime.recipe.recipe import Recipe
+import pytest
+import typer
+from typer.main import get_command
+
+from tltlab.cli.app import load, main
+from tltlab.costs.load import load_costs
+from tltlab.costs.stage_files import load_stages
+from tltlab.experiments import find
+from tltlab.policies.policy import SHIPPED, load_policy
+from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
+READMES = {
+    name: (ROOT / name).read_text()
+    for name in ("README.md", *(f"{part}/README.md" for part in ("tltlab", "sim", "runtime", "traces", "notebooks")))
+}
+PAGES = READMES | {"notebooks/LOG.md": (ROOT / "notebooks/LOG.md").read_text()}
+EVERY_README = pytest.mark.parametrize("name", READMES)
+EVERY_PAGE = pytest.mark.parametrize("name", PAGES)
+
+QUICK = """
+    tltlab simulate traces/tiny --policy mine:Halving
+    tltlab simulate lengths.csv --workers 8 --costs cpu-small --acceptance geometric:0.7 --strategy 4,1,5 --sd-threshold 32
+    tltlab trace generate --regime reasoning --rl-steps 4 --prompts 256 --cap 32768 --workers 8 --out my-trace
+    tltlab costs h100-qwen2.5-32b-tp4 --batch 1,8,32 --context 4096 --strategy 8,8,48 --accept-length 7.2
+    tltlab simulate my-trace --costs h100-qwen2.5-7b
+    tltlab simulate my-trace --workers 16 --costs h100-qwen2.5-32b-tp4 --acceptance tlt-qwen2.5-32b --strategy 8,8,32 --sd-threshold 32 --stages h100x64-qwen2.5-32b --gpus-per-worker 4
+    tltlab compare my-trace --costs h100-qwen2.5-7b --policies none,table,beg-mab --acceptance geometric:0.7 --decision-block 32
+    tltlab simulate traces/reasoning-32k --costs h100-qwen2.5-7b
+    tltlab simulate traces/tiny --policy beg-mab
+    tltlab trace annotate traces/tiny --drafter ngram --out annotated
+    tltlab calibrate traces/tiny --out costs.json --kind table
+    tltlab calibrate traces/tiny --out costs.json --acceptance siblings --stages-out stages.json
+    tltlab calibrate traces/h100-smoke --out costs.json
+    tltlab timeline traces/h100-smoke --out timeline.png
+    tltlab off-policy traces/tiny --policy table
+    tltlab export-policy table --max-batch 64
+    tltlab train qwen2.5-7b-tlt --dry-run
+    tltlab experiment
+    tltlab costs
+""".strip().splitlines()  # noqa: E501
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", READMES[page], re.DOTALL)
 
 
-def tltlab(line: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    words = line.split("#")[0].split()
-    return subprocess.run([sys.executable, "-m", *words], cwd=cwd, capture_output=True, text=True, check=False)
+def prose(page: str) -> str:
+    """A page without its fenced and indented blocks."""
+    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    return re.sub(r"^    .*$", "", text, flags=re.MULTILINE)
 
 
-def test_the_policy_of_the_readme_runs_in_the_simulator(tmp_path: Path):
-    (tmp_path / "mine.py").write_text(blocks("python")[0])
-    shutil.copytree(ROOT / "traces" / "tiny", tmp_path / "traces" / "tiny")
-    line = next(line for line in README.splitlines() if line.strip().startswith("tltlab simulate traces/tiny"))
-    done = tltlab(line, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "makespan" in done.stdout
+def inline_code(page: str) -> list[str]:
+    return [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose(page))]
 
 
-def test_a_csv_of_lengths_is_enough(tmp_path: Path):
-    (tmp_path / "lengths.csv").write_text("120\n" * 60 + "3000\n" * 4)
-    line = next(line for line in README.splitlines() if line.strip().startswith("tltlab simulate lengths.csv"))
-    done = tltlab(line, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "accept length" in done.stdout
+def shown_lines(page: str) -> list[str]:
+    """Indented lines, without their comments."""
+    return [line.split("  #")[0].strip() for line in re.findall(r"^    (\S.*)$", PAGES[page], re.MULTILINE)]
 
 
-def test_the_python_of_the_readme_runs(tmp_path: Path):
-    shutil.copytree(ROOT / "traces" / "tiny", tmp_path / "traces" / "tiny")
-    done = subprocess.run([sys.executable, "-c", blocks("python")[1]], cwd=tmp_path, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr.decode()
-    assert (tmp_path / "timeline.png").exists()
+def commands(page: str) -> list[list[str]]:
+    """The arguments of every `tltlab` command of a page."""
+    lines = shown_lines(page) + inline_code(page)
+    return [shlex.split(line)[1:] for line in lines if line.startswith("tltlab ")]
 
 
-def test_gpus_you_do_not_have_can_be_simulated(tmp_path: Path):
-    lines = [line.strip() for line in README.splitlines() if "my-trace" in line and line.startswith("    tltlab")]
-    assert [line.split()[1] for line in lines] == ["trace", "simulate", "simulate", "compare"]
-    shown = [tltlab(line, tmp_path) for line in lines]
-    assert [done.returncode for done in shown] == [0] * 4, [done.stderr for done in shown]
-    assert "rollout share" in shown[2].stdout
-    assert "regret" in shown[3].stdout
+def parsed(arguments: list[str]) -> dict[str, Any]:
+    """The values that a command line gives to its options, none where it only names the command.
+
+    Raises where the command refuses the line.
+    """
+    target = load(arguments[0])
+    app = target if isinstance(target, typer.Typer) else typer.Typer()
+    if app is not target:
+        app.command()(target)
+    command, rest = get_command(app), arguments[1:]
+    if hasattr(command, "commands"):
+        assert rest[0] in command.commands, f"tltlab {arguments[0]} has no {rest[0]}"
+        command, rest = command.commands[rest[0]], rest[1:]
+    return dict(command.make_context(arguments[0], rest).params) if rest else {}
+
+
+def run(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command prints."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(line)[1:])
+    printed = capsys.readouterr()
+    assert ended.value.code == 0, f"{line}: {printed.err}"
+    return printed.out
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder to work in, the current one, that has the shipped traces."""
+    (tmp_path / "traces").symlink_to(ROOT / "traces")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return tmp_path
+
+
+def test_the_first_page_is_read_in_five_minutes():
+    assert len(READMES["README.md"].encode()) <= 12_000
+
+
+@EVERY_README
+def test_every_command_is_one_that_there_is_with_options_that_it_has(name: str):
+    for arguments in commands(name):
+        values = parsed(arguments)
+        for option, loads in {"costs": load_costs, "stages": load_stages}.items():
+            if values.get(option) and not str(values[option]).endswith(".json"):
+                loads(values[option])
+        if arguments[0] == "experiment" and values:
+            find(values["name"])
+        if arguments[0] == "train" and values and not values["resume"]:
+            recipe = values["recipe"]
+            if (ROOT / recipe).exists() or not recipe.endswith(".toml"):
+                load_recipe(ROOT / recipe if (ROOT / recipe).exists() else recipe)
+
+
+def test_the_recipe_takes_the_overrides_that_are_shown(tmp_path: Path):
+    (tmp_path / "recipe.toml").write_text(blocks("README.md", "toml")[0])
+    lines = [arguments for page in READMES for arguments in commands(page) if arguments[0] == "train"]
+    overrides = [word for words in lines for word in words if re.match(r"\w+\.\w+=", word)]
+    assert "rollout.policy=mine:Halving" in overrides
+    assert "train.steps=24" in overrides
+    assert load_recipe(tmp_path / "recipe.toml", overrides).train.steps == 24
+
+
+@EVERY_README
+def test_options_named_in_a_sentence_are_options_of_some_command(name: str):
+    named = {code.split()[0] for code in inline_code(name) if code.startswith("--")}
+    offered = set()
+    for command in ("simulate", "train", "tune", "trace", "bench", "audit", "compare", "calibrate"):
+        target = load(command)
+        app = target if isinstance(target, typer.Typer) else typer.Typer()
+        if app is not target:
+            app.command()(target)
+        found = get_command(app)
+        for each in getattr(found, "commands", {"": found}).values():
+            offered |= {option for parameter in each.params for option in parameter.opts}
+    assert named <= offered | {"--no-build-isolation"}
+
+
+def test_the_table_of_policies_has_the_shipped_ones():
+    table = READMES["tltlab/README.md"].partition("## Policies")[2].partition("\n## ")[0]
+    first_cells = "".join(re.findall(r"^\| (`[^|]*)\|", table, re.MULTILINE))
+    assert set(re.findall(r"`([^`]+)`", first_cells)) == set(SHIPPED)
+
+
+@EVERY_README
+def test_other_programs_are_called_as_this_repository_has_them(name: str):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    markers = (ROOT / "pyproject.toml").read_text()
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for line in [*shown_lines(name), *inline_code(name)]:
+        words = shlex.split(line) if not line.count("'") % 2 and not line.count('"') % 2 else line.split()
+        if words[0] == "make" and len(words) > 1:
+            assert words[1] in targets, line
+        for asked in re.findall(r"(?:tltlab|'\.)\[([\w,-]+)\]", line):
+            assert set(asked.split(",")) <= set(extras), line
+        if any(word.endswith("pytest") for word in words):
+            for marker in re.findall(r'-m "(?:not )?(\w+)"', line):
+                assert f'"{marker}: ' in markers, line
+    sources = "".join(path.read_text() for path in [*ROOT.glob("notebooks/*.py"), *ROOT.glob("tests/runtime/**/*.py")])
+    for variable in re.findall(r"\bTLTLAB_\w+", READMES[name]):
+        assert variable in sources, variable
+
+
+@EVERY_PAGE
+def test_links_lead_to_a_file_and_a_heading_that_are_there(name: str):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[name]):
+        if target.startswith("https://"):
+            continue
+        path, _, anchor = target.partition("#")
+        page = (ROOT / name).parent / path if path else ROOT / name
+        assert page.exists(), target
+        if anchor:
+            text = (page / "README.md" if page.is_dir() else page).read_text()
+            headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}, (
+                target
+            )
+
+
+@EVERY_README
+def test_files_and_names_in_a_sentence_are_there(name: str):
+    for code in inline_code(name):
+        if re.fullmatch(r"[\w./-]+(/|\.py|\.toml)", code) and not code.startswith("demo/"):
+            assert (ROOT / code).exists() or ((ROOT / name).parent / code).exists(), (
+                f"{code}: named from neither folder"
+            )
+        if re.fullmatch(r"tltlab(\.\w+)+(:\w+)?", code):
+            pkgutil.resolve_name(code)
+
+
+def test_the_log_has_every_question_in_its_index():
+    page = PAGES["notebooks/LOG.md"]
+    headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+    assert headings == re.findall(r"^\| \[(.*)\]\(#", page, re.MULTILINE)
+    for _, entries in pairwise(re.split(r"^## .*$", page, flags=re.MULTILINE)):
+        assert all(line.startswith(("- 2026-", "  ")) for line in entries.splitlines() if line)
+
+
+@pytest.mark.parametrize("line", QUICK, ids=lambda line: " ".join(line.split()[1:3]))
+def test_quick_commands_run_as_they_stand(line: str, checkout: Path, capsys: pytest.CaptureFixture[str]):
+    shown = [arguments for page in READMES for arguments in commands(page)]
+    assert shlex.split(line)[1:] in shown, "no README shows this any more"
+    (checkout / "mine.py").write_text(blocks("README.md", "python")[0])
+    (checkout / "lengths.csv").write_text("120\n" * 60 + "3000\n" * 4)
+    if "my-trace" in line and "generate" not in line:
+        run(next(each for each in QUICK if "trace generate" in each), capsys)
+    assert run(line, capsys).strip()
+
+
+def test_the_python_of_the_first_page_draws_a_picture(checkout: Path):
+    exec(blocks("README.md", "python")[1], {})
+    assert (checkout / "timeline.png").exists()
+
+
+def test_your_own_vllm_gets_the_policy(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    given: dict[str, Any] = {}
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=lambda model, **options: given.update(options)))
+    shutil.copy(ROOT / "traces/subset-sum-small/policy.json", "policy.json")
+    exec(blocks("README.md", "python")[2], {})
+    assert (
+        load_policy("policy.json").selector.kind == given["additional_config"]["tltlab"]["policy"]["selector"]["kind"]
+    )
+    assert "--speculative-config" in capsys.readouterr().out
+
+
+def test_the_python_of_the_format_makes_a_valid_trace(checkout: Path, capsys: pytest.CaptureFixture[str]):
+    (checkout / "mine").mkdir()
+    (example,) = [block for block in blocks("traces/README.md", "python") if "manifest.json" in block]
+    exec(example, {})
+    assert run("tltlab trace validate mine", capsys).startswith("valid: 4 responses")
+
+
+def test_figures_of_the_h100_are_those_of_its_trace(checkout: Path, capsys: pytest.CaptureFixture[str]):
+    (example,) = [block for block in blocks("traces/README.md", "python") if "h100-smoke" in block]
+    exec(example, {})
+    shown = [line.rstrip() for line in PAGES["traces/README.md"].splitlines()]
+    for line in capsys.readouterr().out.splitlines():
+        assert f"    {line}".rstrip() in shown
+    described = run("tltlab trace describe traces/h100-smoke", capsys).splitlines()
+    assert set(described[-3:]) <= {line[4:] for line in PAGES["runtime/README.md"].splitlines()}
+    text = " ".join(PAGES["traces/README.md"].split())
+    assert "60.7 and 43.8 %" in text
+    assert [line.split()[-3] for line in described[-2:]] == ["60.7%", "43.8%"]
+    assert " 6.80 " in run("tltlab costs h100-qwen2.5-7b --batch 1 --context 200", capsys)
+    assert "predicts 6.80 ms" in text
+    fitted = json.loads(run("tltlab calibrate traces/h100-smoke --out costs.json --json", capsys))
+    for name, said in {"base_s": "5.4 ms", "sd_base_s": "2.3 ms", "sd_idle_s": "2.0 ms"}.items():
+        assert f"{fitted['costs'][name] * 1e3:.1f} ms" == said
+        assert said in text
 
 
 def test_every_recipe_parses():
-    for text in [*blocks("toml"), *(path.read_text() for path in ROOT.glob("traces/*/recipe.toml"))]:
+    shown = [block for page in READMES for block in blocks(page, "toml")]
+    for text in [*shown, *(path.read_text() for path in ROOT.glob("traces/*/recipe.toml"))]:
         Recipe.model_validate(tomllib.loads(text))
 
 
-def test_shipped_traces_are_valid_and_tiny_is_small():
+def test_shipped_traces_are_valid_and_small(capsys: pytest.CaptureFixture[str]):
     for folder in sorted((ROOT / "traces").glob("*/manifest.json")):
-        done = tltlab(f"tltlab trace validate {folder.parent}", ROOT)
-        assert done.returncode == 0, done.stderr
+        run(f"tltlab trace validate {folder.parent}", capsys)
     assert sum(file.stat().st_size for file in (ROOT / "traces" / "tiny").iterdir()) < 200_000

@@ -1,4 +1,4 @@
-"""`tltlab bench ...`: the commands behind every figure in the README."""
+"""`tltlab bench ...`: the commands behind the measured figures in the READMEs."""
 
 from __future__ import annotations
 
