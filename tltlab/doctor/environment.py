@@ -8,7 +8,7 @@ from collections.abc import Callable
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from .finding import Finding, NotChecked
+from .finding import Finding, NotChecked, could_not_look
 from .machine import BESIDE_TORCH, EXTRAS, GIB, Machine
 
 ENGINE_BYTES = 1.25 * GIB
@@ -39,6 +39,8 @@ def check_environment(machine: Machine | None = None) -> list[Finding]:
             found.append(check(machine))
         except NotChecked:
             continue
+        except Exception as error:  # a defect of one check is no reason to withhold what the others found
+            found.append(could_not_look(check.__name__.strip("_").replace("_", "-"), error))
     return sorted(found, key=lambda finding: ("problem", "hint", "fine").index(finding.severity))
 
 

@@ -44,6 +44,17 @@ class NotChecked(Exception):
     """A check has not the data that it needs; the message says which and how to get them."""
 
 
+def could_not_look(name: str, error: Exception) -> Finding:
+    """What stands in place of the findings of the check `name` that failed: the run may be sound."""
+    return Finding(
+        code="could-not-look",
+        severity="hint",
+        title=f"could not look: {name}",
+        evidence=f"{type(error).__name__}: {' '.join(str(error).split())}.",
+        advice="That is a defect of the check, not of what it looked at; the other checks are not concerned.",
+    )
+
+
 def span(values: list[int]) -> str:
     """Whole numbers in words, runs of them joined.
 

@@ -268,27 +268,36 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
 
 
 def no_graph(evidence: RunEvidence) -> Finding | None:
-    """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none."""
+    """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none.
+
+    That they have graphs takes more than settings, which vLLM may not follow: a log of the run that tells of capturing.
+    """
     if not evidence.on_gpu:
         raise NotChecked("CUDA graphs exist on GPUs only" if evidence.on_gpu is False else "the hardware is not known")
     if evidence.setting("rollout.vllm") is None:
         raise NotChecked("the engine's settings (run.json) are not known")
     sizes = evidence.setting("rollout.vllm.compilation_config.cudagraph_capture_sizes")
+    mode = str(evidence.setting("rollout.vllm.compilation_config.cudagraph_mode", ""))
     eager = evidence.setting("rollout.vllm.enforce_eager", False) is True
-    if not eager and not sizes:
-        return None
-    table = evidence.iterations
-    tokens = table["batch"] + table["num_drafted"]
-    without = table["duration"].where(eager | (tokens > max(sizes or [0])), 0.0).sum() / table["duration"].sum()
-    if without < GRAPHLESS_SHARE:
-        return None
+    never = eager or mode.upper() == "NONE"
+    if not never:
+        without = 0.0
+        if sizes:
+            table = evidence.iterations
+            tokens = table["batch"] + table["num_drafted"]
+            without = table["duration"].where(tokens > max(sizes), 0.0).sum() / table["duration"].sum()
+        if without < GRAPHLESS_SHARE:
+            if sizes and any("Capturing CUDA graphs" in text for text in evidence.logs.values()):
+                return None
+            raise NotChecked("which CUDA graphs ran is not recorded: neither settings nor logs of the run tell")
     return Finding(
         code="no-graph",
-        severity="problem" if eager else "hint",
+        severity="problem" if never else "hint",
         title="Engines decode without CUDA graphs",
         evidence=(
-            "vllm.enforce_eager is set, so no graph is ever captured."
-            if eager
+            f"vllm.{'enforce_eager' if eager else 'compilation_config.cudagraph_mode = NONE'} is set, so no graph is "
+            "ever captured."
+            if never
             else f"{without:.0%} of the time is in iterations of more tokens than the largest graph has ({max(sizes)})."
         ),
         advice="Leave vllm.enforce_eager out; tltlab export-policy --max-batch lists the sizes that a policy needs.",

@@ -12,7 +12,7 @@ from tltlab.traces.trace import Trace
 
 from .bandit import explores_more_than_it_finds, one_arm_per_bucket
 from .evidence import RunEvidence
-from .finding import Finding, NotChecked
+from .finding import Finding, NotChecked, could_not_look
 from .log import canary, deaths, serves_nobody
 from .plain_decoding import large_batches, slower_than_plain, speculation_unused
 from .run import (
@@ -104,6 +104,7 @@ def examine(evidence: RunEvidence) -> Diagnosis:
     good: list[Check] = []
     missing: list[tuple[str, str]] = []
     for check in CHECKS:
+        told: Finding | list[Finding] | None
         try:
             told = check.look(evidence)
         except NotChecked as why:
@@ -113,6 +114,8 @@ def examine(evidence: RunEvidence) -> Diagnosis:
             # A run may be too odd for one question, such as times of zero; the others still have answers.
             missing.append((check.name, f"its figures allow no answer ({error})"))
             continue
+        except Exception as error:  # a defect of one check is no reason to withhold what the others found
+            told = could_not_look(check.name, error)
         if not told:
             good.append(check)
         else:

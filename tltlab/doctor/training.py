@@ -20,6 +20,8 @@ def idle_fragmented(evidence: RunEvidence) -> Finding | None:
     empty = 1 - len(trained) / len(rows)
     if len(rows) < 2 * ENOUGH_STEPS:
         raise NotChecked(f"{len(rows)} training periods are too few")
+    if not total > 0:
+        raise NotChecked(f"the {len(rows)} training periods took no time")
     if useful >= HALF * total and empty <= HALF:
         return None
     update = "none was completed"
