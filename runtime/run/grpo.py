@@ -307,6 +307,9 @@ class GrpoRun:
         start = time.perf_counter()
         again = self.pool.repeat(shares, rl_step)
         repeat_s = time.perf_counter() - start
+        if not again:
+            self.events.note(f"the rollout of RL step {rl_step} was not repeated: a worker was started again")
+            return
         tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
         same = tokens[0] == tokens[1]
         told = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}

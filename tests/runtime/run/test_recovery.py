@@ -135,6 +135,16 @@ def test_an_evaluation_of_no_prompts_asks_no_engine(asked: int | None, default: 
     assert log == []
 
 
+def test_a_repetition_that_does_not_count_is_said_and_not_noted(tmp_path: Path):
+    run, said = GrpoRun.__new__(GrpoRun), []
+    run.out, run.state, run.events = tmp_path, RunState(), SimpleNamespace(note=said.append)  # type: ignore[assignment]
+    run.pool = SimpleNamespace(repeat=lambda shares, rl_step: [])  # type: ignore[assignment]
+    run._repeat([[]], [], 1.0, 4)
+    assert said == ["the rollout of RL step 4 was not repeated: a worker was started again"]
+    assert run.state.repeats == []
+    assert not (tmp_path / "repeats.json").exists()
+
+
 def test_only_the_first_to_hold_a_run_lets_go_of_it(tmp_path: Path):
     run = GrpoRun.__new__(GrpoRun)
     run.out, run._locked = tmp_path / "run", False
