@@ -9,7 +9,7 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.strategy import Strategy
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked, span
+from .finding import Finding, NotChecked, problem, span
 
 BANDITS = ("epsilon-greedy", "ucb1", "beg-mab")
 
@@ -48,9 +48,7 @@ def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
             continue
         off = float((table["arm"] != table["best_arm"]).mean())
         found.append(
-            Finding(
-                code="explores-too-much",
-                severity="problem",
+            problem(
                 title=f"Bandit {name} explores more than it finds",
                 evidence=(
                     f"{off:.0%} of its {len(table)} decisions went to other arms than the best of their bucket; that "
@@ -82,9 +80,7 @@ def one_arm_per_bucket(evidence: RunEvidence) -> list[Finding]:
         if max(arms) > 1:
             continue
         found.append(
-            Finding(
-                code="one-arm-per-bucket",
-                severity="problem",
+            problem(
                 title=f"Bandit {name} never chooses",
                 evidence=f"Each of its {len(arms)} buckets has one strategy, so epsilon and rewards change nothing.",
                 advice=(

@@ -140,10 +140,8 @@ class Run:
 
 def found_by(name: str, run: Any) -> list[str]:
     """Codes of what the check `name` finds. NotChecked where it could not look."""
-    told = next(check for check in CHECKS if check.name == name).look(
-        run if isinstance(run, RunEvidence) else RunEvidence.of(run)
-    )
-    return [finding.code for finding in (told if isinstance(told, list) else [told] if told else [])]
+    evidence = run if isinstance(run, RunEvidence) else RunEvidence.of(run)
+    return [finding.code for finding in next(check for check in CHECKS if check.name == name).look(evidence)]
 
 
 FAULTS: dict[str, tuple[Run, Run]] = {
@@ -175,9 +173,7 @@ FAULTS: dict[str, tuple[Run, Run]] = {
 def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
     """And says what to do, with figures from the run."""
     faulty, sound = FAULTS[name]
-    told = next(check for check in CHECKS if check.name == name).look(RunEvidence.of(faulty.trace()))
-    (finding,) = told if isinstance(told, list) else [told]
-    assert isinstance(finding, Finding)
+    (finding,) = next(check for check in CHECKS if check.name == name).look(RunEvidence.of(faulty.trace()))
     assert finding.code == name
     assert finding.title[0].isupper()
     assert finding.evidence.endswith(".")
@@ -326,7 +322,7 @@ def test_a_check_that_fails_is_a_finding_of_its_own_and_the_others_go_on(monkeyp
         raise ZeroDivisionError("float division by zero")
 
     sound = diagnose(_small())
-    broken = tuple(replace(check, look=fails) if check.name == "cut-at-cap" else check for check in CHECKS)
+    broken = tuple(replace(check, find=fails) if check.name == "cut-at-cap" else check for check in CHECKS)
     monkeypatch.setattr("tltlab.doctor.signatures.CHECKS", broken)
     told = diagnose(_small())
     (finding,) = told.findings
