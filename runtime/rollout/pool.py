@@ -94,6 +94,7 @@ class WorkerPool:
         self._policy: tuple[Policy, int] | None = None
         self._weights: tuple[Any, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
+        self._deaths: list[int] = []  # of each worker, when the last rollout began
         self._asleep = False
         self._running = False
 
@@ -138,6 +139,7 @@ class WorkerPool:
         died included.
         """
         self._seeds = [[self.recipe.seed, n, rl_step, round] for n in range(len(self.handles))]
+        self._deaths = self._deaths_so_far()
 
         def ask(n: int, handle: Any) -> Any:
             self._known[n].taken = handle.state_dict.remote()
@@ -150,8 +152,14 @@ class WorkerPool:
         return parts
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
-        """Do the last rollout, a repeatable one, again from the state it started in, and leave no trace of it."""
-        return self._rollouts(lambda n, handle: handle.repeat.remote(list(shares[n]), rl_step, self._seeds[n]), shares)
+        """Do the last rollout, a repeatable one, again from the state it started in, and leave no trace of it.
+
+        Empty where a worker was started again since that rollout began: its time would be of other work.
+        """
+        if self._deaths_so_far() != self._deaths:
+            return []
+        parts = self._all(lambda n, handle: handle.repeat.remote(list(shares[n]), rl_step, self._seeds[n]))
+        return [] if self._deaths_so_far() != self._deaths else parts
 
     def rehearse(self, shares: Shares, rl_step: int, *, ahead: bool = False) -> list[Rollout]:
         """Do a rollout and leave no trace of it. Every rehearsal has the same random state, unless it is one `ahead`.
@@ -160,6 +168,7 @@ class WorkerPool:
         """
         own = [rl_step, 0] if ahead else []
         self._seeds = [[self.recipe.seed, n, *own] for n in range(len(self.handles))]
+        self._deaths = self._deaths_so_far()
         return self._rollouts(
             lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n]), shares
         )
@@ -227,6 +236,9 @@ class WorkerPool:
                 ray.kill(handle)
 
     # ---- calls that survive the death of a worker ----
+
+    def _deaths_so_far(self) -> list[int]:
+        return [known.deaths for known in self._known]
 
     def _rollouts(self, ask: Ask, shares: Shares) -> list[Rollout]:
         """Rollouts whose times are since now, whenever a worker was asked for the last time."""

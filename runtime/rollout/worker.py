@@ -101,24 +101,26 @@ class RolloutWorker:
         finally:
             self.feed.status(rl_step, busy=False)
 
-    def repeat(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+    def repeat(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout | None:
         """Do the last, repeatable, rollout again from the state it started in, and leave no trace of it.
 
-        A worker that has not done it, being new, begins in the state it is in.
+        None from a worker that has not done it, being new: it does not know that state.
         """
+        return None if self.before is None else self._from(self.before, requests, rl_step, seed)
+
+    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+        """Do a rollout that is still to come, and leave no trace of it."""
+        self.before = self.engine.snapshot()
+        return self._from(self.before, requests, rl_step, seed)
+
+    def _from(self, state: Any, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
         after = self.engine.snapshot()
-        if self.before is not None:
-            self.engine.restore(self.before)
+        self.engine.restore(state)
         try:
             with self.engine.uncaptured():
                 return self._generate(requests, rl_step, seed)
         finally:
             self.engine.restore(after)
-
-    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
-        """Do a rollout that is still to come, and leave no trace of it."""
-        self.before = self.engine.snapshot()
-        return self.repeat(requests, rl_step, seed)
 
     def remember(self, responses: list[Remembered]) -> None:
         """Show the drafters what other workers generated."""

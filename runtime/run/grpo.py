@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -306,6 +307,9 @@ class GrpoRun:
         start = time.perf_counter()
         again = self.pool.repeat(shares, rl_step)
         repeat_s = time.perf_counter() - start
+        if not again:
+            self.events.note(f"the rollout of RL step {rl_step} was not repeated: a worker was started again")
+            return
         tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
         same = tokens[0] == tokens[1]
         told = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
@@ -345,13 +349,18 @@ class GrpoRun:
         return self.recovery.save(self.state)
 
     def evaluate(self, num_prompts: int | None = None) -> float:
-        """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded."""
+        """Mean reward over the first held-out prompts, one response each, without speculation. Not recorded.
+
+        `num_prompts` are by default those of the recipe; the mean over 0 of them is nan.
+        """
         return self._through(lambda: self._evaluate(num_prompts))
 
     def _evaluate(self, num_prompts: int | None) -> float:
-        prompts = self.data.heldout[: num_prompts or self.recipe.eval.num_prompts]
-        if not prompts:
+        if not self.data.heldout:
             raise ConfigError("evaluation needs data.heldout in the recipe")
+        prompts = self.data.heldout[: self.recipe.eval.num_prompts if num_prompts is None else num_prompts]
+        if not prompts:
+            return math.nan
         requests = [
             GenerationRequest(
                 key=(-1, p.prompt_id, 0, 0),

@@ -11,7 +11,7 @@ from typing import Any
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import Policy, parse_policy
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .rows import StepReport
@@ -74,7 +74,8 @@ def write_state(
 def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     """Read `state.json`: the state and the other parts.
 
-    ConfigError where it is of another program or of a run that the recipe does not go on with.
+    ConfigError where it is of another program or of a run that the recipe does not go on with, and where the policy in
+    force cannot be read.
     """
     found = read_json(folder / STATE)
     if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
@@ -83,8 +84,18 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
         if found[name] != ours:
             raise ConfigError(f"{folder} is of a run with {name} {found[name]!r}, and the recipe has {ours!r}")
     fields = {item.name: found.pop(item.name) for item in fields_of(RunState)}
+    if fields["policies"]:
+        latest = fields["policies"][-1]
+        latest["policy"] = _whole(latest["policy"], folder / STATE, "policies")
+    if "recipe_policy" in found:
+        found["recipe_policy"] = _whole(found["recipe_policy"], folder / STATE, "recipe_policy")
     fields["reports"] = [StepReport(**_known(report)) for report in fields["reports"]]
     return RunState(**fields), found
+
+
+def _whole(policy: Any, path: Path, part: str) -> dict[str, Any]:
+    """A stored policy with all that it needs written out. ConfigError where it is none."""
+    return parse_policy(policy, path, part).model_dump(mode="json")
 
 
 def read_workers(folder: Path, num_workers: int) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ def _beside(trace: Trace, name: str, kind: type[_File]) -> _File | None:
     if not path.is_file():
         return None
     try:
-        return kind.model_validate(read_json(path))
+        return kind.model_validate(read_json(path), context={"folder": path.parent})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"

@@ -9,7 +9,7 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.strategy import Strategy
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked, span
+from .finding import Finding, NotChecked, problem, span
 
 BANDITS = ("epsilon-greedy", "ucb1", "beg-mab")
 
@@ -23,17 +23,17 @@ ENOUGH_DECISIONS = 100
 """Decisions from which an arm that was never taken is one that could not be taken."""
 
 
-def explores_more_than_it_finds(evidence: RunEvidence) -> Finding | None:
-    """A bandit loses more reward by arms that are not the best than it gains over an arm picked blindly.
+def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
+    """Each bandit that loses more reward by arms that are not the best than it gains over an arm picked blindly.
 
     Rewards count relative to the mean at their batch, so that arms are compared on like work. The best arm of a bucket
     is found on every other decision and judged on the rest: the luckiest arm must not look the best.
     """
     rewards = _rewards(evidence)
-    worst: Finding | None = None
+    found: list[Finding] = []
     judged = False
     for name, own in rewards.groupby("policy"):
-        scored = [found for _, bucket in own.groupby("bucket") if (found := _scores(bucket)) is not None]
+        scored = [scores for _, bucket in own.groupby("bucket") if (scores := _scores(bucket)) is not None]
         if not scored:
             continue
         table = pd.concat(scored)
@@ -47,52 +47,55 @@ def explores_more_than_it_finds(evidence: RunEvidence) -> Finding | None:
         if 1 - lost.high < LOST_REWARD or missed <= gained:
             continue
         off = float((table["arm"] != table["best_arm"]).mean())
-        worst = Finding(
-            code="explores-too-much",
-            severity="problem",
-            title=f"Bandit {name} explores more than it finds",
-            evidence=(
-                f"{off:.0%} of its {len(table)} decisions went to other arms than the best of their bucket; that cost "
-                f"{missed:.1%} of the reward (95 %: {1 - lost.high:.1%} to {1 - lost.low:.1%}), while choosing gained "
-                f"{gained:+.1%} over arms picked blindly."
-            ),
-            advice=(
-                "Lower epsilon (ucb1: exploration), give the bandit fewer arms or a longer window, use reward = "
-                'relative; or take the best arm per batch as a table (rollout.policy = "table", tltlab tune).'
-            ),
-            where=f"RL steps {span(by_step.index.tolist())}",
+        found.append(
+            problem(
+                title=f"Bandit {name} explores more than it finds",
+                evidence=(
+                    f"{off:.0%} of its {len(table)} decisions went to other arms than the best of their bucket; that "
+                    f"cost {missed:.1%} of the reward (95 %: {1 - lost.high:.1%} to {1 - lost.low:.1%}), while "
+                    f"choosing gained {gained:+.1%} over arms picked blindly."
+                ),
+                advice=(
+                    "Lower epsilon (ucb1: exploration), give the bandit fewer arms or a longer window, use reward = "
+                    'relative; or take the best arm per batch as a table (rollout.policy = "table", tltlab tune).'
+                ),
+                where=f"RL steps {span(by_step.index.tolist())}",
+            )
         )
     if not judged:
         raise NotChecked(f"no bucket has two arms with {ENOUGH_REWARDS} rewards each, in {ENOUGH_STEPS} RL steps")
-    return worst
+    return found
 
 
-def one_arm_per_bucket(evidence: RunEvidence) -> Finding | None:
+def one_arm_per_bucket(evidence: RunEvidence) -> list[Finding]:
     """BEG-MAB whose buckets hold one strategy each: it is a table, whatever epsilon and rewards are."""
     bandits = {name: policy for name, policy in evidence.policy_of_step.values() if _is_bandit(name, policy, "beg-mab")}
     if not bandits:
         raise NotChecked("no BEG-MAB chose in this run")
+    found = []
     for name, policy in bandits.items():
         where = [s for s, (own, _) in evidence.policy_of_step.items() if own == name]
         built = None if policy is None else policy.selector.build(np.random.default_rng(0))
         arms = [len(arms) for arms in built.arms] if isinstance(built, BegMab) else _arms_taken(evidence, where)
         if max(arms) > 1:
             continue
-        return Finding(
-            code="one-arm-per-bucket",
-            severity="problem",
-            title=f"Bandit {name} never chooses",
-            evidence=f"Each of its {len(arms)} buckets has one strategy, so epsilon and rewards change nothing.",
-            advice=(
-                "List several depths or drafters in each of selector.buckets; the paper's grouping by "
-                "tokens_to_verify leaves one arm a bucket where drafts are chains, as TLT's released settings do."
-            ),
-            where=f"RL steps {span(where)}",
+        found.append(
+            problem(
+                title=f"Bandit {name} never chooses",
+                evidence=f"Each of its {len(arms)} buckets has one strategy, so epsilon and rewards change nothing.",
+                advice=(
+                    "List several depths or drafters in each of selector.buckets; the paper's grouping by "
+                    "tokens_to_verify leaves one arm a bucket where drafts are chains, as TLT's released settings do."
+                ),
+                where=f"RL steps {span(where)}",
+            )
         )
-    return None
+    return found
 
 
 def _is_bandit(name: str, policy: object, *kinds: str) -> bool:
+    if name == "none":  # plain RL steps between those of the policy that policies.json names
+        return False
     kind = getattr(getattr(policy, "selector", None), "kind", None)
     return kind in kinds if kind is not None else any(name.startswith(known) for known in kinds)
 

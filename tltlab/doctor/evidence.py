@@ -283,7 +283,7 @@ def _named(name: str) -> Policy | None:
     if name in SHIPPED or not name.endswith(".json"):
         return SHIPPED.get(name)
     try:
-        return Policy.model_validate(_object(Path(name)))
+        return Policy.model_validate(_object(Path(name)), context={"folder": Path(name).parent})
     except (ValueError, TltlabError):
         return None
 
@@ -296,7 +296,7 @@ def _policies(folder: Path) -> tuple[tuple[int, str, Policy], ...]:
     found = []
     for entry in entries:
         try:
-            policy = Policy.model_validate(entry["policy"])
+            policy = Policy.model_validate(entry["policy"], context={"folder": folder})
             found.append((int(entry["rl_step"]), str(entry.get("name") or policy.selector.kind), policy))
         except (KeyError, TypeError, ValueError, TltlabError):
             # Written by another version, or naming a class that is not installed here: then it is not known.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Literal, TypeVar
+
+from tltlab.errors import ConfigError
 
 Severity = Literal["problem", "hint", "fine"]
 
@@ -42,6 +45,53 @@ advice='', where=None)
 
 class NotChecked(Exception):
     """A check has not the data that it needs; the message says which and how to get them."""
+
+
+def problem(title: str, evidence: str, advice: str, where: str | None = None, code: str = "") -> Finding:
+    """Something that is broken, or costs more than it gains; without a code it goes by its check's name."""
+    return Finding(code=code, severity="problem", title=title, evidence=evidence, advice=advice, where=where)
+
+
+def hint(title: str, evidence: str, advice: str, where: str | None = None, code: str = "") -> Finding:
+    """Something worth a look."""
+    return Finding(code=code, severity="hint", title=title, evidence=evidence, advice=advice, where=where)
+
+
+def fine(evidence: str) -> Finding:
+    """Something that was looked at and is good; its title is the check's name."""
+    return Finding(code="", severity="fine", title="", evidence=evidence)
+
+
+Seen = TypeVar("Seen")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check(Generic[Seen]):
+    """One question to a run or a machine: `find` says what is wrong; `good` is what it means where that is nothing."""
+
+    name: str
+    good: str = ""
+    find: Callable[[Seen], Finding | list[Finding] | None]
+
+    def look(self, seen: Seen) -> list[Finding]:
+        """What it finds; where the check fails that is a finding too. Raises NotChecked."""
+        try:
+            found = self.find(seen)
+        except NotChecked:
+            raise
+        except ConfigError as error:
+            # A run may be too odd for one question, such as times of zero; the others still have answers.
+            raise NotChecked(f"its figures allow no answer ({error})") from error
+        except Exception as error:  # a defect of one check is no reason to withhold what the others found
+            found = hint(
+                code="could-not-look",
+                title=f"could not look: {self.name}",
+                evidence=f"{type(error).__name__}: {' '.join(str(error).split())}.",
+                advice="That is a defect of the check, not of what it looked at; the other checks are not concerned.",
+            )
+        named = found if isinstance(found, list) else [found] if found else []
+        title = self.name.replace("-", " ")
+        return [replace(each, code=each.code or self.name, title=each.title or title) for each in named]
 
 
 def span(values: list[int]) -> str:

@@ -14,7 +14,7 @@ from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy
 
 from .evidence import RunEvidence
-from .finding import Finding, NotChecked, span
+from .finding import Finding, NotChecked, hint, problem, span
 
 GIB = 2**30
 
@@ -150,9 +150,8 @@ def deaths(evidence: RunEvidence) -> list[Finding]:
             predicted = _predicted_pool(evidence) if signature.code == "capture-out-of-memory" else ""
             where = [told.rl_step for told in told_all if told.rl_step is not None]
             found.append(
-                Finding(
+                problem(
                     code=signature.code,
-                    severity="problem",
                     title=signature.title,
                     evidence=f'{first.source} says "{quote}"{more}.{predicted}',
                     advice=signature.advice or "The sentence says what it was; tltlab COMMAND --debug shows where.",
@@ -176,9 +175,8 @@ def canary(evidence: RunEvidence) -> Finding | None:
     event = (collapsed or bad)[0][0]
     where = f"RL steps {span([int(e['rl_step']) for e, _ in (collapsed or bad)])}"
     if collapsed:
-        return Finding(
+        return problem(
             code="canary-collapsed",
-            severity="problem",
             title="The learned drafter collapsed",
             evidence=f"{len(collapsed)} of {len(verdicts)} verdicts; the first: {event['event']}.",
             advice=(
@@ -187,9 +185,8 @@ def canary(evidence: RunEvidence) -> Finding | None:
             ),
             where=where,
         )
-    return Finding(
+    return hint(
         code="drafter-untrained",
-        severity="hint",
         title="The learned drafter had not learned enough to serve",
         evidence=f"{len(bad)} of {len(verdicts)} verdicts; the first: {event['event']}.",
         advice="Warm it up before the run: tltlab train-drafter, then drafter.checkpoint. The fallback served.",
@@ -212,9 +209,8 @@ def serves_nobody(evidence: RunEvidence) -> Finding | None:
     for part, code, title, advice in known:
         if said := [event for event in evidence.events if part in str(event.get("event", ""))]:
             steps = [int(event["rl_step"]) for event in said if isinstance(event.get("rl_step"), int)]
-            return Finding(
+            return problem(
                 code=code,
-                severity="problem",
                 title=title,
                 evidence=f'events.jsonl says "{said[0]["event"]}".',
                 advice=advice,

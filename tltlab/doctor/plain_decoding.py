@@ -8,7 +8,7 @@ import pandas as pd
 from tltlab.stats import Interval
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked, span
+from .finding import Finding, NotChecked, hint, problem, span
 
 UNSURE = 1.05
 """Time against plain decoding from which speculation surely loses: fitted plain times miss held-out rollouts by up to
@@ -41,9 +41,7 @@ def slower_than_plain(evidence: RunEvidence) -> Finding | None:
         found = ratio(measured, plain)
         if found.low <= UNSURE:
             continue
-        finding = Finding(
-            code="slower-than-plain",
-            severity="problem",
+        finding = problem(
             title=f"Policy {name} makes rollouts slower than no speculation",
             evidence=(
                 f"Decoding took {measured.mean():.3g} s a rollout, plain decoding of the same responses would take "
@@ -77,9 +75,7 @@ def large_batches(evidence: RunEvidence) -> Finding | None:
     if share < LOSING_SHARE:
         return None
     most = min(losing) - 1
-    return Finding(
-        code="large-batches",
-        severity="problem",
+    return problem(
         title="Speculation goes on at batches too large for it",
         evidence=(
             "Time against plain decoding of the same tokens: "
@@ -107,9 +103,7 @@ def speculation_unused(evidence: RunEvidence) -> Finding | None:
     share = inside / table["duration"].sum() if len(table) else 0.0
     if share < UNUSED_SHARE:
         return None
-    return Finding(
-        code="speculation-unused",
-        severity="hint",
+    return hint(
         title="Batches at which speculation gains are decoded plainly",
         evidence=(
             "Time against plain decoding of the same tokens: "

@@ -9,7 +9,7 @@ from tltlab.costs.stages import STAGES
 from tltlab.traces import metrics
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked
+from .finding import Finding, NotChecked, hint, problem
 
 HALF = 0.5
 """Below half of the RL step even a rollout in no time at all saves less than what stays."""
@@ -67,9 +67,7 @@ def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
         "reward": "the reward function: run it in parallel, or cheaper",
         "sync": "how weights reach the engines",
     }[largest]
-    return Finding(
-        code="rollout-not-bottleneck",
-        severity="hint",
+    return hint(
         title=f"The rollout is not the bottleneck, {largest} is",
         evidence=(
             f"The rollout is {share.estimate:.0%} of an RL step ({share.low:.0%} to {share.high:.0%}), {told}: "
@@ -85,9 +83,7 @@ def cut_at_cap(evidence: RunEvidence) -> Finding | None:
     cut, aborted = float(reasons.get("length", 0.0)), float(reasons.get("abort", 0.0))
     if cut < CUT_SHARE and aborted < ABORTED_SHARE:
         return None
-    return Finding(
-        code="cut-at-cap",
-        severity="hint",
+    return hint(
         title="Many responses did not end by themselves",
         evidence=(
             f"{cut:.0%} were cut at the cap and {aborted:.0%} aborted. Their lengths are lower bounds, and what is "
@@ -104,9 +100,7 @@ def prefill_bound(evidence: RunEvidence) -> Finding | None:
     if share < PREFILL_SHARE:
         return None
     tokens = table["prefill_tokens"].sum() / len(evidence.known.workload)
-    return Finding(
-        code="prefill-bound",
-        severity="hint",
+    return hint(
         title="Engines spend much of their time on prompts",
         evidence=f"{share:.0%} of the engines' time is in iterations with prefill, {tokens:.0f} tokens a response.",
         advice="Let samples share their prompt's cache (vllm.enable_prefix_caching); speculation cannot help here.",
@@ -121,18 +115,15 @@ def waiting_queue(evidence: RunEvidence) -> Finding | None:
     waiting = table.loc[table["num_waiting"].fillna(0) > 0, "duration"].sum() / table["duration"].sum()
     again = table["prefill_tokens"].sum() / max(int(evidence.known.workload["prompt_tokens"].sum()), 1)
     if again > PREFILL_AGAIN:
-        return Finding(
+        return problem(
             code="kv-preemption",
-            severity="problem",
             title="Engines prefill requests again",
             evidence=f"{again:.2f} tokens were prefilled for each prompt token: running requests lost their KV cache.",
             advice="Give the cache more room (vllm.kv_cache_memory_bytes) or run fewer at a time (vllm.max_num_seqs).",
         )
     if waiting < WAITING_SHARE:
         return None
-    return Finding(
-        code="waiting-queue",
-        severity="hint",
+    return hint(
         title="Requests wait while others run",
         evidence=(
             f"During {waiting:.0%} of the time requests waited for a place, up to {table['num_waiting'].max():.0f} at "
@@ -154,9 +145,7 @@ def workers_uneven(evidence: RunEvidence) -> Finding | None:
     bubble = metrics.bubble_fraction(evidence.known)
     if found.low < UNEVEN or bubble is None:
         return None
-    return Finding(
-        code="workers-uneven",
-        severity="hint",
+    return hint(
         title="The split gives some workers much more to do than others",
         evidence=(
             f"The fullest worker generates {found.estimate:.2f} times the mean ({found.low:.2f} to {found.high:.2f}); "
@@ -188,9 +177,7 @@ def slow_worker(evidence: RunEvidence) -> Finding | None:
             continue
         found = ratio(sums["took"].to_numpy(), sums["usual"].to_numpy())
         if found.low > SLOW_WORKER:
-            return Finding(
-                code="slow-worker",
-                severity="problem",
+            return problem(
                 title=f"Worker {worker} is slower than the others",
                 evidence=(
                     f"Its iterations take {found.estimate:.2f} ({found.low:.2f} to {found.high:.2f}) times those of "
@@ -217,9 +204,7 @@ def time_outside(evidence: RunEvidence) -> Finding | None:
     found = ratio(both["ends"].clip(upper=both["whole"]).to_numpy(), both["whole"].to_numpy())
     if 1 - found.high < OUTSIDE_SHARE:
         return None
-    return Finding(
-        code="time-outside",
-        severity="hint",
+    return hint(
         title="Rollouts last longer than their iterations",
         evidence=(
             f"{1 - found.estimate:.0%} of the rollout ({1 - found.high:.0%} to {1 - found.low:.0%}) comes after the "
@@ -237,9 +222,7 @@ def noisy_machine(evidence: RunEvidence) -> Finding | None:
     spread = float(np.median([abs(a - b) / ((a + b) / 2) for a, b in pairs]))
     if spread < REPEAT_SPREAD:
         return None
-    return Finding(
-        code="noisy-machine",
-        severity="hint",
+    return hint(
         title="The machine takes different times for the same work",
         evidence=f"{len(pairs)} rollouts done twice differ by {spread:.0%} in the median.",
         advice=f"Stop what else runs there, or compare over more RL steps: under {spread:.0%} nothing is sure.",
@@ -258,9 +241,7 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
     else:
         said = f'The trace says "{notes[at:]}".'
         advice = "Nothing is wrong with what is there; RL steps of which requests are missing are best left out."
-    return Finding(
-        code="interrupted",
-        severity="problem" if evidence.unfinished is not None else "hint",
+    return (problem if evidence.unfinished is not None else hint)(
         title="The recording was interrupted",
         evidence=said,
         advice=advice,
@@ -268,27 +249,34 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
 
 
 def no_graph(evidence: RunEvidence) -> Finding | None:
-    """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none."""
+    """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none.
+
+    That they have graphs takes more than settings, which vLLM may not follow: a log of the run that tells of capturing.
+    """
     if not evidence.on_gpu:
         raise NotChecked("CUDA graphs exist on GPUs only" if evidence.on_gpu is False else "the hardware is not known")
     if evidence.setting("rollout.vllm") is None:
         raise NotChecked("the engine's settings (run.json) are not known")
     sizes = evidence.setting("rollout.vllm.compilation_config.cudagraph_capture_sizes")
+    mode = str(evidence.setting("rollout.vllm.compilation_config.cudagraph_mode", ""))
     eager = evidence.setting("rollout.vllm.enforce_eager", False) is True
-    if not eager and not sizes:
-        return None
-    table = evidence.iterations
-    tokens = table["batch"] + table["num_drafted"]
-    without = table["duration"].where(eager | (tokens > max(sizes or [0])), 0.0).sum() / table["duration"].sum()
-    if without < GRAPHLESS_SHARE:
-        return None
-    return Finding(
-        code="no-graph",
-        severity="problem" if eager else "hint",
+    never = eager or mode.upper() == "NONE"
+    if not never:
+        without = 0.0
+        if sizes:
+            table = evidence.iterations
+            tokens = table["batch"] + table["num_drafted"]
+            without = table["duration"].where(tokens > max(sizes), 0.0).sum() / table["duration"].sum()
+        if without < GRAPHLESS_SHARE:
+            if sizes and any("Capturing CUDA graphs" in text for text in evidence.logs.values()):
+                return None
+            raise NotChecked("which CUDA graphs ran is not recorded: neither settings nor logs of the run tell")
+    return (problem if never else hint)(
         title="Engines decode without CUDA graphs",
         evidence=(
-            "vllm.enforce_eager is set, so no graph is ever captured."
-            if eager
+            f"vllm.{'enforce_eager' if eager else 'compilation_config.cudagraph_mode = NONE'} is set, so no graph is "
+            "ever captured."
+            if never
             else f"{without:.0%} of the time is in iterations of more tokens than the largest graph has ({max(sizes)})."
         ),
         advice="Leave vllm.enforce_eager out; tltlab export-policy --max-batch lists the sizes that a policy needs.",

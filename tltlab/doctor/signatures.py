@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tltlab.costs.base import CostModel
-from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
 from .bandit import explores_more_than_it_finds, one_arm_per_bucket
 from .evidence import RunEvidence
-from .finding import Finding, NotChecked
+from .finding import Check, Finding, NotChecked
 from .log import canary, deaths, serves_nobody
 from .plain_decoding import large_batches, slower_than_plain, speculation_unused
 from .run import (
@@ -38,41 +36,32 @@ from .training import drafter_never_published, idle_fragmented, training_fails
 __all__ = ["CHECKS", "Check", "Diagnosis", "Finding", "NotChecked", "diagnose", "examine", "findings"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """One question to a run: `look` finds its signature, or None; `good` is what None means."""
-
-    name: str
-    good: str
-    look: Callable[[RunEvidence], Finding | list[Finding] | None]
-
-
-CHECKS: tuple[Check, ...] = (
-    Check(name="deaths", good="nothing died", look=deaths),
-    Check(name="interrupted", good="the recording is whole", look=interrupted),
-    Check(name="slower-than-plain", good="rollouts are not slower than plain decoding", look=slower_than_plain),
-    Check(name="acceptance-low", good="drafts are kept often enough", look=acceptance_low),
-    Check(name="acceptance-falling", good="acceptance holds over the run", look=acceptance_falling),
-    Check(name="target-too-fast", good="the drafter keeps up with the policy", look=target_too_fast),
-    Check(name="large-batches", good="no speculation at too large batches", look=large_batches),
-    Check(name="speculation-unused", good="speculation runs where it gains", look=speculation_unused),
-    Check(name="switches-often", good="few switches", look=switches_often),
-    Check(name="explores-too-much", good="bandits find more than they spend", look=explores_more_than_it_finds),
-    Check(name="one-arm-per-bucket", good="buckets have arms to choose from", look=one_arm_per_bucket),
-    Check(name="canary", good="the drafter's canary is content", look=canary),
-    Check(name="drafter-in-use", good="what is trained is used", look=serves_nobody),
-    Check(name="drafter-never-published", good="new drafter weights went into service", look=drafter_never_published),
-    Check(name="training-fails", good="drafter training ended well", look=training_fails),
-    Check(name="idle-fragmented", good="idle time is long enough to train in", look=idle_fragmented),
-    Check(name="rollout-not-bottleneck", good="the rollout is the bottleneck", look=rollout_not_bottleneck),
-    Check(name="prefill-bound", good="prefill is a small part", look=prefill_bound),
-    Check(name="waiting-queue", good="no queue and no preemption", look=waiting_queue),
-    Check(name="workers-uneven", good="the split is even enough", look=workers_uneven),
-    Check(name="slow-worker", good="workers are equally fast", look=slow_worker),
-    Check(name="time-outside", good="little time outside iterations", look=time_outside),
-    Check(name="no-graph", good="iterations have CUDA graphs", look=no_graph),
-    Check(name="cut-at-cap", good="responses end by themselves", look=cut_at_cap),
-    Check(name="noisy-machine", good="the machine repeats its times", look=noisy_machine),
+CHECKS: tuple[Check[RunEvidence], ...] = (
+    Check(name="deaths", good="nothing died", find=deaths),
+    Check(name="interrupted", good="the recording is whole", find=interrupted),
+    Check(name="slower-than-plain", good="rollouts are not slower than plain decoding", find=slower_than_plain),
+    Check(name="acceptance-low", good="drafts are kept often enough", find=acceptance_low),
+    Check(name="acceptance-falling", good="acceptance holds over the run", find=acceptance_falling),
+    Check(name="target-too-fast", good="the drafter keeps up with the policy", find=target_too_fast),
+    Check(name="large-batches", good="no speculation at too large batches", find=large_batches),
+    Check(name="speculation-unused", good="speculation runs where it gains", find=speculation_unused),
+    Check(name="switches-often", good="few switches", find=switches_often),
+    Check(name="explores-too-much", good="bandits find more than they spend", find=explores_more_than_it_finds),
+    Check(name="one-arm-per-bucket", good="buckets have arms to choose from", find=one_arm_per_bucket),
+    Check(name="canary", good="the drafter's canary is content", find=canary),
+    Check(name="drafter-in-use", good="what is trained is used", find=serves_nobody),
+    Check(name="drafter-never-published", good="new drafter weights went into service", find=drafter_never_published),
+    Check(name="training-fails", good="drafter training ended well", find=training_fails),
+    Check(name="idle-fragmented", good="idle time is long enough to train in", find=idle_fragmented),
+    Check(name="rollout-not-bottleneck", good="the rollout is the bottleneck", find=rollout_not_bottleneck),
+    Check(name="prefill-bound", good="prefill is a small part", find=prefill_bound),
+    Check(name="waiting-queue", good="no queue and no preemption", find=waiting_queue),
+    Check(name="workers-uneven", good="the split is even enough", find=workers_uneven),
+    Check(name="slow-worker", good="workers are equally fast", find=slow_worker),
+    Check(name="time-outside", good="little time outside iterations", find=time_outside),
+    Check(name="no-graph", good="iterations have CUDA graphs", find=no_graph),
+    Check(name="cut-at-cap", good="responses end by themselves", find=cut_at_cap),
+    Check(name="noisy-machine", good="the machine repeats its times", find=noisy_machine),
 )
 """In the order in which what they find is told: what broke, what speculation does, what is around it."""
 
@@ -85,7 +74,7 @@ class Diagnosis:
     """
 
     findings: tuple[Finding, ...]
-    good: tuple[Check, ...]
+    good: tuple[Check[RunEvidence], ...]
     not_checked: tuple[tuple[str, str], ...]
     simulated: bool
 
@@ -101,22 +90,16 @@ def diagnose(run: str | Path | Trace, costs: str | Path | CostModel | None = Non
 def examine(evidence: RunEvidence) -> Diagnosis:
     """Look for every signature in what is known of a run."""
     found: list[Finding] = []
-    good: list[Check] = []
+    good: list[Check[RunEvidence]] = []
     missing: list[tuple[str, str]] = []
     for check in CHECKS:
         try:
             told = check.look(evidence)
         except NotChecked as why:
             missing.append((check.name, str(why)))
-            continue
-        except ConfigError as error:
-            # A run may be too odd for one question, such as times of zero; the others still have answers.
-            missing.append((check.name, f"its figures allow no answer ({error})"))
-            continue
-        if not told:
-            good.append(check)
         else:
-            found += told if isinstance(told, list) else [told]
+            found += told
+            good += [] if told else [check]
     trace = evidence.trace
     return Diagnosis(
         findings=tuple(sorted(found, key=lambda finding: finding.severity != "problem")),

@@ -13,7 +13,7 @@ from tltlab.stats import Interval
 from tltlab.strategy import MODEL_FREE
 
 from .evidence import ENOUGH_STEPS, FloatArray, RunEvidence, accepted_pairs, ratio
-from .finding import Finding, NotChecked, span
+from .finding import Finding, NotChecked, hint, problem, span
 from .plain_decoding import UNSURE, against_plain, told
 
 ACCEPT_FLOOR = 1.2
@@ -61,9 +61,7 @@ def acceptance_low(evidence: RunEvidence) -> Finding | None:
         elif lost is not None or accepted.high >= ACCEPT_FLOOR:
             continue
         learned = drafter not in MODEL_FREE
-        return Finding(
-            code="acceptance-low",
-            severity="problem",
+        return problem(
             title=f"The drafts of {drafter} are kept too rarely to pay",
             evidence=evidently + ".",
             advice=(
@@ -91,9 +89,7 @@ def acceptance_falling(evidence: RunEvidence) -> Finding | None:
         if high >= 0 or total > -FALL:
             continue
         learned = drafter not in MODEL_FREE
-        return Finding(
-            code="acceptance-falling",
-            severity="problem",
+        return problem(
             title=f"The acceptance of {drafter} falls during the run",
             evidence=(
                 f"At like batches and depths the share of drafted tokens kept changes by {slope:+.1%} per RL step "
@@ -145,9 +141,7 @@ def target_too_fast(evidence: RunEvidence) -> Finding | None:
     usual = float(kl.median())
     if high >= 0 or slope * usual > -DROP:
         return None
-    return Finding(
-        code="target-too-fast",
-        severity="problem",
+    return problem(
         title="The policy moves faster than the drafter follows",
         evidence=(
             f"Acceptance changes by {slope * usual:+.1%} for each update of usual size (KL {usual:.2g} nats per token; "
@@ -169,9 +163,7 @@ def switches_often(evidence: RunEvidence) -> Finding | None:
         working = on_worker[~on_worker["kind"].isin(["idle", "spot_train"])]["duration"].sum()
         switching = on_worker[on_worker["kind"] == "switch"]["duration"].sum()
         if working > 0 and switching / working > SWITCH_SHARE:
-            return Finding(
-                code="switches-often",
-                severity="problem",
+            return problem(
                 title="Switching speculation on takes a good part of the rollout",
                 evidence=f"{switching:.3g} s, {switching / working:.0%} of the workers' busy time, went into switches.",
                 advice="Switch once, late: a smaller activation.max_requests, a longer activation.hold_iterations.",
@@ -185,9 +177,7 @@ def switches_often(evidence: RunEvidence) -> Finding | None:
     if rate <= FLIPS_PER_100:
         return None
     counts = table.loc[flips, "rl_step"].value_counts()
-    return Finding(
-        code="switches-often",
-        severity="hint",
+    return hint(
         title="Speculation goes on and off again and again",
         evidence=f"{int(flips.sum())} switches in {len(table)} iterations, {rate:.0f} per 100.",
         advice=(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .evidence import ENOUGH_STEPS, RunEvidence
-from .finding import Finding, NotChecked, span
+from .finding import Finding, NotChecked, problem, span
 
 HALF = 0.5
 """Share of the training periods, and of their time, that should bring updates: below it most is set-up."""
@@ -20,14 +20,14 @@ def idle_fragmented(evidence: RunEvidence) -> Finding | None:
     empty = 1 - len(trained) / len(rows)
     if len(rows) < 2 * ENOUGH_STEPS:
         raise NotChecked(f"{len(rows)} training periods are too few")
+    if not total > 0:
+        raise NotChecked(f"the {len(rows)} training periods took no time")
     if useful >= HALF * total and empty <= HALF:
         return None
     update = "none was completed"
     if len(trained):
         update = f"one takes {(trained['train_s'].sum() / trained['updates'].sum()):.2g} s"
-    return Finding(
-        code="idle-fragmented",
-        severity="problem",
+    return problem(
         title="Idle time comes in pieces too short to train in",
         evidence=(
             f"{len(rows)} periods of {rows['duration'].median():.2g} s (median): {set_up / total:.0%} of the time set "
@@ -52,9 +52,7 @@ def training_fails(evidence: RunEvidence) -> Finding | None:
         return None
     killed = int((bad["ended"] == "killed").sum())
     detail = next((str(text) for text in bad["detail"] if isinstance(text, str) and text), "")
-    return Finding(
-        code="training-fails",
-        severity="problem",
+    return problem(
         title="Drafter training broke off",
         evidence=(
             f"Of {len(rows)} training periods {len(bad) - killed} failed and {killed} were killed"
@@ -81,9 +79,7 @@ def drafter_never_published(evidence: RunEvidence) -> Finding | None:
         return None
     rows = evidence.known.spot_training
     updates = 0 if rows is None else int(rows["updates"].sum())
-    return Finding(
-        code="drafter-never-published",
-        severity="problem",
+    return problem(
         title="The trained drafter never went into service",
         evidence=(
             f"In {len(steps)} RL steps the engines stayed on the drafter they began with; training made {updates} "

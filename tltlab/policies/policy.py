@@ -58,6 +58,7 @@ __all__ = [
     "Ucb1Spec",
     "UniformBudgetSpec",
     "load_policy",
+    "parse_policy",
 ]
 
 
@@ -192,7 +193,7 @@ def load_policy(source: str | Path | Policy) -> Policy:
                 f"no policy named {source!r}; there are {', '.join(SHIPPED)}, "
                 f"or give a policy file or package.module:Class"
             )
-    return _checked(_parse(path, read_json(path)))
+    return _checked(parse_policy(read_json(path), path))
 
 
 def _checked(policy: Policy) -> Policy:
@@ -201,14 +202,19 @@ def _checked(policy: Policy) -> Policy:
     return policy
 
 
-def _parse(path: Path, value: Any) -> Policy:
+def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
+    """A policy that stands as JSON in the file `path`, or in a `part` of it. ConfigError names all that is wrong.
+
+    Files that it names are looked up in the folder of `path` first.
+    """
+    where = f"{path}: {part}: " if part else f"{path}: "
     if not isinstance(value, dict):
-        raise ConfigError(f"{path}: a policy file holds one JSON object, got {type(value).__name__}")
+        raise ConfigError(f"{where}a policy file holds one JSON object, got {type(value).__name__}")
     try:
         # Defaults are for Python; a file must say what it is.
-        return Policy.model_validate({"format": None, "version": None, **value})
+        return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
     except ValidationError as error:
-        raise ConfigError(f"{path}: {faults(error, _place)}") from error
+        raise ConfigError(f"{where}{faults(error, _place)}") from error
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

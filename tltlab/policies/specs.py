@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,14 +16,16 @@ from pydantic import (
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     model_serializer,
 )
 from pydantic import model_validator as validator
 
-from tltlab.costs.load import load_costs
+from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
@@ -169,7 +172,11 @@ class BegMabSpec(_Spec):
 
 
 class GoodputSpec(_Spec):
-    """Settings of `Goodput`. `costs` is the name of a preset, a cost model's file, or a cost model written out."""
+    """Settings of `Goodput`. `costs` is the name of a preset, a cost model's file, or a cost model written out.
+
+    A file is looked up in the folder that the validation's context names, the policy file's, then in the current one,
+    then in those above the first. What it says takes the place of its name, so that the policy is whole anywhere.
+    """
 
     kind: Literal["goodput"] = "goodput"
     strategies: Strategies
@@ -177,6 +184,23 @@ class GoodputSpec(_Spec):
     window: int = 300
     epsilon: float = 0.02
     prior: float = 0.6
+
+    @validator(mode="before")
+    @classmethod
+    def _write_costs_out(cls, value: Any, info: ValidationInfo) -> Any:
+        costs = value.get("costs") if isinstance(value, dict) else None
+        if not isinstance(costs, str) or costs in presets():
+            return value
+        beside = Path((info.context or {}).get("folder", ".")).resolve()
+        places = (folder / costs for folder in (beside, Path.cwd(), *beside.parents))
+        path = next((path for path in places if path.is_file()), None)
+        if path is None:
+            return value
+        try:
+            load_costs(path)
+            return {**value, "costs": read_json(path)}
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
 
     def build(self, rng: np.random.Generator) -> Selector:
         return Goodput(self.strategies, load_costs(self.costs), self.window, self.epsilon, self.prior, rng=rng)
@@ -186,7 +210,8 @@ class CustomSpec(Settings):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
     The class may take `rng`, a numpy Generator, and must then draw from nothing else. Modules are looked up as usual
-    and last in the current folder.
+    and last in the current folder, which stays on `sys.path`: what the class imports later is found there too, and a
+    run's actors, which get this process's paths, find the class.
     """
 
     kind: Literal["custom"] = "custom"

@@ -89,6 +89,29 @@ def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(code: str, severit
     assert told[code].advice
 
 
+def test_a_check_of_the_machine_that_fails_is_told_beside_what_the_others_found() -> None:
+    told = {finding.code: finding for finding in check_environment(replace(SOUND, pins=(("no requirement", "sim"),)))}
+    assert told["could-not-look"].title == "could not look: versions"
+    assert "InvalidRequirement" in told["could-not-look"].evidence
+    assert told["ports"].severity == "fine"
+
+
+def test_a_failing_check_of_a_run_is_in_the_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> float:
+        raise ZeroDivisionError("float division by zero")
+
+    monkeypatch.setattr("tltlab.traces.metrics.bubble_fraction", fails)
+    code, out, _ = doctor(capsys, TRACES / "subset-sum-small", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert [f["title"] for f in found["findings"] if f["code"] == "could-not-look"] == [
+        "could not look: workers-uneven"
+    ]
+    assert "acceptance-low" in {check["name"] for check in found["fine"]}
+
+
 def test_what_the_imports_did_comes_from_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "crashes.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     (tmp_path / "dies.py").write_text("import os; os._exit(3)")

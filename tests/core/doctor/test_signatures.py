@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,10 +140,8 @@ class Run:
 
 def found_by(name: str, run: Any) -> list[str]:
     """Codes of what the check `name` finds. NotChecked where it could not look."""
-    told = next(check for check in CHECKS if check.name == name).look(
-        run if isinstance(run, RunEvidence) else RunEvidence.of(run)
-    )
-    return [finding.code for finding in (told if isinstance(told, list) else [told] if told else [])]
+    evidence = run if isinstance(run, RunEvidence) else RunEvidence.of(run)
+    return [finding.code for finding in next(check for check in CHECKS if check.name == name).look(evidence)]
 
 
 FAULTS: dict[str, tuple[Run, Run]] = {
@@ -175,8 +173,7 @@ FAULTS: dict[str, tuple[Run, Run]] = {
 def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
     """And says what to do, with figures from the run."""
     faulty, sound = FAULTS[name]
-    finding = next(check for check in CHECKS if check.name == name).look(RunEvidence.of(faulty.trace()))
-    assert isinstance(finding, Finding)
+    (finding,) = next(check for check in CHECKS if check.name == name).look(RunEvidence.of(faulty.trace()))
     assert finding.code == name
     assert finding.title[0].isupper()
     assert finding.evidence.endswith(".")
@@ -270,6 +267,26 @@ def test_a_bandit_of_unknown_settings_is_judged_by_its_rewards() -> None:
     assert found_by("explores-too-much", faulty.trace()) == ["explores-too-much"]
 
 
+def test_every_bandit_that_offends_is_told_not_the_last_one_alone(tmp_path: Path) -> None:
+    faulty, _ = FAULTS["explores-too-much"]
+    trace = replace(faulty, steps=32, plain_steps=False).trace()
+    names = ["ucb1-first" if s % 2 else "ucb1-second" for s in range(32)]
+    both = trace.replace(steps=trace.steps.assign(policy=names))
+    titles = [f.title for f in findings(both) if f.code == "explores-too-much"]
+    assert titles == [f"Bandit ucb1-{name} explores more than it finds" for name in ("first", "second")]
+
+    bucket = Bucket(min_batch=1, strategies=(Strategy.chain("ngram", 8),))
+    policy = Policy(selector=BegMabSpec(buckets=(bucket,))).model_dump(mode="json")
+    entries = [
+        {"rl_step": 0, "name": "beg-mab-a", "policy": policy},
+        {"rl_step": 2, "name": "beg-mab-b", "policy": policy},
+    ]
+    trace = Run(steps=4, reward=lambda d, b: 1.0).trace()
+    trace.replace(steps=trace.steps.assign(policy=["beg-mab-a"] * 2 + ["beg-mab-b"] * 2)).write(tmp_path / "trace")
+    (tmp_path / "policies.json").write_text(json.dumps({"policies": entries}))
+    assert [f.where for f in findings(tmp_path) if f.code == "one-arm-per-bucket"] == ["RL steps 0-1", "RL steps 2-3"]
+
+
 def spot(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: int = 10, ended: str = "stopped") -> Any:
     """Training periods of worker 0, one per RL step."""
     return pd.DataFrame(
@@ -292,6 +309,28 @@ def test_idle_time_in_pieces_and_training_that_breaks_off_are_told() -> None:
     assert found_by("idle-fragmented", pieces) == ["idle-fragmented"]
     assert found_by("training-fails", whole) == []
     assert found_by("training-fails", run.trace(spot_training=spot(8, ended="killed"))) == ["training-fails"]
+
+
+def test_training_periods_that_took_no_time_allow_no_answer_about_their_shares() -> None:
+    nothing = spot(8, setup_s=0.0, train_s=0.0, updates=0)
+    with pytest.raises(NotChecked, match="took no time"):
+        found_by("idle-fragmented", Run(steps=8).trace(spot_training=nothing))
+
+
+def test_a_check_that_fails_is_a_finding_of_its_own_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(evidence: RunEvidence) -> list[Finding]:
+        raise ZeroDivisionError("float division by zero")
+
+    sound = diagnose(_small())
+    broken = tuple(replace(check, find=fails) if check.name == "cut-at-cap" else check for check in CHECKS)
+    monkeypatch.setattr("tltlab.doctor.signatures.CHECKS", broken)
+    told = diagnose(_small())
+    (finding,) = told.findings
+    assert (finding.code, finding.severity) == ("could-not-look", "hint")
+    assert finding.title == "could not look: cut-at-cap"
+    assert finding.evidence == "ZeroDivisionError: float division by zero."
+    assert {check.name for check in told.good} == {check.name for check in sound.good} - {"cut-at-cap"}
+    assert told.not_checked == sound.not_checked
 
 
 @cache
@@ -393,15 +432,26 @@ def test_a_drafter_that_never_goes_into_service_is_told(tmp_path: Path) -> None:
     assert found_by("drafter-never-published", served) == ["drafter-never-published"]
 
 
-@pytest.mark.parametrize(("vllm", "codes"), [
-    ({"enforce_eager": True}, ["no-graph"]),
-    ({"compilation_config": {"cudagraph_capture_sizes": [1, 2]}}, ["no-graph"]),
-    ({"compilation_config": {"cudagraph_capture_sizes": [1, 256]}}, []),
-    ({"max_num_seqs": 64}, []),
-])  # fmt: skip
-def test_iterations_without_a_graph_are_told_on_a_gpu(vllm: Any, codes: list[str], tmp_path: Path) -> None:
+def capturing(*sizes: int) -> dict[str, Any]:
+    """vLLM settings of an engine that captures CUDA graphs of these sizes."""
+    return {"compilation_config": {"cudagraph_capture_sizes": list(sizes)}}
+
+
+@pytest.mark.parametrize(
+    "vllm", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "NONE"}}, capturing(1, 2)]
+)
+def test_iterations_without_a_graph_are_told_on_a_gpu(vllm: Any, tmp_path: Path) -> None:
     run = recorded(tmp_path, recipe={"rollout": {"vllm": vllm}}, hardware="8 x H100")
-    assert found_by("no-graph", run) == codes
+    assert found_by("no-graph", run) == ["no-graph"]
+
+
+def test_graphs_are_in_use_only_where_the_run_says_which_were_captured(tmp_path: Path) -> None:
+    for vllm in (capturing(1, 256), {"max_num_seqs": 64}):
+        run = recorded(tmp_path, recipe={"rollout": {"vllm": vllm}}, hardware="8 x H100")
+        assert "which CUDA graphs ran is not recorded" in dict(diagnose(run).not_checked)["no-graph"]
+    recorded(tmp_path, recipe={"rollout": {"vllm": capturing(1, 256)}}, hardware="8 x H100")
+    (tmp_path / "run.log").write_text("Capturing CUDA graphs (decode, FULL): 100%\n")
+    assert "no-graph" in {check.name for check in diagnose(tmp_path).good}
 
 
 @pytest.mark.parametrize(("repeat_s", "codes"), [(1.02, []), (1.4, ["noisy-machine"])])

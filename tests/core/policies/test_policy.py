@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tltlab.costs.base import LinearCosts
+from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.activation import ElasticActivation
@@ -233,6 +234,22 @@ def test_goodput_takes_its_costs_by_name_or_written_out(tmp_path):
     for costs in ("h100-qwen2.5-7b", terms.model_dump(mode="json")):
         Policy(selector=GoodputSpec(strategies=(D8, D2), costs=costs)).write(tmp_path / "policy.json")
         assert load_policy(tmp_path / "policy.json").strategies == (NO_SPECULATION, D8, D2)
+
+
+def test_a_goodput_policy_keeps_what_its_costs_file_says(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    costs = load_costs("h100-qwen2.5-7b")
+    costs.write(tmp_path / "there" / "costs.json")
+    selector = {"kind": "goodput", "strategies": [NGRAM_4], "costs": "costs.json"}
+    policy = load_policy(write(tmp_path / "there" / "policy.json", selector=selector))
+    (tmp_path / "there" / "costs.json").unlink()
+    policy.write(tmp_path / "copy.json")
+    assert load_costs(load_policy(tmp_path / "copy.json").selector.costs) == costs
+    assert "no cost model at costs.json" in error_of(tmp_path / "there" / "policy.json")
+    costs.write(tmp_path / "here" / "costs.json")
+    assert load_policy(tmp_path / "there" / "policy.json") == policy
 
 
 def test_a_file_must_say_what_it_is(tmp_path):

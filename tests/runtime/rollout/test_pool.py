@@ -180,14 +180,29 @@ def test_weights_outlive_the_trainer_that_made_them_and_reach_a_new_worker(pool:
     pool.update_weights(ray.put(load_file(random_model / "model.safetensors")), 2)
 
 
-def test_a_rehearsal_and_its_repetition_are_the_same_also_on_a_new_worker(pool: WorkerPool):
+def test_rehearsals_and_repetitions_are_the_same_also_on_a_new_worker(pool: WorkerPool):
     shares = pool.share(requests(7))
     pool.set_policy(NGRAM, 7)
     pool.load_state_dicts(pool.state_dicts())
     rehearsed = pool.rehearse(shares, 7)
     assert told(pool.repeat(shares, 7)) == told(rehearsed)
     kill(pool, 0)
+    pool.evaluate(requests(7, 1))
+    assert told(pool.rehearse(shares, 7)) == told(rehearsed)
     assert told(pool.repeat(shares, 7)) == told(rehearsed)
+
+
+def test_a_repetition_does_not_count_where_a_worker_was_started_again_since_the_rollout_began(pool: WorkerPool):
+    shares = pool.share(requests(7))
+    pool.set_policy(SUFFIX, 7)
+    pool.generate(shares, 7, repeatable=True)
+    kill(pool, 0)
+    assert pool.repeat(shares, 7) == []
+    kill(pool, 1)
+    late = pool.generate(shares, 7, repeatable=True)
+    assert pool.repeat(shares, 7) == []
+    again = pool.generate(shares, 7, repeatable=True)
+    assert told(late) == told(again) == told(pool.repeat(shares, 7))
 
 
 def test_who_dies_while_engines_sleep_is_back_when_they_wake(pool: WorkerPool):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +122,27 @@ def test_a_policy_that_was_set_after_the_checkpoint_is_in_force_again_when_its_r
     run.step()
     assert done == [(0, "mine"), (1, "mine"), (2, "plain"), (0, "mine"), (1, "mine"), (2, "plain")]
     assert [entry["name"] for entry in run.state.policies] == ["mine", "plain"]
+
+
+@pytest.mark.parametrize(("asked", "default"), [(0, 8), (None, 0)])
+def test_an_evaluation_of_no_prompts_asks_no_engine(asked: int | None, default: int, tmp_path: Path):
+    run, log = GrpoRun.__new__(GrpoRun), []
+    data = {"train": "t", "heldout": "h"}
+    run.recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": data, "eval": {"num_prompts": default}})
+    run.data, run.state = SimpleNamespace(heldout=["a prompt", "another"]), RunState()  # type: ignore[assignment]
+    run.actors = Actors(log)  # type: ignore[assignment]
+    assert math.isnan(run.evaluate(asked))
+    assert log == []
+
+
+def test_a_repetition_that_does_not_count_is_said_and_not_noted(tmp_path: Path):
+    run, said = GrpoRun.__new__(GrpoRun), []
+    run.out, run.state, run.events = tmp_path, RunState(), SimpleNamespace(note=said.append)  # type: ignore[assignment]
+    run.pool = SimpleNamespace(repeat=lambda shares, rl_step: [])  # type: ignore[assignment]
+    run._repeat([[]], [], 1.0, 4)
+    assert said == ["the rollout of RL step 4 was not repeated: a worker was started again"]
+    assert run.state.repeats == []
+    assert not (tmp_path / "repeats.json").exists()
 
 
 def test_only_the_first_to_hold_a_run_lets_go_of_it(tmp_path: Path):

@@ -4,11 +4,45 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
+from tltlab.costs.load import load_costs
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import NoneSpec, Policy
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.state import RunState, read_state, write_state
+from tltlab.strategy import Strategy
+
+
+def test_a_damaged_policy_of_a_run_is_refused_in_a_sentence(tmp_path: Path):
+    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
+    state = RunState(rl_step=1)
+    state.in_force(Policy(selector=NoneSpec()))
+    write_state(tmp_path, state, {"recipe_policy": state.policies[0]["policy"]}, [{}, {}], recipe)
+    read_state(tmp_path, recipe)
+    whole = (tmp_path / "state.json").read_text()
+    (tmp_path / "state.json").write_text(whole.replace('"kind": "none"', '"kind": "nine"'))
+    with pytest.raises(ConfigError, match=r"state\.json: policies: selector: kind is 'nine', there are") as caught:
+        read_state(tmp_path, recipe)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_costs_that_an_older_run_names_by_a_file_are_found_and_written_out(tmp_path: Path):
+    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
+    load_costs("cpu-small").write(tmp_path / "costs.json")
+    selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
+    policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
+    state = RunState(rl_step=1, policies=[{"rl_step": 0, "name": "goodput", "policy": policy}])
+    folder = tmp_path / "runs" / "first" / "checkpoints" / "step-1"
+    folder.mkdir(parents=True)
+    write_state(folder, state, {"recipe_policy": policy}, [{}, {}], recipe)
+    state, parts = read_state(folder, recipe)
+    assert state.policies[-1]["policy"] == parts["recipe_policy"]
+    assert load_costs(parts["recipe_policy"]["selector"]["costs"]) == load_costs("cpu-small")
 
 
 def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Path):

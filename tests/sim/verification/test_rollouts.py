@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -151,6 +152,22 @@ def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str
     (tmp_path / file).write_text(text)
     with pytest.raises(ConfigError, match=complaint):
         verify(tmp_path, rl_steps=[2], samples=1)
+
+
+def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    read(run / "trace").write(tmp_path / "runs" / "first" / "trace")
+    selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
+    policy = {"format": "tltlab-policy", "version": 1, "selector": selector}
+    told = {"seed": 0, "policies": [{"rl_step": 0, "name": "goodput", "policy": policy}]}
+    (tmp_path / "runs" / "first" / "policies.json").write_text(json.dumps(told))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"no cost model at costs\.json"):
+        policies_in_force(read(tmp_path / "runs" / "first"))
+    COSTS.write(tmp_path / "costs.json")
+    assert policies_in_force(read(tmp_path / "runs" / "first"))[2].policy.strategies[-1].draft_depth == 4
 
 
 def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
