@@ -13,8 +13,9 @@ from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector
-from tltlab.runtime.engine.control import Control, Scheduled
+from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -179,7 +180,7 @@ def test_what_a_policy_takes_to_learn_at_the_end_counts_as_the_policys_time_alon
     engine.iterate()
     engine.control.finish("r")
     engine.control.idle()
-    assert engine.control.seconds_inside >= engine.control.seconds_deciding >= 0.02
+    assert engine.control.inside.seconds >= engine.control.seat.deciding.seconds >= 0.02
 
 
 def test_drafters_learn_what_was_kept_and_policies_see_it():
@@ -265,7 +266,7 @@ def test_what_the_engine_lacks_is_refused_before_it_is_in_force(strategy: Strate
     engine, script = played(NO_SPECULATION)
     with pytest.raises(ConfigError, match=complaint):
         engine.control.set_selector(Script(strategy))
-    assert engine.control.selector is script
+    assert engine.control.seat.selector is script
 
 
 @pytest.mark.parametrize(
@@ -312,7 +313,7 @@ def test_where_nobody_opens_rollouts_no_rows_pile_up_and_drafters_may_forget():
     assert len(control.end()[0]) == 2
     engine.iterate()
     engine.iterate()
-    assert len(control.iterations) == 2
+    assert len(control.ledger.iterations) == 2
     control.finish("r")
     assert control.drafters._drafter("ngram").memory_bytes > 0
     control.advance(1)
