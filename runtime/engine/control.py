@@ -288,8 +288,8 @@ class Control:
         drafts: list[list[int]] = [[] for _ in request_ids]
         strategy = self.ledger.in_force.strategy
         if strategy.speculates:
-            going = [(n, self.live[i]) for n, i in enumerate(request_ids) if i in self.live]
-            drafting = [(n, live) for n, live in going if live.output]
+            going = ((n, self.live.get(i)) for n, i in enumerate(request_ids))
+            drafting = [(n, live) for n, live in going if live is not None and live.output]
             with self.inside, self.seat.deciding:
                 shares = self.allot([live for _, live in drafting])
             for (n, live), share in zip(drafting, shares, strict=True):

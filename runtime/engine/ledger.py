@@ -251,16 +251,11 @@ class Ledger:
         # caches are cold.
         for it in self._over:
             ran = it.verified.strategy
-            place = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
-            strategy = {
-                "drafter": ran.drafter,
-                "draft_depth": ran.draft_depth,
-                "top_k": ran.top_k,
-                "tokens_to_verify": ran.tokens_to_verify,
-            }
             self._iterations.append(
                 {
-                    **place,
+                    "rl_step": self.rl_step,
+                    "worker": self.worker,
+                    "iteration": it.number,
                     "t_start": it.start_s - self.origin,
                     "duration": it.duration_s,
                     "draft_duration": it.draft_s,
@@ -268,7 +263,10 @@ class Ledger:
                     "num_waiting": it.waiting,
                     "context_tokens": it.context_tokens,
                     "prefill_tokens": it.prefill_tokens,
-                    **strategy,
+                    "drafter": ran.drafter,
+                    "draft_depth": ran.draft_depth,
+                    "top_k": ran.top_k,
+                    "tokens_to_verify": ran.tokens_to_verify,
                     "num_drafted": sum(it.drafted),
                     "num_accepted": sum(it.accepted),
                     "num_generated": it.num_generated,
@@ -279,9 +277,14 @@ class Ledger:
             if it.verified.selector is not None:
                 self._decisions.append(
                     {
-                        **place,
+                        "rl_step": self.rl_step,
+                        "worker": self.worker,
+                        "iteration": it.number,
                         "bucket": it.verified.bucket,
-                        **strategy,
+                        "drafter": ran.drafter,
+                        "draft_depth": ran.draft_depth,
+                        "top_k": ran.top_k,
+                        "tokens_to_verify": ran.tokens_to_verify,
                         "propensity": it.verified.propensity,
                         "reward": it.reward,
                     }
