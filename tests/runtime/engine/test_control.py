@@ -131,16 +131,6 @@ def test_a_choice_is_judged_by_the_iteration_that_verifies_it():
     assert [d["iteration"] for d in decisions] == [1, 2, 3]
 
 
-def test_a_choices_time_has_its_own_drafting_and_not_the_next_ones():
-    engine, script = played(*[chain(4)] * 3)
-    for _ in range(3):
-        engine.iterate()
-    rows, _, _ = engine.control.end()
-    for row, before, (_, outcome) in zip(rows[1:], rows, script.told, strict=False):
-        expected = row["duration"] - row["draft_duration"] + before["draft_duration"]
-        assert outcome.elapsed_s == pytest.approx(expected)
-
-
 def test_a_request_is_never_drafted_beyond_its_cap():
     engine, _ = played(*[chain(8)] * 3, max_tokens=5)
     engine.iterate()
@@ -157,16 +147,6 @@ def test_a_finished_request_is_not_drafted_for_and_what_runs_goes_on():
     assert live.key == KEY
     assert engine.control.drafts(["r"], [[]], 0.0) == [[]]
     assert engine.control.finish("r") is None
-
-
-def test_an_engine_that_falls_idle_ends_its_last_iteration_there():
-    engine, _ = played(chain(2), chain(2), chain(2))
-    engine.iterate()
-    engine.control.finish("r")
-    engine.control.idle()
-    time.sleep(0.05)
-    rows, _, _ = engine.control.end()
-    assert rows[0]["duration"] < 0.04
 
 
 def test_what_a_policy_takes_to_learn_at_the_end_counts_as_the_policys_time_alone():
