@@ -107,7 +107,7 @@ class Seat:
         """What policy and budget have learned, and how far a replay has come."""
         selector, replayed = self.selector, self._replayed
         if isinstance(selector, ReplayedDecisions):
-            selector, replayed = selector.inner, selector.place
+            replayed, selector = selector.place, selector.inner
         return {
             "selector": selector.state_dict() if selector is not None else {},
             "replayed": list(replayed),
