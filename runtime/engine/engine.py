@@ -98,6 +98,7 @@ class Engine:
     `suffix`. `max_draft_depth` is the deepest draft it is built for; with 0 there is no speculation. With
     `own_process` vLLM runs its core in another process, and policies are given as `Policy`, not as objects. `vllm_args`
     pass through to `vllm.LLM` under vLLM's own names and win over the defaults. Close it: it owns threads and memory.
+    Without `own_process` it seeds this process's random generators and draws from them, as vLLM does.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class Engine:
         )
         self._dead = ""
         self._canary_stops = False
-        self.llm = adapter.start(
+        self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
             speculative=speculative_config(self.drafters, max_draft_depth),
@@ -140,7 +141,7 @@ class Engine:
         if not own_process:
             overlapped = self.control.overlapped
             adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
-        self._pool.beside = adapter.takes_drafts(self.llm)
+        self._pool.beside = takes_drafts
         self._capture: NoCapture = NoCapture()
 
     @property
@@ -266,15 +267,16 @@ class Engine:
         try:
             for (name, request), settings in zip(names.items(), params, strict=True):
                 adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
-            while engine.has_unfinished_requests():
-                for output in self._step():
-                    if output.finished:
-                        outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
-                        ended.append(names[output.request_id].key)
-                asked = self._heed_canary(asked)
-                if until is not None and until(ended):
-                    stopped = time.perf_counter() - start
-                    outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
+            with adapter.running(self.llm):
+                while engine.has_unfinished_requests():
+                    for output in self._step():
+                        if output.finished:
+                            outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
+                            ended.append(names[output.request_id].key)
+                    asked = self._heed_canary(asked)
+                    if until is not None and until(ended):
+                        stopped = time.perf_counter() - start
+                        outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
             inside_after, deciding_after = self._call("seconds")
             self._heed_canary(0.0)

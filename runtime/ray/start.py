@@ -41,8 +41,6 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
             f"cluster.num_nodes = {cluster.num_nodes} needs a Ray cluster: start it with `ray start` on every node and "
             "set RAY_ADDRESS to its head"
         )
-    # Ray starts workers at niceness 15: on a busy machine whatever else runs would be served first, and be measured.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if address != "local":
         try:
@@ -53,7 +51,7 @@ def start_ray(cluster: ClusterConfig | None = None) -> bool:
         return False
     _check_host(cluster.host)
     # Ray's own handler of SIGTERM ends the actors before anybody can close them.
-    with _on_loopback(cluster.host in LOOPBACK), sigterm_does():
+    with _on_loopback(cluster.host in LOOPBACK), _workers_as_nice_as_others(), sigterm_does():
         for left in reversed(range(MOST_STARTS)):
             try:
                 ray.init(
@@ -113,6 +111,21 @@ def _on_loopback(wanted: bool) -> Iterator[None]:
         yield
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+@contextmanager
+def _workers_as_nice_as_others() -> Iterator[None]:
+    """Within, a Ray that is started gives its workers niceness 0.
+
+    Its own 15 would have whatever else runs on a busy machine served first, and be measured.
+    """
+    before = os.environ.get("RAY_worker_niceness")
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["RAY_worker_niceness"]
 
 
 def _line(error: BaseException) -> str:

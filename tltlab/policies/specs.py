@@ -212,7 +212,8 @@ class CustomSpec(Settings):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
     The class may take `rng`, a numpy Generator, and must then draw from nothing else. Modules are looked up as usual
-    and last in the current folder.
+    and last in the current folder, which stays on `sys.path`: what the class imports later is found there too, and a
+    run's actors, which get this process's paths, find the class.
     """
 
     kind: Literal["custom"] = "custom"

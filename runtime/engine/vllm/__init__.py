@@ -7,23 +7,64 @@ another process through its utility messages. No vLLM source is copied or replac
 """
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 TESTED_VLLM = "0.32"
 
+_QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
-def keep_quiet() -> None:
-    """Have vLLM, before it is imported, log errors only, and to standard error: standard output is for results."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    os.environ.setdefault("TQDM_DISABLE", "1")
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Within, vLLM may be imported and engines started: errors alone are logged, and not to standard output.
+
+    Afterwards `os.environ` and `sys.path` are as before, whatever we, vLLM or Ray, which it imports, did to them. vLLM
+    reads its variables when it is imported and while an engine starts, and that is when processes of its own get them.
+    """
+    environment, path = dict(os.environ), list(sys.path)
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - environment.keys():
+            del os.environ[name]
+        for name, value in environment.items():
+            if os.environ.get(name) != value:
+                os.environ[name] = value
+        sys.path[:] = path
+
+
+@contextmanager
+def uncompiled(wanted: bool) -> Iterator[None]:
+    """Within, if `wanted`, torch compiles nothing in this process, nor in those that vLLM starts meanwhile.
+
+    vLLM's eager mode on the CPU still compiles parts of its sampler on first use, which takes longer than the engine's
+    start. What vLLM decorates for compilation while it is imported here stays uncompiled.
+    """
+    if not wanted:
+        yield
+        return
+    import torch._dynamo
+
+    before = os.environ.get("TORCHDYNAMO_DISABLE")
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    try:
+        with torch._dynamo.config.patch(disable=True):
+            yield
+    finally:
+        if before is None:
+            os.environ.pop("TORCHDYNAMO_DISABLE", None)
 
 
 def on_cpu() -> bool:
     """Whether vLLM runs on the CPU here."""
-    keep_quiet()
-    from vllm.platforms import current_platform
+    with starting():
+        from vllm.platforms import current_platform
 
-    return bool(current_platform.is_cpu())
+        return bool(current_platform.is_cpu())
 
 
 def keep_linear_weights() -> None:
@@ -39,7 +80,7 @@ def keep_linear_weights() -> None:
 
 def installed_vllm() -> str:
     """The version of vLLM here. Its distribution has another name in the CPU build, so metadata does not tell."""
-    keep_quiet()
-    import vllm
+    with starting():
+        import vllm
 
-    return str(vllm.__version__)
+        return str(vllm.__version__)

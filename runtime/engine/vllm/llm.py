@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
 
 import torch
-import torch._dynamo
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.control import Control
 
-from . import TESTED_VLLM, keep_quiet
+from . import TESTED_VLLM, on_cpu, starting, uncompiled
 from .capture import Capture, Sink
 from .options import scheduler_cls
 from .plugin import LOCAL_BACKEND
@@ -34,27 +34,41 @@ def start(
     own_process: bool,
     seed: int,
     vllm_args: Mapping[str, Any],
-) -> Any:
-    """A `vllm.LLM` with the policy scheduler; `vllm_args` win over the defaults here. ConfigError if it fails.
+) -> tuple[Any, bool]:
+    """A `vllm.LLM` with the policy scheduler, and whether it takes drafts; ConfigError if it fails.
 
-    With `beside` drafts are made beside the scheduler too, which only the V1 model runner takes. With a
-    tensor_parallel_size above 1 the model runs in as many processes below the engine core's, the scheduler and the
-    policy stay where they are. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing.
+    `vllm_args` win over the defaults here. With `beside` drafts are made beside the scheduler too, which only the V1
+    model runner takes: others keep their own on the device. With a tensor_parallel_size above 1 the model runs in as
+    many processes below the engine core's, the scheduler and the policy stay where they are. `enable_sleep_mode` is
+    ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
+    compilation are afterwards as before; vLLM's own modules stay patched (`plugin`), and an engine core of this process
+    seeds and draws from its random generators.
     """
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
-    keep_quiet()
-    if beside and speculative is not None:
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with starting():
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
+        if beside and speculative is not None:
+            os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+        args = _arguments(seed, vllm_args)
+        if speculative is not None:
+            args.setdefault("speculative_config", dict(speculative))
+        args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
+        with uncompiled(on_cpu() and args["enforce_eager"]):
+            llm = _built(model, args, own_process)
+        config = llm.llm_engine.vllm_config
+        # Asked for here: vLLM looks at its environment variable each time.
+        return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
+
+
+def _arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's arguments with our defaults, and the environment variables that go with them."""
     import vllm
-    from vllm.config import WeightTransferConfig
-    from vllm.platforms import current_platform
 
     if not vllm.__version__.startswith(TESTED_VLLM + "."):
         raise ConfigError(f"tltlab's engine is tested with vLLM {TESTED_VLLM}.x, found {vllm.__version__}")
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if vllm_args.get(name, 1) != 1:
             raise ConfigError(f"{name}={vllm_args[name]}: an Engine is one scheduler with one batch; start several")
-    cpu = current_platform.is_cpu()
+    cpu = on_cpu()
     args: dict[str, Any] = {
         "dtype": "float32" if cpu else "bfloat16",
         "enforce_eager": cpu,
@@ -77,13 +91,13 @@ def start(
     if cpu:
         # There is nothing to put to sleep, and vLLM refuses the setting.
         args.pop("enable_sleep_mode", None)
-    if cpu and args["enforce_eager"]:
-        # Eager mode still compiles parts of the sampler on first use, which takes longer than the engine's start.
-        torch._dynamo.config.disable = True
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    if speculative is not None:
-        args.setdefault("speculative_config", dict(speculative))
-    args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
+    return args
+
+
+def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
+    import vllm
+    from vllm.config import WeightTransferConfig
+
     try:
         llm = vllm.LLM(
             model=model,
@@ -124,10 +138,10 @@ def _wake_when_dead(client: Any) -> None:
     Thread(target=watch, daemon=True, name="tltlab-engine-watch").start()
 
 
-def takes_drafts(llm: Any) -> bool:
-    """Whether drafts made beside the scheduler reach the workers, which may keep their own on the device."""
+def running(llm: Any) -> AbstractContextManager[None]:
+    """Within, the engine generates: where it is eager on the CPU, nothing is compiled meanwhile."""
     config = llm.llm_engine.vllm_config
-    return not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
+    return uncompiled(config.device_config.device_type == "cpu" and config.model_config.enforce_eager)
 
 
 def control_of(llm: Any) -> Control | None:

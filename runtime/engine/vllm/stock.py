@@ -9,11 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch._dynamo
-
 from tltlab.errors import ConfigError, RunError
 
-from . import on_cpu
+from . import on_cpu, starting, uncompiled
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
@@ -49,30 +47,27 @@ class StockEngine:
         max_model_len: int,
         seed: int = 0,
     ) -> None:
-        cpu = on_cpu()
-        # A process of its own gives all of a device's memory back when it ends.
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
-        import vllm
+        self._cpu = cpu = on_cpu()
+        # As for our own engines: 92 % of the memory, and minutes of compiling, are not worth ten prompts.
+        on_a_cpu = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
+        with starting(), uncompiled(cpu):
+            # A process of its own gives all of a device's memory back when it ends.
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if cpu else "1"
+            import vllm
 
-        args: dict[str, Any] = {}
-        if cpu:
-            # As for our own engines: 92 % of the memory, and minutes of compiling, are not worth ten prompts.
-            args = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 256 << 20}
-            torch._dynamo.config.disable = True
-            os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        try:
-            self._llm = vllm.LLM(
-                model=str(target),
-                max_model_len=max_model_len,
-                speculative_config={"method": method, "model": str(drafter), "num_speculative_tokens": depth},
-                disable_log_stats=False,
-                generation_config="vllm",
-                seed=seed,
-                **args,
-            )
-        except Exception as error:  # vLLM raises what its loaders raise, from KeyError to AttributeError
-            said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-            raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {said}") from error
+            try:
+                self._llm = vllm.LLM(
+                    model=str(target),
+                    max_model_len=max_model_len,
+                    speculative_config={"method": method, "model": str(drafter), "num_speculative_tokens": depth},
+                    disable_log_stats=False,
+                    generation_config="vllm",
+                    seed=seed,
+                    **(on_a_cpu if cpu else {}),
+                )
+            except Exception as error:  # vLLM raises what its loaders raise, from KeyError to AttributeError
+                said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {said}") from error
         self.depth = depth
 
     def __enter__(self) -> StockEngine:
@@ -94,7 +89,8 @@ class StockEngine:
         params = SamplingParams(temperature=temperature, max_tokens=max_tokens, detokenize=False)
         try:
             asked: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-            outputs = self._llm.generate(asked, params, use_tqdm=False)
+            with uncompiled(self._cpu):
+                outputs = self._llm.generate(asked, params, use_tqdm=False)
         except (ValueError, VLLMClientError) as error:
             raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
         after = self._counters()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy
+from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -264,10 +266,24 @@ def test_drafters_that_cannot_live_together_are_refused(drafters: dict):
 
 
 def test_a_policys_randomness_is_its_seeds():
-    policy = Policy(selector=FixedSpec(strategy=chain(2)))
-    control = Control(DrafterPool({"parrot": Parrot()}, 4))
-    control.set_policy(policy, [1, 2])
-    assert control.state_dict()["drafters"]["drafters"] == {"parrot": {}}
+    """The same seed makes the same choices whatever the global generators are at, another one makes others."""
+    policy = Policy(selector=ExploreSpec(strategies=tuple(map(chain, range(1, 5))), hold_iterations=1))
+
+    def depths(*seed: int) -> list[int]:
+        control = Control(DrafterPool({"parrot": Parrot()}, 4))
+        control.set_policy(policy, list(seed))
+        engine = Played(control)
+        for _ in range(20):
+            engine.iterate()
+            random.random()
+            np.random.random()
+        return [row["draft_depth"] for row in control.end()[1]]
+
+    first = depths(1, 2)
+    assert len(set(first)) > 1
+    assert depths(1, 2) == first
+    assert depths(1, 3) != first
+    assert depths(2, 2) != first
 
 
 def test_a_choices_outcome_is_told_to_the_selector_that_made_it():

@@ -14,7 +14,7 @@ from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
-from tltlab.runtime.engine.vllm import keep_quiet
+from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
 from tltlab.strategy import Strategy
 
@@ -106,12 +106,19 @@ def test_vllm_serve_takes_the_same_options():
     assert parsed.async_scheduling is False
 
 
-def test_graphs_are_captured_for_every_depth_the_policy_may_choose():
-    options = vllm_options("table", max_batch=64)
+TABLE = {1: (8,), 2: (8,), 4: (8,), 8: (4,), 16: (4,), 24: (2,), 32: (2,), 40: (0,), 64: (0,)}
+BEG_MAB = {1: (8, 4, 2, 0), 4: (8, 4, 2, 0), 8: (4, 2, 1, 0), 16: (4, 2, 1, 0), 24: (2, 1, 0), 32: (2, 1, 0), 64: (0,)}
+
+
+@pytest.mark.parametrize(("policy", "depths_at"), [("table", TABLE), ("beg-mab", BEG_MAB)])
+def test_graphs_are_captured_for_every_depth_the_policy_may_choose(policy: str, depths_at: dict[int, tuple[int, ...]]):
+    options = vllm_options(policy, max_batch=64)
     assert options["max_num_seqs"] == 64
-    assert {9, 18, 36} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
+    wanted = {batch * (depth + 1) for batch, depths in depths_at.items() for depth in depths}
+    assert wanted <= set(options["compilation_config"]["cudagraph_capture_sizes"])
+    # vLLM captures full graphs for the depths of this schedule alone.
     schedule = options["speculative_config"]["num_speculative_tokens_per_batch_size"]
-    assert {depth for _, _, depth in schedule} == {8, 4, 2, 0}
+    assert {depth for _, _, depth in schedule} == {depth for depths in depths_at.values() for depth in depths}
 
 
 def test_options_survive_json():
@@ -142,5 +149,6 @@ def test_data_parallel_engines_have_workers_and_traces_of_their_own():
 def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_LOGGING_STREAM", "")
     monkeypatch.delenv("VLLM_LOGGING_STREAM")
-    keep_quiet()
-    assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"
+    with starting():
+        assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"
+    assert "VLLM_LOGGING_STREAM" not in os.environ
