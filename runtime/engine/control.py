@@ -76,9 +76,8 @@ class Seat:
         self.budget = budget or UniformBudget()
 
     def ask(self, state: StepState) -> Choice:
-        """The selector's choice for `state`; plain decoding, which nobody is told of, without a selector."""
-        if self.selector is None:
-            return NO_CHOICE
+        """The selector's choice for `state`."""
+        assert self.selector is not None
         strategy = self.selector.choose(state)
         return Choice(strategy, self.selector, self.selector.bucket_, self.selector.propensity_)
 
@@ -163,10 +162,6 @@ class Control:
         running = [(live.key, live.prompt, live.output[: live.shown]) for live in self.live.values()]
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies, running)
         self.seat.take(selector, budget)
-
-    def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Make the choices of these rows of `decisions` again, and after their last RL step choose by the policy."""
-        self.seat.replay(rows)
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""

@@ -297,7 +297,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "end": Control.end,
     "suspend": Control.suspend,
     "resume": Control.resume,
-    "replay": Control.replay,
+    "replay": lambda control, rows: control.seat.replay(rows),
     "remember": Control.remember,
     "forget": lambda control: control.drafters.forget(),
     "updated": lambda control, predicted, updates: control.drafters.updated(predicted, updates),
