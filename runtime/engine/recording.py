@@ -45,7 +45,7 @@ class LiveRecording:
                 model=Path(model).name,
                 hardware=hardware,
                 engine=engine,
-                num_workers=control.worker + 1,
+                num_workers=control.ledger.worker + 1,
                 source="tltlab",
                 notes="recorded by the engine itself: a rollout is what ran between two moments of idleness, unless "
                 "requests carried keys",
@@ -56,8 +56,8 @@ class LiveRecording:
         """A request is about to enter, with the rl_step of its key if it has one; an idle engine begins a rollout."""
         if self.control.live:
             return
-        following = self.control.rl_step + (1 if self._seen else 0) if rl_step is None else rl_step
-        if following != self.control.rl_step or not self._seen:
+        following = self.control.ledger.rl_step + (1 if self._seen else 0) if rl_step is None else rl_step
+        if following != self.control.ledger.rl_step or not self._seen:
             self.flush()
             self.control.begin(following)
             self._num_rows = self._num_decisions = 0
@@ -70,7 +70,7 @@ class LiveRecording:
             epoch = self._epochs[rl_step, prompt_id] = self._visits[prompt_id]
             self._visits[prompt_id] += 1
         self._seen.add(live.key)
-        self._arrived_s[live.key] = time.perf_counter() - self.control.origin
+        self._arrived_s[live.key] = time.perf_counter() - self.control.ledger.origin
         self._recorder.append(
             "workload",
             [
@@ -86,7 +86,7 @@ class LiveRecording:
 
     def left(self, live: Live, finish_reason: str) -> None:
         """A request has left, for good."""
-        now = time.perf_counter() - self.control.origin
+        now = time.perf_counter() - self.control.ledger.origin
         tokens = list(live.output)
         key = _key(live.key)
         self._recorder.append(
@@ -96,9 +96,9 @@ class LiveRecording:
                 | {
                     "response_tokens": len(tokens),
                     "finish_reason": finish_reason,
-                    "worker": self.control.worker,
+                    "worker": self.control.ledger.worker,
                     "t_submit": self._arrived_s.pop(live.key),
-                    "t_first_token": self.control.first_token_s.get(live.key),
+                    "t_first_token": self.control.ledger.first_token_s.get(live.key),
                     "t_finish": now,
                 }
             ],
@@ -121,9 +121,9 @@ class LiveRecording:
 
     def flush(self) -> None:
         """Make everything so far durable."""
-        self._take("iterations", self.control.iterations[self._num_rows :])
-        self._take("decisions", self.control.decisions[self._num_decisions :])
-        self._num_rows, self._num_decisions = len(self.control.iterations), len(self.control.decisions)
+        self._take("iterations", self.control.ledger.iterations[self._num_rows :])
+        self._take("decisions", self.control.ledger.decisions[self._num_decisions :])
+        self._num_rows, self._num_decisions = len(self.control.ledger.iterations), len(self.control.ledger.decisions)
         self._recorder.flush()
 
     def close(self) -> None:

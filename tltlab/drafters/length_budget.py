@@ -118,7 +118,7 @@ class LengthAwareBudget(DraftBudget):
         token_s: float = 5e-5,
         reach: float = 0.9,
         efficiency: float = 0.7,
-        quantiles: Sequence[float] = (1 / 3, 2 / 3),
+        quantiles: tuple[float, ...] = (1 / 3, 2 / 3),
         window: int = 4096,
         replan_every: int = 64,
         count_target: bool = False,

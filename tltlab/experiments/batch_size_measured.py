@@ -202,7 +202,7 @@ class _Bench:
 
         def enough(ended: Sequence[Key]) -> bool:
             nonlocal done, seen
-            rows = self.engine.control.iterations
+            rows = self.engine.control.ledger.iterations
             done += sum(row["num_generated"] for row in rows[seen:])
             seen = len(rows)
             # A request that has reached the model's context leaves a smaller batch.

@@ -80,35 +80,17 @@ class BegMab(Selector):
         cls,
         strategies: Sequence[Strategy],
         thresholds: Sequence[int],
-        epsilon: float = 0.1,
-        window: int = 300,
-        reward: RewardKind = "paper",
-        plain_rate: Mapping[int, float] | None = None,
-        statistic: Statistic = "median",
-        tries: int = 1,
-        *,
+        *settings: Any,
         rng: np.random.Generator,
+        **named: Any,
     ) -> BegMab:
-        """Buckets as in the paper: strategies grouped by tokens_to_verify, most tokens to the smallest batches.
-
-        There must be one threshold per group. Chain drafts of different depth differ in tokens_to_verify, so this
-        grouping leaves them one arm a bucket, and so nothing to choose.
+        """Over the `paper_buckets` of the strategies; `settings` are what the constructor takes beside buckets.
 
         >>> trees = [Strategy("learned", 8, 4, 48), Strategy("learned", 6, 4, 48), Strategy("learned", 4, 4, 16)]
         >>> [len(arms) for arms in BegMab.from_paper(trees, [1, 8], rng=np.random.default_rng(0)).arms]
         [2, 1]
         """
-        groups: dict[int, list[Strategy]] = {}
-        for strategy in sorted(strategies, key=lambda s: -s.tokens_to_verify):
-            groups.setdefault(strategy.tokens_to_verify, []).append(strategy)
-        if len(groups) != len(thresholds):
-            raise ConfigError(
-                f"each distinct tokens_to_verify needs one batch threshold: got {len(groups)} of the former "
-                f"({', '.join(map(str, groups))}) and {len(thresholds)} of the latter "
-                f"({', '.join(map(str, thresholds))})"
-            )
-        buckets = list(zip(thresholds, groups.values(), strict=True))
-        return cls(buckets, epsilon, window, reward, plain_rate, statistic, tries, rng=rng)
+        return cls(paper_buckets(strategies, thresholds), *settings, rng=rng, **named)
 
     def choose(self, state: StepState) -> Strategy:
         bucket = self.bucket_ = bucket_of(self.thresholds, state.batch)
@@ -160,3 +142,21 @@ class BegMab(Selector):
 
     def _arm_names(self) -> list[list[str]]:
         return [[str(arm) for arm in arms] for arms in self.arms]
+
+
+def paper_buckets(strategies: Sequence[Strategy], thresholds: Sequence[int]) -> list[tuple[int, list[Strategy]]]:
+    """Buckets as in the paper: strategies grouped by tokens_to_verify, most tokens to the smallest batches.
+
+    There must be one threshold per group, else ConfigError. Chain drafts of different depth differ in
+    tokens_to_verify, so this grouping leaves them one arm a bucket, and so nothing to choose.
+    """
+    groups: dict[int, list[Strategy]] = {}
+    for strategy in sorted(strategies, key=lambda s: -s.tokens_to_verify):
+        groups.setdefault(strategy.tokens_to_verify, []).append(strategy)
+    if len(groups) != len(thresholds):
+        raise ConfigError(
+            f"each distinct tokens_to_verify needs one batch threshold: got {len(groups)} of the former "
+            f"({', '.join(map(str, groups))}) and {len(thresholds)} of the latter "
+            f"({', '.join(map(str, thresholds))})"
+        )
+    return list(zip(thresholds, groups.values(), strict=True))

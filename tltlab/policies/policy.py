@@ -24,6 +24,7 @@ from .selector import Selector
 from .specs import (
     BegMabSpec,
     Bucket,
+    Built,
     CustomSpec,
     EpsilonGreedySpec,
     ExploreSpec,
@@ -95,29 +96,12 @@ class AcceptanceBudgetSpec(Settings):
         return AcceptanceBudget(self.min_tokens, self.max_draft_tokens, self.prior)
 
 
-class LengthAwareBudgetSpec(Settings):
-    """Settings of `LengthAwareBudget`."""
-
+class LengthAwareBudgetSpec(Built, builds=LengthAwareBudget, init=False):
     kind: Literal["length-aware"] = "length-aware"
-    base_s: float = 9.5e-3
-    token_s: float = 5e-5
-    reach: float = 0.9
-    efficiency: float = 0.7
-    quantiles: tuple[float, ...] = (1 / 3, 2 / 3)
-    window: int = 4096
-    replan_every: int = 64
-    count_target: bool = False
 
     def build(self) -> DraftBudget:
-        return LengthAwareBudget(**self.model_dump(exclude={"kind"}))
-
-    @validator(mode="after")
-    def _can_be_built(self) -> LengthAwareBudgetSpec:
-        try:
-            self.build()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
+        budget: DraftBudget = self.make()
+        return budget
 
 
 BudgetSpec = Annotated[UniformBudgetSpec | AcceptanceBudgetSpec | LengthAwareBudgetSpec, Field(discriminator="kind")]

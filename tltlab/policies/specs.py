@@ -6,9 +6,8 @@ import importlib
 import inspect
 import os
 import sys
-from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
 
 import numpy as np
 from pydantic import (
@@ -30,9 +29,8 @@ from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
 from .bandits import EpsilonGreedy, Ucb1
-from .beg_mab import BegMab
+from .beg_mab import BegMab, paper_buckets
 from .goodput import Goodput
-from .reward import RewardKind, Statistic
 from .selector import Selector
 from .simple import BatchTable, Explore, Fixed, NoSpeculation
 
@@ -54,35 +52,71 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class _Spec(Settings, ABC):
-    """Settings of one selector. Whatever its constructor refuses is refused when the settings are read."""
+class Built(Settings):
+    """Settings of a class of ours: the parameters of its constructor, which alone says their types and defaults.
 
-    @abstractmethod
-    def build(self, rng: np.random.Generator) -> Selector:
-        """A fresh selector that draws from `rng`."""
+    A subclass names the class that it `builds` and declares only what a file writes in another way than the constructor
+    takes it. `init=False` tells type checkers that there are more fields. Whatever the constructor refuses is refused
+    when the settings are read.
+
+    >>> sorted(ExploreSpec.model_fields)
+    ['hold_iterations', 'kind', 'strategies']
+    """
+
+    _class: ClassVar[type]
+    _settings: ClassVar[list[str]]
+    _draws: ClassVar[bool]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Any) -> None: ...
+
+    def __init_subclass__(cls, builds: type | None = None, init: bool = True, **config: Unpack[ConfigDict]) -> None:
+        super().__init_subclass__(**config)
+        if builds is None:
+            return
+        parameters = dict(inspect.signature(builds, eval_str=True).parameters)
+        # The generator that a selector draws from is no setting.
+        cls._draws = parameters.pop("rng", None) is not None
+        cls._class, cls._settings = builds, list(parameters)
+        for name, parameter in parameters.items():
+            cls.__annotations__.setdefault(name, parameter.annotation)
+            if name not in cls.__dict__ and parameter.default is not parameter.empty:
+                setattr(cls, name, parameter.default)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the constructor is given, by name; ConfigError where that cannot be said."""
+        return {name: getattr(self, name) for name in self._settings}
+
+    def make(self, rng: np.random.Generator | None = None) -> Any:
+        """A fresh object of the class; it draws from `rng` if it draws."""
+        return self._class(**self.arguments(), **({"rng": rng} if self._draws else {}))
 
     @validator(mode="after")
-    def _can_be_built(self) -> _Spec:
+    def _can_be_built(self) -> Self:
         try:
-            self.build(np.random.default_rng(0))
+            self.make(np.random.default_rng(0))
         except ConfigError as error:
             raise ValueError(str(error)) from error
         return self
 
 
-class NoneSpec(_Spec):
+class _Spec(Built, init=False):
+    """Settings of one selector."""
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        """A fresh selector that draws from `rng`."""
+        selector: Selector = self.make(rng)
+        return selector
+
+
+class NoneSpec(_Spec, builds=NoSpeculation):
     kind: Literal["none"] = "none"
 
-    def build(self, rng: np.random.Generator) -> Selector:
-        return NoSpeculation()
 
-
-class FixedSpec(_Spec):
+class FixedSpec(_Spec, builds=Fixed):
     kind: Literal["fixed"] = "fixed"
     strategy: StrategyField
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Fixed(self.strategy)
 
 
 class TableRow(Settings):
@@ -92,48 +126,27 @@ class TableRow(Settings):
     strategy: StrategyField
 
 
-class TableSpec(_Spec):
+class TableSpec(_Spec, builds=BatchTable):
     kind: Literal["table"] = "table"
     rows: tuple[TableRow, ...]
 
-    def build(self, rng: np.random.Generator) -> Selector:
-        return BatchTable([(row.min_batch, row.strategy) for row in self.rows])
+    def arguments(self) -> dict[str, Any]:
+        return {"rows": [(row.min_batch, row.strategy) for row in self.rows]}
 
 
-class ExploreSpec(_Spec):
+class ExploreSpec(_Spec, builds=Explore, init=False):
     kind: Literal["explore"] = "explore"
     strategies: Strategies
-    hold_iterations: int = 20
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Explore(self.strategies, self.hold_iterations, rng=rng)
 
 
-class EpsilonGreedySpec(_Spec):
+class EpsilonGreedySpec(_Spec, builds=EpsilonGreedy, init=False):
     kind: Literal["epsilon-greedy"] = "epsilon-greedy"
     strategies: Strategies
-    epsilon: float = 0.1
-    window: int = 300
-    reward: RewardKind = "paper"
-    plain_rate: dict[int, float] | None = None
-    statistic: Statistic = "mean"
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return EpsilonGreedy(
-            self.strategies, self.epsilon, self.window, self.reward, self.plain_rate, self.statistic, rng=rng
-        )
 
 
-class Ucb1Spec(_Spec):
+class Ucb1Spec(_Spec, builds=Ucb1, init=False):
     kind: Literal["ucb1"] = "ucb1"
     strategies: Strategies
-    exploration: float = 1.0
-    window: int = 300
-    reward: RewardKind = "paper"
-    plain_rate: dict[int, float] | None = None
-
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Ucb1(self.strategies, self.exploration, self.window, self.reward, self.plain_rate)
 
 
 class Bucket(Settings):
@@ -143,35 +156,27 @@ class Bucket(Settings):
     strategies: Strategies
 
 
-class BegMabSpec(_Spec):
+class BegMabSpec(_Spec, builds=BegMab, init=False):
     """Either explicit `buckets`, or the paper's grouping: `strategies` and a threshold per tokens_to_verify."""
 
     kind: Literal["beg-mab"] = "beg-mab"
     buckets: tuple[Bucket, ...] = ()
     strategies: Strategies = ()
     thresholds: tuple[int, ...] = ()
-    epsilon: float = 0.1
-    window: int = 300
-    reward: RewardKind = "paper"
-    plain_rate: dict[int, float] | None = None
-    statistic: Statistic = "median"
-    tries: int = 1
 
     @model_serializer(mode="wrap")
     def _only_the_form_used(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
         unused = ("strategies", "thresholds") if self.buckets else ("buckets",)
         return {name: value for name, value in dump(self).items() if name not in unused}
 
-    def build(self, rng: np.random.Generator) -> Selector:
+    def arguments(self) -> dict[str, Any]:
         if bool(self.buckets) == bool(self.strategies or self.thresholds):
             raise ConfigError("beg-mab takes either buckets, or strategies and thresholds")
-        settings = (self.epsilon, self.window, self.reward, self.plain_rate, self.statistic, self.tries)
-        if self.buckets:
-            return BegMab([(bucket.min_batch, bucket.strategies) for bucket in self.buckets], *settings, rng=rng)
-        return BegMab.from_paper(self.strategies, self.thresholds, *settings, rng=rng)
+        buckets = [(bucket.min_batch, bucket.strategies) for bucket in self.buckets]
+        return super().arguments() | {"buckets": buckets or paper_buckets(self.strategies, self.thresholds)}
 
 
-class GoodputSpec(_Spec):
+class GoodputSpec(_Spec, builds=Goodput, init=False):
     """Settings of `Goodput`. `costs` is the name of a preset, a cost model's file, or a cost model written out.
 
     A file is looked up in the folder that the validation's context names, the policy file's, then in the current one,
@@ -181,9 +186,6 @@ class GoodputSpec(_Spec):
     kind: Literal["goodput"] = "goodput"
     strategies: Strategies
     costs: str | dict[str, Any]
-    window: int = 300
-    epsilon: float = 0.02
-    prior: float = 0.6
 
     @validator(mode="before")
     @classmethod
@@ -202,8 +204,8 @@ class GoodputSpec(_Spec):
         except ConfigError as error:
             raise ValueError(str(error)) from error
 
-    def build(self, rng: np.random.Generator) -> Selector:
-        return Goodput(self.strategies, load_costs(self.costs), self.window, self.epsilon, self.prior, rng=rng)
+    def arguments(self) -> dict[str, Any]:
+        return super().arguments() | {"costs": load_costs(self.costs)}
 
 
 class CustomSpec(Settings):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,8 +24,9 @@ from vllm.v1.request import Request
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.control import Control, Live, Scheduled
+from tltlab.runtime.engine.control import Control, Live
 from tltlab.runtime.engine.environment import hardware
+from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
 
 from .capture import NoCapture
@@ -122,10 +122,9 @@ class PolicyScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
         if scheduler_output.num_scheduled_tokens:
-            entered = time.perf_counter()
-            what = self._scheduled(scheduler_output)
+            with self.control.inside:
+                what = self._scheduled(scheduler_output)
             self._in_flight.append(what)
-            self.control.seconds_inside += time.perf_counter() - entered
             scheduler_output.num_spec_tokens_to_schedule = self.control.scheduled(what)
         super()._update_after_schedule(scheduler_output)
 
@@ -151,12 +150,11 @@ class PolicyScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         if scheduler_output.num_scheduled_tokens:
-            entered = time.perf_counter()
             what = self._in_flight.popleft()
-            index = model_runner_output.req_id_to_index
-            sampled = model_runner_output.sampled_token_ids
-            counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
-            self.control.seconds_inside += time.perf_counter() - entered
+            with self.control.inside:
+                index = model_runner_output.req_id_to_index
+                sampled = model_runner_output.sampled_token_ids
+                counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
             self.control.sampled(what, counts)
             self.capture.landed()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -214,10 +212,10 @@ class PolicyScheduler(Scheduler):
         """A key for a request that has none: its prompt's digest and a running number."""
         tokens = ",".join(map(str, request.prompt_token_ids or ()))
         prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
-        before = self.control.rl_step
+        before = self.control.ledger.rl_step
         if self.recording is None and self._anonymous.total() >= NAMELESS_PER_STEP:
             self.control.advance(before + 1)
-        rl_step = self.control.rl_step
+        rl_step = self.control.ledger.rl_step
         if rl_step != before:
             self._anonymous.clear()
         self._anonymous[rl_step, prompt_id] += 1
@@ -299,7 +297,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "end": Control.end,
     "suspend": Control.suspend,
     "resume": Control.resume,
-    "replay": Control.replay,
+    "replay": lambda control, rows: control.seat.replay(rows),
     "remember": Control.remember,
     "forget": lambda control: control.drafters.forget(),
     "updated": lambda control, predicted, updates: control.drafters.updated(predicted, updates),
@@ -308,7 +306,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "guard_drafter": lambda control, config: control.drafters.guard(config),
     "complaint": lambda control: control.drafters.complaint,
     "drafter_report": lambda control: control.drafters.report(),
-    "seconds": lambda control: (control.seconds_inside, control.seconds_deciding),
+    "seconds": lambda control: (control.inside.seconds, control.seat.deciding.seconds),
     "state_dict": Control.state_dict,
     "load_state_dict": Control.load_state_dict,
     "sampling_is_sound": lambda control: speculative_sampling_is_sound(),

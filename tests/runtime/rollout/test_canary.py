@@ -14,8 +14,9 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.engine.control import Control, Scheduled
+from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.strategy import Strategy
 
 KEY: Key = (0, "p", 0, 0)

@@ -1,0 +1,292 @@
+"""The ledger of one engine's iterations: which choice each one verified, how long it took, what it kept.
+
+vLLM drafts at the end of iteration i what iteration i + 1 verifies. So the outcome of the choice made in iteration i is
+what iteration i + 1 verified, and its time is `duration[i+1] - draft_duration[i+1] + draft_duration[i]`. Nothing here
+knows vLLM or how a choice is made; the clock is an argument.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+from tltlab.drafters.base import Key
+from tltlab.policies.selector import Selector
+from tltlab.state import StepOutcome
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+Row = dict[str, Any]
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True, kw_only=True)
+class Scheduled:
+    """What the scheduler put into an iteration; per request its id, and the tokens it verifies where it drafted."""
+
+    request_ids: list[str]
+    drafts: Mapping[str, Sequence[int]]
+    waiting: int
+    context_tokens: int
+    prefill_tokens: int
+    free_kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A strategy, and the selector that chose it and is told its outcome; without one nobody chose."""
+
+    strategy: Strategy
+    selector: Selector | None = None
+    bucket: int | None = None
+    propensity: float = 1.0
+
+
+NO_CHOICE = Choice(NO_SPECULATION)
+
+Tell = Callable[[Choice, StepOutcome], float | None]
+"""Takes the outcome of a choice; the reward that was learned from it."""
+
+
+@dataclass(slots=True, eq=False)
+class Iteration:
+    """An iteration in flight or over, and the choice that it verifies."""
+
+    number: int
+    start_s: float
+    batch: int
+    waiting: int
+    context_tokens: int
+    prefill_tokens: int
+    verified: Choice
+    draft_s_before: float | None
+    next_depth: int = 0
+    drafted: Sequence[int] = ()
+    accepted: Sequence[int] = ()
+    num_generated: int = 0
+    draft_s: float | None = 0.0
+    duration_s: float = 0.0
+    reward: float | None = None
+    sampled: bool = False
+
+    @property
+    def outcome(self) -> StepOutcome:
+        """The outcome of the choice: its own drafting counts, that for the next iteration does not."""
+        drafting_s = 0.0 if self.draft_s is None else (self.draft_s_before or 0.0) - self.draft_s
+        return StepOutcome(
+            elapsed_s=self.duration_s + drafting_s,
+            batch=self.batch,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            had_prefill=self.prefill_tokens > 0,
+        )
+
+
+class Stopwatch:
+    """Seconds spent inside it in all: `with stopwatch: ...`. It is not entered again while it runs."""
+
+    __slots__ = ("_clock", "_entered", "seconds")
+
+    def __init__(self, clock: Clock) -> None:
+        self.seconds = 0.0
+        self._clock = clock
+
+    def __enter__(self) -> None:
+        self._entered = self._clock()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += self._clock() - self._entered
+
+
+class Ledger:
+    """Writes down iterations as an engine runs them, and tells each choice's outcome once its iteration is over.
+
+    Per iteration: `start`, `schedule`, `choose` where somebody chooses, `sampled`, and `drafted` where drafts are made
+    beside the scheduler. An iteration lasts from its start to the next one's, the last before a pause to its own end.
+    With `overlapped` the engine schedules an iteration before it knows the last one's outcome (asynchronous
+    scheduling): durations then run from output to output, and drafting time is unknown.
+
+    `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. Times in
+    rows are seconds since `origin`, the moment of `begin`. `sampled` takes O(batch), everything else O(1), and a
+    rollout holds O(batch) per iteration that verified drafts.
+    """
+
+    def __init__(
+        self, tell: Tell, *, worker: int = 0, overlapped: bool = False, clock: Clock = time.perf_counter
+    ) -> None:
+        self.worker = worker
+        self.overlapped = overlapped
+        self.clock = clock
+        self._tell = tell
+        self.in_force = NO_CHOICE
+        self._in_flight: deque[Iteration] = deque()
+        self.begin(0)
+        self.is_open = False
+
+    def begin(self, rl_step: int) -> None:
+        """Open a rollout: no rows, iteration 0, and the clock at 0. A choice in force stays so."""
+        self.rl_step = rl_step
+        self.is_open = True
+        self.first_token_s: dict[Key, float] = {}
+        self.origin = self._busy_until_s = self._over_s = self.clock()
+        self._iterations: list[Row] = []
+        self._decisions: list[Row] = []
+        self._over: list[Iteration] = []
+        self._number = 0
+        # Overlapped, an iteration of requests that have ended may still be in flight: it is of no rollout.
+        self._strays = len(self._in_flight)
+        self._last: Iteration | None = None
+        self._draft_s: float | None = 0.0
+
+    def end(self) -> None:
+        """Close the rollout; its last iteration ends now if it has not yet."""
+        self._close(self.clock())
+        self.is_open = False
+
+    def start(self) -> None:
+        """An iteration is about to be put together; the one before is over."""
+        self._start_s = self.clock()
+        self._close(self._start_s)
+
+    def schedule(self, what: Scheduled) -> Strategy:
+        """The iteration is put together; the strategy whose drafts it verifies. It will draft nothing unless chosen."""
+        verified = self.in_force
+        self._last = Iteration(
+            self._number,
+            self._start_s,
+            len(what.request_ids),
+            what.waiting,
+            what.context_tokens,
+            what.prefill_tokens,
+            verified,
+            self._draft_s,
+        )
+        self._in_flight.append(self._last)
+        self._number += 1
+        self._draft_s = None if self.overlapped else 0.0
+        self.in_force = NO_CHOICE
+        return verified.strategy
+
+    def choose(self, choice: Choice) -> None:
+        """`choice` is what the iteration just scheduled drafts at its end, and the next one verifies."""
+        assert self._last is not None
+        self.in_force = choice
+        self._last.next_depth = choice.strategy.draft_depth
+
+    def first_token(self, key: Key) -> None:
+        """The first token of the response `key` is here."""
+        if self.is_open:
+            self.first_token_s[key] = self.clock() - self.origin
+
+    @property
+    def verifying(self) -> Strategy:
+        """The strategy whose drafts the oldest iteration in flight verifies."""
+        return self._in_flight[0].verified.strategy
+
+    def sampled(self, what: Scheduled, counts: Mapping[str, int]) -> None:
+        """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
+        iteration = self._in_flight.popleft()
+        if what.drafts:
+            iteration.drafted = drafted = list(map(len, map(what.drafts.get, what.request_ids, repeat(()))))
+            iteration.accepted = [
+                counts[i] - 1 if n and counts[i] else 0 for i, n in zip(what.request_ids, drafted, strict=True)
+            ]
+        else:
+            iteration.drafted = iteration.accepted = [0] * iteration.batch
+        iteration.num_generated = sum(counts.values())
+        iteration.sampled = True
+        self._busy_until_s = self.clock()
+        if not self.overlapped:
+            return
+        iteration.start_s = max(iteration.start_s, self._over_s)
+        iteration.draft_s = None
+        if self._strays:
+            self._strays -= 1
+        else:
+            self._finish(iteration, self._busy_until_s)
+
+    def drafted(self, since_s: float, learned_s: float) -> None:
+        """The next iteration's drafts were made beside the scheduler since `since_s`, and in workers in `learned_s`."""
+        self._busy_until_s = self.clock()
+        self._draft_s = self._busy_until_s - since_s + learned_s
+        if self._last is not None and not self.overlapped:
+            self._last.draft_s = self._draft_s
+
+    def pause(self) -> None:
+        """Nothing is left to run: the last iteration ended with its output or its drafts, and no choice is in force."""
+        self._close(self._busy_until_s)
+        self.in_force = NO_CHOICE
+
+    def _close(self, now: float) -> None:
+        """The iteration scheduled last is over `now`, unless it was closed before or is not back."""
+        iteration, self._last = self._last, None
+        if iteration is not None and iteration.sampled and not self.overlapped:
+            self._finish(iteration, now)
+
+    def _finish(self, iteration: Iteration, now: float) -> None:
+        iteration.duration_s = now - iteration.start_s
+        self._over_s = now
+        if self.is_open:
+            self._over.append(iteration)
+        if iteration.verified.selector is not None:
+            iteration.reward = self._tell(iteration.verified, iteration.outcome)
+
+    @property
+    def iterations(self) -> list[Row]:
+        """The rollout's rows of `iterations.parquet` so far."""
+        self._make_rows()
+        return self._iterations
+
+    @property
+    def decisions(self) -> list[Row]:
+        """The rollout's rows of `decisions.parquet` so far: those whose outcome is known."""
+        self._make_rows()
+        return self._decisions
+
+    def _make_rows(self) -> None:
+        # Rows are made after the rollout: making them between forward passes costs several times as much, because the
+        # caches are cold.
+        for it in self._over:
+            ran = it.verified.strategy
+            self._iterations.append(
+                {
+                    "rl_step": self.rl_step,
+                    "worker": self.worker,
+                    "iteration": it.number,
+                    "t_start": it.start_s - self.origin,
+                    "duration": it.duration_s,
+                    "draft_duration": it.draft_s,
+                    "batch": it.batch,
+                    "num_waiting": it.waiting,
+                    "context_tokens": it.context_tokens,
+                    "prefill_tokens": it.prefill_tokens,
+                    "drafter": ran.drafter,
+                    "draft_depth": ran.draft_depth,
+                    "top_k": ran.top_k,
+                    "tokens_to_verify": ran.tokens_to_verify,
+                    "num_drafted": sum(it.drafted),
+                    "num_accepted": sum(it.accepted),
+                    "num_generated": it.num_generated,
+                    "accepted_per_request": it.accepted if ran.speculates else None,
+                    "next_draft_depth": it.next_depth,
+                }
+            )
+            if it.verified.selector is not None:
+                self._decisions.append(
+                    {
+                        "rl_step": self.rl_step,
+                        "worker": self.worker,
+                        "iteration": it.number,
+                        "bucket": it.verified.bucket,
+                        "drafter": ran.drafter,
+                        "draft_depth": ran.draft_depth,
+                        "top_k": ran.top_k,
+                        "tokens_to_verify": ran.tokens_to_verify,
+                        "propensity": it.verified.propensity,
+                        "reward": it.reward,
+                    }
+                )
+        self._over.clear()

@@ -1,0 +1,200 @@
+"""The ledger of iterations on a clock that is set by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tltlab.policies.simple import Fixed
+from tltlab.runtime.engine.ledger import NO_CHOICE, Choice, Iteration, Ledger, Scheduled, Stopwatch
+from tltlab.state import StepOutcome
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+KEY = (0, "p", 0, 0)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Engine:
+    """Two requests, played on a clock; each choice is a chain whose depth is the number of the iteration + 1."""
+
+    def __init__(self, **settings: bool) -> None:
+        self.clock = Clock()
+        self.told: list[tuple[Choice, StepOutcome]] = []
+        self.ledger = Ledger(self.tell, worker=2, clock=self.clock, **settings)
+        self.ledger.begin(7)
+        self.depth = 0
+
+    def tell(self, choice: Choice, outcome: StepOutcome) -> float:
+        self.told.append((choice, outcome))
+        return 10.0 * len(self.told)
+
+    def schedule(self, draft: int = 0) -> Scheduled:
+        drafts = {"a": [9] * draft, "b": [9] * draft} if draft else {}
+        what = Scheduled(
+            request_ids=["b", "a"],
+            drafts=drafts,
+            waiting=3,
+            context_tokens=40,
+            prefill_tokens=0,
+            free_kv_tokens=64,
+        )
+        self.ledger.start()
+        self.ledger.schedule(what)
+        self.depth += 1
+        self.choice = choice(self.depth)
+        self.ledger.choose(self.choice)
+        return what
+
+    def iterate(self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0) -> None:
+        what = self.schedule(self.ledger.in_force.strategy.draft_depth)
+        self.clock.now += forward_s
+        self.ledger.sampled(what, {"a": kept + 1, "b": 1})
+        since = self.clock.now
+        self.clock.now += draft_s
+        self.ledger.drafted(since, 0.0)
+        self.clock.now += after_s
+
+
+def choice(depth: int) -> Choice:
+    strategy = Strategy.chain("ngram", depth)
+    return Choice(strategy, Fixed(strategy), bucket=depth % 2, propensity=0.5)
+
+
+SECONDS = st.floats(0.001, 10.0)
+
+
+@given(st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=20))
+def test_a_choice_pays_for_its_own_drafting_and_its_verification(times: list[tuple[float, float, float]]):
+    engine = Engine()
+    for forward_s, draft_s, after_s in times:
+        engine.iterate(forward_s, draft_s, after_s)
+    engine.ledger.end()
+    drafted_in = [draft_s for _, draft_s, _ in times]
+    without_drafting = [forward_s + after_s for forward_s, _, after_s in times]
+    expected = [draft_s + rest_s for draft_s, rest_s in zip(drafted_in, without_drafting[1:], strict=False)]
+    assert [outcome.elapsed_s for _, outcome in engine.told] == pytest.approx(expected)
+    assert [told.strategy.draft_depth for told, _ in engine.told] == list(range(1, len(times)))
+
+
+def test_a_row_has_what_its_iteration_verified_and_chose():
+    engine = Engine()
+    engine.iterate(2.0, 0.5)
+    engine.iterate(3.0, 0.25, kept=1)
+    engine.ledger.end()
+    first, second = engine.ledger.iterations
+    assert (first["rl_step"], first["worker"], first["iteration"], first["drafter"]) == (7, 2, 0, "none")
+    assert (first["t_start"], first["duration"], first["draft_duration"]) == (0.0, 2.5, 0.5)
+    assert (second["t_start"], second["duration"], second["draft_duration"]) == (2.5, 3.25, 0.25)
+    assert (first["next_draft_depth"], second["draft_depth"], second["next_draft_depth"]) == (1, 1, 2)
+    assert (second["num_drafted"], second["num_accepted"], second["num_generated"]) == (2, 1, 3)
+    assert second["accepted_per_request"] == [0, 1]  # in the order of the requests: b, a
+    assert first["accepted_per_request"] is None
+    (decision,) = engine.ledger.decisions
+    assert decision == {
+        "rl_step": 7, "worker": 2, "iteration": 1, "bucket": 1, "drafter": "ngram", "draft_depth": 1, "top_k": 1,
+        "tokens_to_verify": 2, "propensity": 0.5, "reward": 10.0,
+    }  # fmt: skip
+
+
+def test_time_in_which_nothing_ran_is_no_iterations():
+    engine = Engine()
+    engine.iterate(1.0)
+    engine.iterate(1.0, 0.5)
+    engine.clock.now += 100.0
+    engine.ledger.pause()
+    assert engine.ledger.iterations[-1]["duration"] == 1.5
+    assert engine.ledger.in_force is NO_CHOICE
+    engine.iterate()
+    engine.ledger.end()
+    assert [told.strategy.draft_depth for told, _ in engine.told] == [1]
+
+
+def test_an_iteration_nobody_chose_for_is_told_to_nobody():
+    engine = Engine()
+    engine.ledger.start()
+    what = Scheduled(
+        request_ids=["a"], drafts={}, waiting=0, context_tokens=1, prefill_tokens=0, free_kv_tokens=1
+    )  # fmt: skip
+    assert engine.ledger.schedule(what) == NO_SPECULATION
+    engine.ledger.sampled(what, {"a": 1})
+    engine.ledger.end()
+    assert engine.told == engine.ledger.decisions == []
+    assert len(engine.ledger.iterations) == 1
+
+
+def test_outcomes_are_told_outside_of_rollouts_too_but_leave_no_rows():
+    engine = Engine()
+    engine.ledger.end()
+    engine.iterate()
+    engine.iterate()
+    engine.ledger.first_token(KEY)
+    engine.ledger.start()
+    assert len(engine.told) == 1
+    assert engine.ledger.iterations == engine.ledger.decisions == []
+    assert engine.ledger.first_token_s == {}
+
+
+def test_a_rollout_begins_at_0_and_the_choice_in_force_goes_on():
+    engine = Engine()
+    engine.iterate()
+    engine.ledger.end()
+    engine.ledger.begin(8)
+    engine.clock.now += 0.5
+    engine.ledger.first_token(KEY)
+    engine.iterate(2.0)
+    engine.ledger.end()
+    (row,) = engine.ledger.iterations
+    assert (row["rl_step"], row["iteration"], row["t_start"], row["draft_depth"]) == (8, 0, 0.5, 1)
+    assert engine.ledger.first_token_s == {KEY: 0.5}
+
+
+def test_overlapped_iterations_run_from_output_to_output_and_drafting_time_is_unknown():
+    engine = Engine(overlapped=True)
+    first = engine.schedule()
+    engine.clock.now += 1.0
+    second = engine.schedule(draft=1)
+    engine.clock.now += 1.0
+    engine.ledger.sampled(first, {"a": 1, "b": 1})
+    engine.clock.now += 3.0
+    engine.ledger.sampled(second, {"a": 2, "b": 2})
+    engine.ledger.end()
+    assert [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.ledger.iterations] == [
+        (0.0, 2.0, None),
+        (2.0, 3.0, None),
+    ]
+    ((told, outcome),) = engine.told
+    assert (told.strategy.draft_depth, outcome.elapsed_s, outcome.accepted) == (1, 3.0, [1, 1])
+
+
+def test_an_iteration_in_flight_when_a_rollout_begins_is_of_no_rollout():
+    engine = Engine(overlapped=True)
+    stray = engine.schedule()
+    engine.ledger.begin(8)
+    own = engine.schedule()
+    engine.clock.now += 1.0
+    engine.ledger.sampled(stray, {"a": 0, "b": 0})
+    engine.ledger.sampled(own, {"a": 1, "b": 1})
+    assert [row["num_generated"] for row in engine.ledger.iterations] == [2]
+
+
+def test_an_iteration_that_prefilled_says_so():
+    iteration = Iteration(0, 0.0, 4, 0, 10, 3, NO_CHOICE, 0.0, duration_s=2.0)
+    assert iteration.outcome == StepOutcome(elapsed_s=2.0, batch=4, had_prefill=True)
+
+
+def test_a_stopwatch_counts_what_ran_inside_it():
+    clock = Clock()
+    stopwatch = Stopwatch(clock)
+    for inside_s in (2.0, 1.0):
+        with stopwatch:
+            clock.now += inside_s
+        clock.now += 5.0
+    assert stopwatch.seconds == 3.0
