@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tltlab.console import Json, emit, progress
-from tltlab.errors import ConfigError, InputError
-from tltlab.files import write_json
+from tltlab.errors import ConfigError
+from tltlab.files import write_file, write_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,17 +95,7 @@ def profile(
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a `.csv` or `.parquet` file in one move; InputError where the folder does not take it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            made = Path(folder) / path.name
-            if path.suffix == ".parquet":
-                table.to_parquet(made, index=False)
-            else:
-                table.to_csv(made, index=False)
-            os.replace(made, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    write_file(path, table.to_parquet(index=False) if path.suffix == ".parquet" else table.to_csv(index=False))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:

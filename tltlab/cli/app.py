@@ -9,6 +9,7 @@ import ast
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.abc import InspectLoader
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
 from typing import Any, NoReturn
@@ -135,14 +136,14 @@ def _first_line(command: EntryPoint) -> str:
 
 def _source(module: str) -> str:
     """The source of a module that is not imported, and neither are the packages that it is in; empty without one."""
-    name, path = "", None
+    name, path, loader = "", None, None
     for part in module.split("."):
         name = f"{name}.{part}".lstrip(".")
         spec = PathFinder.find_spec(name, path)
-        if spec is None or spec.loader is None:
+        if spec is None:
             return ""
-        path = spec.submodule_search_locations
-    return getattr(spec.loader, "get_source", lambda _: None)(name) or ""
+        path, loader = spec.submodule_search_locations, spec.loader
+    return loader.get_source(name) or "" if isinstance(loader, InspectLoader) else ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

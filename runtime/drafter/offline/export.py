@@ -17,17 +17,17 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import read_json
+from tltlab.files import marked_folder, read_json
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
 from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
-from tltlab.runtime.new_folder import new_folder
 
 from .chains import kept_along
 from .data import TextConfig, load_target, load_tokenizer, read_texts
@@ -119,7 +119,7 @@ def export_drafter(
     """
     out = Path(out)
     began = time.perf_counter()
-    with new_folder(out, MARKER) as folder:
+    with marked_folder(out, MARKER, SafetensorError) as folder:
         head = load_head(source.head)
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)

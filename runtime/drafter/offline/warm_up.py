@@ -12,15 +12,16 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import marked_folder
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
 from tltlab.runtime.drafter.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
-from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
@@ -83,7 +84,7 @@ def train_drafter(
     """
     out = Path(out)
     began = time.perf_counter()
-    with new_folder(out, MARKER) as folder:
+    with marked_folder(out, MARKER, SafetensorError) as folder:
         head = _head(Path(model), config)
         texts, heldout = _texts(str(model), data, config, progress)
         target, frozen = load_target(model)

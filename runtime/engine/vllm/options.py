@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -170,8 +171,5 @@ def _config(model: str) -> dict[str, Any] | None:
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    found = read_json(path)
     return found if isinstance(found, dict) else None
