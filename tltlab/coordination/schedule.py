@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
-from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.state import DrafterState
+from tltlab.stats import student_margin
 
 _ENOUGH_PAIRS = 4
 """Pairs of successive rollouts from which their noise can be told."""
@@ -277,7 +277,7 @@ def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[Rollou
     spread = float(weight @ age**2)
     slope = float(weight @ (age * log)) / spread
     variance = float(weight @ (log - slope * age) ** 2) / freedom / spread
-    margin = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
+    margin = student_margin(math.sqrt(variance), freedom)
     change, low, high = (math.expm1(value) for value in (slope, slope - margin, slope + margin))
     return change, low, high, used
 

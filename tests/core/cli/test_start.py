@@ -61,6 +61,14 @@ def without(modules: str, *argv: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def says_what_to_install(done: subprocess.CompletedProcess[str], extra: str, module: str = "") -> None:
+    """The last line, after progress, says it; there is no traceback, and no result."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"tltlab: this needs {module}"), done.stderr
+    assert f", which is not installed: pip install 'tltlab[{extra}]'" in done.stderr.splitlines()[-1]
+
+
 def test_importing_tltlab_loads_nothing_that_is_slow():
     loaded = loaded_by("import tltlab; tltlab.Strategy, tltlab.StepState, tltlab.ConfigError")
     assert "tltlab" in loaded
@@ -162,28 +170,23 @@ def test_what_no_extra_brings_stays_an_error_of_python():
         ("experiment lossless --out OUT", "runtime"),
     ],
 )
-def test_with_the_core_alone_a_command_is_one_line_that_names_its_extra(argv: str, extra: str, tmp_path: Path):
+def test_with_the_core_alone_a_command_names_its_extra(argv: str, extra: str, tmp_path: Path):
     # joblib comes with scikit-learn, so the core has it.
     missing = ",".join(name for name in OF_EXTRAS if name != "joblib")
     done = without(missing, *argv.replace("OUT", str(tmp_path / "out")).split())
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert f"pip install 'tltlab[{extra}]'" in done.stderr
-    assert done.stdout == ""
+    says_what_to_install(done, extra)
 
 
 @pytest.mark.parametrize("module", ["pebble", "math_verify"])
 def test_a_training_run_says_before_it_starts_what_its_rewards_lack(module: str, tmp_path: Path):
     reward = "reward=tltlab.runtime.rollout.rewards:math"
     done = without(module, "train", "qwen2.5-0.5b-gsm8k", reward, "--out", str(tmp_path / "out"))
-    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr
-    assert f"this needs {module}, which is not installed: pip install 'tltlab[runtime]'" in done.stderr
+    says_what_to_install(done, "runtime", module)
 
 
 def test_tuning_says_that_optuna_is_missing(tmp_path: Path):
     done = without("optuna", "tune", "traces/tiny", "--out", str(tmp_path / "policy.json"))
-    assert (done.returncode, len(done.stderr.strip().splitlines())) == (2, 1), done.stderr
-    assert "this needs optuna, which is not installed: pip install 'tltlab[sim]'" in done.stderr
+    says_what_to_install(done, "sim", "optuna")
 
 
 def test_the_overview_is_there_with_the_core_alone():
