@@ -91,8 +91,8 @@ def mean_of_few(values: Sequence[float] | FloatArray, *, least_error: float = 0.
 
     Few values may agree by luck: `least_error` is the standard error that the mean has at least.
 
-    >>> mean_of_few([1.0, 2.0, 3.0]).low
-    -0.4841377118...
+    >>> round(mean_of_few([1.0, 2.0, 3.0]).low, 3)
+    -0.484
     """
     mean = float(np.mean(values))
     margin = math.nan

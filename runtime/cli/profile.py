@@ -117,19 +117,15 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _learned(text: str) -> tuple[str, LearnedSpec]:
-    from pydantic import ValidationError
-
-    from tltlab.config import faults
+    from tltlab.config import faults_in
     from tltlab.drafters.specs import LearnedSpec
 
     name, _, rest = text.partition("=")
     method, colon, model = rest.partition(":")
     if not name or not colon:
         raise ConfigError(f"--drafter is {text!r}: give NAME=METHOD:PATH, such as learned=eagle:heads/eagle")
-    try:
+    with faults_in(f"--drafter is {text!r}"):
         return name, LearnedSpec.model_validate({"method": method, "model": model})
-    except ValidationError as error:
-        raise ConfigError(f"--drafter is {text!r}: {faults(error)}") from error
 
 
 def _text(out: Path, about: dict[str, Any]) -> str:

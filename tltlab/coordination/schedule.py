@@ -9,8 +9,9 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tltlab.config import FrozenModel
 from tltlab.state import DrafterState
 from tltlab.stats import student_margin
 
@@ -21,7 +22,7 @@ _SURE = 1.5
 """Standard errors by which either of two means is given the benefit of the doubt before they count as different."""
 
 
-class ScheduleConfig(BaseModel):
+class ScheduleConfig(FrozenModel):
     """When idle workers train: `never`, `always`, `every` so many RL steps, or when acceptance has dropped.
 
     It has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop` times
@@ -30,8 +31,6 @@ class ScheduleConfig(BaseModel):
     times. Training also goes on while the last one that can be judged raised it by more than `drop`.
     Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["never", "always", "every", "acceptance-drops"] = "acceptance-drops"
     every: Annotated[int, Field(ge=1)] = 10

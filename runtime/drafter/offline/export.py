@@ -16,10 +16,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import marked_folder, read_json
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
@@ -39,11 +40,9 @@ ROUNDING = 0.05
 """Share of the expected accept length that two programs' rounding may cost; chance has no part in the comparison."""
 
 
-class ExportConfig(BaseModel):
+class ExportConfig(FrozenModel):
     """How an exported drafter is checked: `prompts` prompts, responses of at most `max_response_tokens`, greedily and
     at `temperature`, with drafts of `depth` tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompts: Annotated[int, Field(ge=1)] = 10
     max_response_tokens: Annotated[int, Field(ge=2)] = 128

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from safetensors import SafetensorError
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import marked_folder
 from tltlab.runtime.drafter.heads.head import DrafterHead
@@ -46,7 +47,7 @@ FIT_TOKENS = 8192
 Count = Annotated[int, Field(ge=1)]
 
 
-class WarmUpConfig(BaseModel):
+class WarmUpConfig(FrozenModel):
     """How `train_drafter` trains.
 
     At most `updates` updates of `tokens_per_update` tokens; every `check_every` the acceptance of drafts of `depth`
@@ -54,8 +55,6 @@ class WarmUpConfig(BaseModel):
     reaches `until_accept_length`. `head` is a checkpoint to go on from. Of the target's hidden states at most
     `max_bytes` stay on the host; what is beyond is computed again.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from tltlab.config import FrozenModel
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -20,10 +19,8 @@ from tltlab.runtime.engine.graphs import plan_graphs
 _HERE = __package__
 
 
-class Attachment(BaseModel):
+class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Policy | None = None
     drafters: dict[str, DrafterSpec] | None = None
