@@ -3,6 +3,18 @@
 if __name__ == "runtime":
     raise ImportError("import this package as tltlab.runtime")
 
-from .engine.vllm.options import serve_arguments, vllm_options
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .engine.vllm.options import serve_arguments, vllm_options
 
 __all__ = ["serve_arguments", "vllm_options"]
+
+
+def __getattr__(name: str) -> Any:
+    # vLLM's processes import this package for its plugin: policies load where one is in force.
+    if name in __all__:
+        from .engine.vllm import options
+
+        return getattr(options, name)
+    raise AttributeError(f"module 'tltlab.runtime' has no attribute {name!r}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
-from pydantic import ValidationError
 
 from tltlab.acceptance.load import (
     Acceptance,
@@ -20,7 +19,7 @@ from tltlab.acceptance.load import (
     fresh,
     load_acceptance,
 )
-from tltlab.config import faults
+from tltlab.config import faults_in
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
@@ -216,10 +215,8 @@ def load_spot_training(source: SpotTraining | dict[str, Any] | str | Path) -> Sp
     if source == "tlt":
         return SpotTraining()
     value = source if isinstance(source, dict) else read_json(Path(source))
-    try:
+    with faults_in("spot training"):
         return SpotTraining.model_validate(value)
-    except ValidationError as error:
-        raise ConfigError(f"spot training: {faults(error)}") from error
 
 
 def _workers(trace: Trace, workers: int | None) -> int:

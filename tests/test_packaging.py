@@ -64,15 +64,6 @@ import tltlab, tltlab.testing, tltlab.traces.recorder, tltlab.calibration.api
     assert done.returncode == 0, done.stderr
 
 
-def test_a_missing_extra_is_one_line_with_its_cure(tmp_path: Path):
-    code = (
-        "import sys; sys.modules['simpy'] = None; from tltlab.cli.app import main; main(['simulate', 'no-such-trace'])"
-    )
-    done = run(sys.executable, "-c", code)
-    assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].endswith("pip install 'tltlab[sim]'")
-
-
 def test_every_command_explains_itself():
     overview = run(sys.executable, "-m", "tltlab", "--help")
     assert overview.returncode == 0

@@ -7,16 +7,18 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, RunError, TltlabError, TraceError
-from .policies.policy import Policy, load_policy
-from .policies.selector import Selector
-from .report.timeline import timeline
 from .state import StepOutcome, StepState
 from .strategy import NO_SPECULATION, Strategy
-from .traces.trace import Trace, read
+
+if TYPE_CHECKING:
+    from .policies.policy import Policy, load_policy
+    from .policies.selector import Selector
+    from .report.timeline import timeline
+    from .traces.trace import Trace, read
 
 __all__ = [
     "NO_SPECULATION",
@@ -35,9 +37,24 @@ __all__ = [
     "timeline",
 ]
 
+# Engines and Ray actors import tltlab too: what loads pandas, pydantic or matplotlib waits until it is asked for.
+_MODULE_OF = {
+    "Policy": "policies.policy",
+    "Selector": "policies.selector",
+    "Trace": "traces.trace",
+    "load_policy": "policies.policy",
+    "read": "traces.trace",
+    "timeline": "report.timeline",
+}
+
 
 def __getattr__(name: str) -> Any:
-    # The simulator and the runtime need packages that the core does not: they load when they are first asked for.
     if name in ("sim", "runtime"):
-        return importlib.import_module(f"tltlab.{name}")
+        return import_module(f"tltlab.{name}")
+    if name in _MODULE_OF:
+        return getattr(import_module(f"tltlab.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'tltlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "sim", "runtime"})

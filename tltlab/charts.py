@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullLocator
 
-from .errors import ConfigError, InputError
+from .errors import ConfigError
+from .files import write_file
 
 # Ordered so that neighbours differ in luminance: they keep apart in grey and for colour-blind eyes.
 COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9704f", "#6f6f6f", "#cfc76a", "#111111")
@@ -173,15 +172,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     """
     if path.suffix not in FORMATS:
         raise ConfigError(f"{path}: a picture is written as {' or '.join(FORMATS)}")
-    picture = _bytes(figure, path.suffix[1:])
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder) / path.name
-            new.write_bytes(picture)
-            os.replace(new, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    write_file(path, _bytes(figure, path.suffix[1:]))
 
 
 def data_uri(figure: Figure, *, most_svg_bytes: int = 120_000) -> str:

@@ -1,17 +1,41 @@
-"""What is wrong with a value that pydantic refused, in one line for people."""
+"""The models that settings and files are read into, and what is wrong with a value that they refuse, in one line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from .errors import ConfigError
 
 MOST_CHARS = 60
 _SAID = ("missing", "extra_forbidden", "value_error", "union_tag_invalid", "union_tag_not_found")
 """Faults whose message or place says all: what was got is not shown again."""
 
 Place = tuple[int | str, ...]
+
+
+class FrozenModel(BaseModel):
+    """A value that is checked once, when it is made: immutable, and a name that it does not know is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class FiniteModel(FrozenModel):
+    """A `FrozenModel` whose numbers are neither infinite nor NaN, so that JSON can hold them."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+@contextmanager
+def faults_in(where: object, place: Callable[[Place], str] | None = None) -> Iterator[None]:
+    """Within, what pydantic refuses is a ConfigError with all its faults that begins with `where`."""
+    try:
+        yield
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {faults(error, place or dotted)}") from error
 
 
 def dotted(place: Place) -> str:

@@ -13,14 +13,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated, Any
 
 running: ContextVar[tuple[str, ...]] = ContextVar("running", default=())
 """Arguments of the command that runs, the command's name first; empty outside of a command."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output and nothing else there.")]
+if TYPE_CHECKING:
+    Json = bool
+
+
+def __getattr__(name: str) -> Any:
+    """`Json`, the type of a command's --json option. Engines and Ray actors say their progress without Typer."""
+    if name != "Json":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from typer import Option
+
+    return Annotated[bool, Option("--json", help="Print one JSON object on standard output and nothing else there.")]
 
 
 def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:

@@ -1,38 +1,148 @@
-"""Reading and writing JSON files whole."""
+"""Files and folders that are there as a whole or not at all: what is written becomes `path` in one move.
+
+What is not durable is whole after a kill; what is durable (`fsync`) also after the machine went down.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import ConfigError, InputError
+from .errors import ConfigError, InputError, RunError
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON to `path` in one move, parents made: who is killed or meets a full disk leaves the old file or none.
-
-    Raises InputError where the disk refuses, ValueError for what JSON does not know.
-    """
-    path = Path(path)
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder) / path.name
-            new.write_text(text)
-            os.replace(new, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    """Write JSON as `write_file` does. Raises ValueError for what JSON does not know."""
+    write_file(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
     """Read JSON; a missing or broken file is a ConfigError that names it."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is none to read: a killed run may leave anything."""
+    try:
+        value = read_json(path)
+    except ConfigError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def write_file(path: Path, data: str | bytes) -> None:
+    """Write a file in one move, parents made, text as UTF-8. Raises InputError where the disk refuses."""
+    try:
+        with new_file(Path(path)) as new:
+            new.write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+@contextmanager
+def new_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """Give a place to write to, which becomes `path` when the block ends well; parents are made. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        new = Path(folder) / path.name
+        yield new
+        if durable:
+            fsync_file(new)
+        os.replace(new, path)
+    if durable:
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> Iterator[Path]:
+    """Give an empty folder, which becomes `path` when the block ends well; else `path` stays as it was.
+
+    The parents of `path` are made. `durable` makes the names in both durable; what is in the files is for who writes
+    them. Raises OSError, without `replace` also where there is something at `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.", ignore_cleanup_errors=True) as beside:
+        new, old = Path(beside) / "new", Path(beside) / "old"
+        new.mkdir()
+        yield new
+        if durable:
+            fsync_folder(new)
+        try:
+            if replace and path.exists():
+                os.rename(path, old)
+            os.rename(new, path)
+        except BaseException:
+            if old.exists() and not path.exists():
+                os.rename(old, path)
+            raise
+    if durable:
+        fsync_folder(path.parent)
+
+
+@contextmanager
+def marked_folder(out: Path, marker: str, *refusals: type[Exception]) -> Iterator[Path]:
+    """`new_folder` for the `--out` of a command, which replaces only what has the file `marker`, or an empty folder.
+
+    ConfigError, before anything is done, where `out` is something else; InputError where no folder can be made beside
+    it. RunError where the disk refuses later: OSError, or one of `refusals`, as the writer's library calls it.
+    """
+    if out.exists() and not (out / marker).is_file() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} exists and has no {marker} of ours; name another folder with --out")
+    begun = False
+    refused: tuple[type[Exception], ...] = (OSError, *refusals)
+    try:
+        with new_folder(out) as folder:
+            begun = True
+            yield folder
+    except refused as error:
+        if not begun and isinstance(error, OSError):
+            raise InputError(f"cannot write {out}: {error.strerror}") from error
+        raise RunError(f"{out} was not written: {' '.join(str(error).split())[:300]}") from error
+
+
+def replace_durably(path: Path, data: bytes | memoryview) -> None:
+    """Write a file in one move and wait until it is on the disk. Raises OSError.
+
+    It is written beside `path` with the ending `.tmp`; after a kill that may be left.
+    """
+    new = path.with_suffix(".tmp")
+    try:
+        write_durably(new, data)
+        os.replace(new, path)
+        fsync_folder(path.parent)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def write_durably(path: Path, data: bytes | memoryview) -> None:
+    """Write a file and wait until it is on the disk; a kill may leave half of it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def fsync_file(path: Path) -> None:
+    """Wait until a file is on the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def fsync_folder(path: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

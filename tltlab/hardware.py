@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from .config import FrozenModel
 from .errors import ConfigError
 
 BYTES_PER_VALUE = 2
@@ -20,10 +21,8 @@ Count = Annotated[int, Field(gt=0)]
 _Named = TypeVar("_Named", "Gpu", "ModelShape")
 
 
-class Gpu(BaseModel):
+class Gpu(FrozenModel):
     """One GPU: HBM bytes per second, dense bf16 FLOP per second, bytes of memory, link bytes per second one way."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     hbm_bytes_per_s: Positive
@@ -41,10 +40,8 @@ class Gpu(BaseModel):
         return self.peak_flops / self.hbm_bytes_per_s
 
 
-class ModelShape(BaseModel):
+class ModelShape(FrozenModel):
     """A dense decoder: sizes of its layers, heads and vocabulary. Gated MLP of three matrices, attention of four."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     hidden: Count

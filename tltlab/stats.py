@@ -1,4 +1,4 @@
-"""Paired bootstrap intervals: how sure a comparison is that was made with common random numbers.
+"""How sure figures are: bootstrap intervals of pairs, Student's intervals of a few values, ICC, Kendall's tau.
 
 Two policies simulated on the same responses, RL steps and seeds give pairs (a_i, b_i). Resampling pairs keeps what the
 two have in common, so the interval is as narrow as the comparison is sharp.
@@ -10,17 +10,22 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import bootstrap
+from scipy.special import stdtrit
 
 from .errors import ConfigError
 
 FloatArray = npt.NDArray[np.float64]
 Statistic = Literal["ratio_of_sums", "mean_difference"]
 Method = Literal["bca", "percentile", "t", "none"]
+Pair = tuple[int, int]
+Span = tuple[float, float]
+
+LEVEL = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,118 @@ def paired_interval(
     return _resampled(first, second, compare, estimate, level, num_resamples, rng)
 
 
+def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
+    """Half the width of Student's interval at `level`, from a standard error with so many degrees of freedom.
+
+    >>> round(student_margin(1.0, 2), 3)
+    4.303
+    """
+    return float(stdtrit(freedom, (1.0 + level) / 2.0)) * error
+
+
+def mean_of_few(values: Sequence[float] | FloatArray, *, least_error: float = 0.0, level: float = LEVEL) -> Interval:
+    """The mean of a few independent values with Student's interval, since bootstraps of so few are too narrow.
+
+    Few values may agree by luck: `least_error` is the standard error that the mean has at least.
+
+    >>> round(mean_of_few([1.0, 2.0, 3.0]).low, 3)
+    -0.484
+    """
+    mean = float(np.mean(values))
+    margin = math.nan
+    if len(values) > 1:
+        error = max(float(np.std(values, ddof=1)) / math.sqrt(len(values)), least_error)
+        margin = student_margin(error, len(values) - 1, level)
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
+
+
+def mean_over_orders(groups: Sequence[Sequence[float]], level: float = LEVEL) -> Interval:
+    """The mean of values measured in different orders, each order weighing the same, with Student's interval.
+
+    What an order does to all its values so cancels, and does not widen the interval: its spread is that within orders.
+    Orders without a value are left out; at least one value is needed.
+    """
+    used = [np.asarray(group, np.float64) for group in groups if len(group)]
+    mean = float(np.mean([group.mean() for group in used]))
+    freedom = sum(len(group) - 1 for group in used)
+    margin = math.nan
+    if freedom > 0:
+        spread = sum(float(((group - group.mean()) ** 2).sum()) for group in used) / freedom
+        error = math.sqrt(spread * sum(1 / len(group) for group in used)) / len(used)
+        margin = student_margin(error, freedom, level)
+    return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
+
+
+def mean_interval(values: Sequence[float] | FloatArray, level: float = LEVEL) -> Span:
+    """Student's interval of the mean of repeated measurements; (nan, nan) for a single one.
+
+    Raises ConfigError for no value and for values that are not finite.
+
+    >>> mean_interval([1.0, 1.0, 1.0])
+    (1.0, 1.0)
+    """
+    known = np.asarray(values, np.float64)
+    if not len(known) or not np.isfinite(known).all():
+        raise ConfigError(f"an interval needs finite measurements, got {known.tolist()}")
+    found = mean_of_few(known, level=level)
+    return found.low, found.high
+
+
+def pairs_apart(spans: Sequence[Span]) -> list[Pair]:
+    """All pairs i < j whose intervals do not overlap; an unknown interval (nan) overlaps with everything.
+
+    >>> pairs_apart([(1.0, 2.0), (1.5, 3.0), (4.0, 5.0)])
+    [(0, 2), (1, 2)]
+    """
+    return [
+        (i, j) for i, j in combinations(range(len(spans)), 2) if spans[i][1] < spans[j][0] or spans[j][1] < spans[i][0]
+    ]
+
+
+def pairs_apart_by_round(measured: FloatArray, level: float = LEVEL) -> list[Pair]:
+    """All pairs of rows whose mean difference over the columns has an interval without 0.
+
+    `measured` has a row per policy and a column per round. Policies of one round roll out the same prompts, so
+    differences within rounds are sharper than intervals of each policy.
+    """
+    found = []
+    for i, j in combinations(range(len(measured)), 2):
+        low, high = mean_interval(measured[i] - measured[j], level)
+        if low > 0.0 or high < 0.0:
+            found.append((i, j))
+    return found
+
+
+def kendall_tau(
+    measured: Sequence[float] | FloatArray, predicted: Sequence[float] | FloatArray, pairs: Sequence[Pair]
+) -> float | None:
+    """Kendall's tau over these pairs: those in the same order less those in the opposite one, over all; None for none.
+
+    A tie in either counts as neither. Over all pairs, without ties, it is the usual tau.
+
+    >>> kendall_tau([1.0, 2.0, 3.0], [1.0, 3.0, 2.0], [(0, 1), (0, 2), (1, 2)])
+    0.3333333333333333
+    """
+    if not pairs:
+        return None
+    order = [
+        float(np.sign((measured[i] - measured[j]) * (predicted[i] - predicted[j]))) for i, j in pairs
+    ]  # fmt: skip
+    return math.fsum(order) / len(pairs)
+
+
+def intraclass_correlation(between: float, within: float, size: float) -> float | None:
+    """ICC(1), the share of the variance that groups of `size` explain, not below 0; None where nothing varies.
+
+    One-way random effects (Shrout and Fleiss 1979), from the mean squares between and within groups.
+
+    >>> intraclass_correlation(between=4.0, within=1.0, size=2)
+    0.6
+    """
+    total = between + (size - 1) * within
+    return max(0.0, (between - within) / total) if total else None
+
+
 def _resampled(
     first: FloatArray,
     second: FloatArray,
@@ -81,6 +198,9 @@ def _resampled(
     num_resamples: int,
     rng: np.random.Generator,
 ) -> Interval:
+    # It takes half a second to import, and most that need an interval need Student's.
+    from scipy.stats import bootstrap
+
     with warnings.catch_warnings():
         # Undefined BCa ends are NaN, and handled below.
         warnings.simplefilter("ignore")

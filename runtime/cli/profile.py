@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tltlab.console import Json, emit, progress
-from tltlab.errors import ConfigError, InputError
-from tltlab.files import write_json
+from tltlab.errors import ConfigError
+from tltlab.files import write_file, write_json
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -96,17 +95,7 @@ def profile(
 
 def write_table(table: pd.DataFrame, path: Path) -> None:
     """Write a `.csv` or `.parquet` file in one move; InputError where the folder does not take it."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            made = Path(folder) / path.name
-            if path.suffix == ".parquet":
-                table.to_parquet(made, index=False)
-            else:
-                table.to_csv(made, index=False)
-            os.replace(made, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    write_file(path, table.to_parquet(index=False) if path.suffix == ".parquet" else table.to_csv(index=False))
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
@@ -128,19 +117,15 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def _learned(text: str) -> tuple[str, LearnedSpec]:
-    from pydantic import ValidationError
-
-    from tltlab.config import faults
+    from tltlab.config import faults_in
     from tltlab.drafters.specs import LearnedSpec
 
     name, _, rest = text.partition("=")
     method, colon, model = rest.partition(":")
     if not name or not colon:
         raise ConfigError(f"--drafter is {text!r}: give NAME=METHOD:PATH, such as learned=eagle:heads/eagle")
-    try:
+    with faults_in(f"--drafter is {text!r}"):
         return name, LearnedSpec.model_validate({"method": method, "model": model})
-    except ValidationError as error:
-        raise ConfigError(f"--drafter is {text!r}: {faults(error)}") from error
 
 
 def _text(out: Path, about: dict[str, Any]) -> str:

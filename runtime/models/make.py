@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.new_folder import new_folder
+from tltlab.files import marked_folder
 
 from .measure import measure
 from .pretrain import pretrain
@@ -75,7 +76,7 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
         raise ConfigError(f"no task named {task!r}; there are: {', '.join(TASKS)}")
     if seed < 0:
         raise ConfigError(f"seed {seed} is negative; take 0 or more")
-    with new_folder(out, "report.json") as folder, _one_thread(seed):
+    with marked_folder(out, "report.json", SafetensorError) as folder, _one_thread(seed):
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)
         tokenizer = make_tokenizer(TASKS[task])

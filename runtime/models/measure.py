@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from tltlab.runtime.rollout.rewards import load_reward
+from tltlab.stats import intraclass_correlation
 
 from .tasks import Problem
 
@@ -126,10 +127,7 @@ def measure(
 
 
 def prompt_share(values: np.ndarray) -> float:
-    """Return the intraclass correlation ICC(1) of `values` [prompts, samples], held within 0 and 1.
-
-    One-way random effects (Shrout and Fleiss 1979): with MSB and MSW the mean squares between and within prompts,
-    (MSB - MSW) / (MSB + (samples - 1) MSW). All values equal: 0.
+    """Return the intraclass correlation ICC(1) of `values` [prompts, samples], not below 0. All values equal: 0.
 
     >>> prompt_share(np.array([[1.0, 1.0], [2.0, 2.0]]))
     1.0
@@ -137,9 +135,7 @@ def prompt_share(values: np.ndarray) -> float:
     samples = values.shape[1]
     between = samples * values.mean(axis=1).var(ddof=1)
     within = values.var(axis=1, ddof=1).mean()
-    if not between + within:
-        return 0.0
-    return float(np.clip((between - within) / (between + (samples - 1) * within), 0, 1))
+    return float(intraclass_correlation(between, within, samples) or 0.0)
 
 
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> int:

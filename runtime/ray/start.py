@@ -119,13 +119,13 @@ def _workers_as_nice_as_others() -> Iterator[None]:
 
     Its own 15 would have whatever else runs on a busy machine served first, and be measured.
     """
-    before = os.environ.get("RAY_worker_niceness")
+    before = os.environ.get("RAY_worker_niceness")  # noqa: SIM112 - Ray reads this name
     os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         yield
     finally:
         if before is None:
-            del os.environ["RAY_worker_niceness"]
+            del os.environ["RAY_worker_niceness"]  # noqa: SIM112
 
 
 def _line(error: BaseException) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tltlab.config import FrozenModel
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.schedule import ScheduleConfig
@@ -17,11 +18,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 Method = Literal["eagle", "eagle3"]
 
 
-class _Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class LossConfig(_Settings):
+class LossConfig(FrozenModel):
     """How a drafter is taught.
 
     "eagle" (arXiv 2401.15077): `hidden_weight` * SmoothL1 on the next hidden state + `token_weight` * cross-entropy
@@ -46,7 +43,7 @@ class LossConfig(_Settings):
         return "eagle3" if self.kind == "eagle3" else "eagle"
 
 
-class OptimConfig(_Settings):
+class OptimConfig(FrozenModel):
     """AdamW; betas, decay and clipping are those of TLT's released trainer. `warmup` updates raise the rate to `lr`."""
 
     lr: Positive = 1e-3
@@ -56,7 +53,7 @@ class OptimConfig(_Settings):
     warmup: Annotated[int, Field(ge=0)] = 20
 
 
-class BufferConfig(_Settings):
+class BufferConfig(FrozenModel):
     """What a worker keeps to train on: sequences of the last `rl_steps` RL steps, at most `max_bytes`.
 
     One-step-off sampling (TLT section 4.2): `carried_share` of an update's tokens come from the longest sequences of
@@ -68,7 +65,7 @@ class BufferConfig(_Settings):
     carried_share: Share = 0.5
 
 
-class DrafterConfig(_Settings):
+class DrafterConfig(FrozenModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
 
     `checkpoint` is a head's folder; without one it starts from random weights and `fallback` serves until it was

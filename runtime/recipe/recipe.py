@@ -10,9 +10,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from tltlab.config import FiniteModel
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -25,12 +26,7 @@ _SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|au
 _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
-class _Section(BaseModel):
-    # What is not finite is no setting, and JSON, in which a run keeps its recipe, does not know it.
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class DataConfig(_Section):
+class DataConfig(FiniteModel):
     """Prompts and answers: a JSONL or Parquet file, or a Hugging Face dataset (folder or id, with its `split`s).
 
     Column names may be dotted paths into structs ("reward_model.ground_truth"). A prompt is text, or a list of messages
@@ -50,14 +46,14 @@ class DataConfig(_Section):
     max_prompt_tokens: int | None = Field(None, ge=1)
 
 
-class RewardTerm(_Section):
+class RewardTerm(FiniteModel):
     """One reward function by import path, `package.module:function`, and its weight in the sum."""
 
     path: str
     weight: float = 1.0
 
 
-class RewardPoolConfig(_Section):
+class RewardPoolConfig(FiniteModel):
     """Rewards are computed in `processes` processes; one that takes longer than `timeout_s` is killed.
 
     Its response then gets `on_failure`, as does one whose reward function raises. With 0 processes they are computed
@@ -69,7 +65,7 @@ class RewardPoolConfig(_Section):
     on_failure: float = 0.0
 
 
-class PartialConfig(_Section):
+class PartialConfig(FiniteModel):
     """Partial rollout with fixed concurrency (CoPRIS, arXiv 2511.05589); off-policy.
 
     `concurrency` requests run at any time, over all workers, until prompts_per_step groups are complete; what runs then
@@ -80,7 +76,7 @@ class PartialConfig(_Section):
     max_age: int | None = Field(None, ge=1)
 
 
-class ReuseConfig(_Section):
+class ReuseConfig(FiniteModel):
     """Reuse of the previous epoch's response to the same prompt and sample as a prefix (SPEC-RL, arXiv 2509.23232).
 
     A token stays with probability min(1, leniency * pi_now / pi_then), the first that does not ends the prefix. With
@@ -92,7 +88,7 @@ class ReuseConfig(_Section):
     residual: Literal["none", "exact"] = "none"
 
 
-class RolloutConfig(_Section):
+class RolloutConfig(FiniteModel):
     """`num_workers` engines share each step's prompts_per_step x group_size responses, split in order.
 
     `drafters` add to those of the policy, or replace them by name. Every `repeat_every`-th rollout runs a second time,
@@ -111,13 +107,13 @@ class RolloutConfig(_Section):
     max_response_tokens: int = Field(768, ge=1)
     max_draft_depth: int = Field(8, ge=0)
     policy: str = "none"
-    drafters: dict[str, DrafterSpec] = {}
+    drafters: dict[str, DrafterSpec] = Field(default={})
     repeat_every: int = Field(0, ge=0)
     tensor_parallel_size: int = Field(1, ge=1)
     gpus_per_worker: float | None = Field(None, ge=0)
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
-    vllm: dict[str, Any] = {}
+    vllm: dict[str, Any] = Field(default={})
 
     @field_validator("vllm")
     @classmethod
@@ -143,7 +139,7 @@ class RolloutConfig(_Section):
         return vllm
 
 
-class TrainConfig(_Section):
+class TrainConfig(FiniteModel):
     """GRPO and its relatives; `algorithm` sets what is not set here (`algorithms.ALGORITHMS`).
 
     Loss. `minibatches` optimizer steps per RL step; the clip range is [1 - clip_low, 1 + clip_high]. Rewards less their
@@ -196,7 +192,7 @@ class TrainConfig(_Section):
         return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
 
 
-class EvalConfig(_Section):
+class EvalConfig(FiniteModel):
     """Held-out reward before the first and after the last step: one response per prompt, at the rollout temperature.
 
     Also after every `every` steps; 0 is never.
@@ -206,7 +202,7 @@ class EvalConfig(_Section):
     every: int = Field(0, ge=0)
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(FiniteModel):
     """Where actors go. "separate": engines and trainers on GPUs of their own; "colocated": on the same GPUs, and
     engines sleep while trainers train. Ray listens on `host` alone unless it is told otherwise.
 
@@ -220,14 +216,14 @@ class ClusterConfig(_Section):
     host: str = "127.0.0.1"
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(FiniteModel):
     """A checkpoint after every `every` RL steps (0: none but the last), of which the newest `keep` stay."""
 
     every: int = Field(10, ge=0)
     keep: int = Field(2, ge=1)
 
 
-class LogConfig(_Section):
+class LogConfig(FiniteModel):
     """Where metrics go besides the trace: TensorBoard event files in the run's folder, W&B and MLflow by project."""
 
     tensorboard: bool = True
@@ -235,7 +231,7 @@ class LogConfig(_Section):
     mlflow: str | None = None
 
 
-class FaultConfig(_Section):
+class FaultConfig(FiniteModel):
     """How often one actor is started again after it died before the run gives up, and what is waited for how long.
 
     A start may take `start_timeout_s`. A trainer rank that waits `collective_timeout_s` for another in one exchange of
@@ -247,7 +243,7 @@ class FaultConfig(_Section):
     collective_timeout_s: float = Field(3600.0, gt=0)
 
 
-class Recipe(_Section):
+class Recipe(FiniteModel):
     """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function` or a list of terms,
     called as reward(prompt, response, answer) -> float. Without `drafter` none is trained."""
 

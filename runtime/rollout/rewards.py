@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from importlib.util import find_spec
 from math import isfinite
 from typing import Any
 
@@ -75,6 +76,9 @@ def load_reward(path: str) -> Reward:
         raise ConfigError(f"reward {path!r} does not import: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"reward {path!r} is not a function")
+    if function is math and find_spec("math_verify") is None:
+        # Said before a run begins: within one, a reward that raises costs a response its reward and no more.
+        raise ModuleNotFoundError("No module named 'math_verify'", name="math_verify")
     try:
         inspect.signature(function).bind("", "", "")
     except TypeError as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.traces.storage import fsync_file, fsync_folder, write_durably
+from tltlab.files import fsync_file, fsync_folder, write_durably
 
 MANIFEST = "checkpoint.json"
 MOST_HASHED_BYTES = 1 << 20

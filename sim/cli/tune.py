@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import ValidationError
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.config import faults
+from tltlab.config import faults_in
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
@@ -170,8 +169,6 @@ def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMem
     if not 0.0 < memory < math.inf:
         raise ConfigError(f"--graph-memory is the GiB that graphs may take, above 0, got {memory:g}")
     value: Any = read_json(pool)
-    try:
+    with faults_in(pool):
         known = GraphPool.model_validate(value)
-    except ValidationError as error:
-        raise ConfigError(f"{pool}: {faults(error)}") from error
     return GraphMemory(pool=known, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))

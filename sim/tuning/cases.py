@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.stats import t
 
 from tltlab.policies.policy import load_policy
 from tltlab.sim.engine.batch import Floats
 from tltlab.sim.engine.oracle import Expected, OraclePolicy
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sweep import sweep
-from tltlab.stats import Interval, paired_interval
+from tltlab.stats import Interval, paired_interval, student_margin
 from tltlab.strategy import Strategy
 
 from .misspecification import OffCosts, corners, off
@@ -154,7 +153,7 @@ class Cases:
         if fewest == 1:
             return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
         spread = math.sqrt(sum(float(part.var(ddof=1)) / len(part) for part in parts.values()))
-        factor = math.exp(float(t.ppf((1.0 + _LEVEL) / 2.0, fewest - 1)) * spread)
+        factor = math.exp(student_margin(spread, fewest - 1, _LEVEL))
         return Interval(estimate=estimate, low=estimate / factor, high=estimate * factor, level=_LEVEL, method="t")
 
     def resampled(

@@ -1,4 +1,4 @@
-"""JSON files are there as a whole or not at all, whatever the disk says."""
+"""Files and folders are there as a whole or not at all, whatever the disk says."""
 
 import json
 import resource
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.errors import InputError
-from tltlab.files import read_json, write_json
+from tltlab.errors import ConfigError, InputError, RunError
+from tltlab.files import marked_folder, new_folder, read_json, read_object, replace_durably, write_json
 
 
 @contextmanager
@@ -42,3 +42,72 @@ def test_others_may_read_a_file_as_they_may_any_that_we_write(tmp_path: Path):
     write_json(tmp_path / "a.json", [1])
     (tmp_path / "b.json").write_text(json.dumps([1]))
     assert (tmp_path / "a.json").stat().st_mode == (tmp_path / "b.json").stat().st_mode
+
+
+def test_a_folder_takes_its_place_whole_and_a_failure_leaves_the_old_one(tmp_path: Path):
+    out = tmp_path / "above" / "out"
+    with new_folder(out) as folder:
+        (folder / "a").write_text("first")
+    with pytest.raises(FileNotFoundError), new_folder(out) as folder:
+        (folder / "a").rename(folder / "b")
+    assert (out / "a").read_text() == "first"
+    with new_folder(out, durable=True) as folder:
+        (folder / "b").write_text("third")
+    assert [file.name for file in out.iterdir()] == ["b"]
+    assert [file.name for file in out.parent.iterdir()] == ["out"]
+
+
+def test_a_folder_that_must_be_new_leaves_what_is_there(tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "a").write_text("theirs")
+    with pytest.raises(OSError, match="not empty"), new_folder(tmp_path / "out", replace=False) as folder:
+        (folder / "a").write_text("ours")
+    assert (tmp_path / "out" / "a").read_text() == "theirs"
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_only_a_folder_with_the_mark_is_replaced(tmp_path: Path):
+    out = tmp_path / "out"
+    for text in ("first", "second"):
+        with marked_folder(out, "mark.json") as folder:
+            (folder / "mark.json").write_text(text)
+    assert (out / "mark.json").read_text() == "second"
+    (out / "mark.json").unlink()
+    (out / "thesis.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"exists and has no mark\.json of ours"), marked_folder(out, "mark.json"):
+        pass
+    assert (out / "thesis.tex").read_text() == "years of work"
+
+
+def test_what_a_librarys_writer_raises_on_a_full_disk_is_a_sentence(tmp_path: Path):
+    class LibraryError(Exception):
+        pass
+
+    for refusal, known in ((OSError(28, "No space left"), ()), (LibraryError("No space left"), (LibraryError,))):
+        with (
+            pytest.raises(RunError, match=r"was not written: .*No space left"),
+            marked_folder(tmp_path / "o", "m", *known),
+        ):
+            raise refusal
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_in_place_of_a_parent_is_said_before_the_work(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write"), marked_folder(tmp_path / "file" / "out", "mark.json"):
+        raise AssertionError("the block must not begin")
+
+
+def test_a_durable_file_is_whole_and_leaves_nothing_where_the_disk_is_full(tmp_path: Path):
+    replace_durably(tmp_path / "cuts.json", b"[1]")
+    with full_disk(), pytest.raises(OSError, match="too large"):
+        replace_durably(tmp_path / "cuts.json", b"[1, 2, 3, 4]")
+    assert (tmp_path / "cuts.json").read_bytes() == b"[1]"
+    assert [file.name for file in tmp_path.iterdir()] == ["cuts.json"]
+
+
+@pytest.mark.parametrize("text", [None, "{", "[1]"])
+def test_an_object_that_cannot_be_read_is_empty(tmp_path: Path, text: str | None):
+    if text is not None:
+        (tmp_path / "a.json").write_text(text)
+    assert read_object(tmp_path / "a.json") == {}

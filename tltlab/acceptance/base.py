@@ -16,8 +16,9 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny
+from pydantic import Field, SerializeAsAny
 
+from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.strategy import Strategy
@@ -36,10 +37,8 @@ def reach(strategy: Strategy) -> int:
     return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
 
-class StoredModel(BaseModel):
+class StoredModel(FiniteModel):
     """A model that is a file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def write(self, path: str | Path) -> Path:
         """Write the file that `load_acceptance` reads, in one move."""

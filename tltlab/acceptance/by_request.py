@@ -8,8 +8,9 @@ from statistics import NormalDist
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from tltlab.config import FiniteModel
 from tltlab.strategy import Strategy
 
 from .base import FloatArray, Key, RequestAcceptance, Share, known_drafter, only_chains, reach
@@ -32,10 +33,8 @@ def normals(seed: int, keys: Iterable[Key]) -> FloatArray:
     return np.array([quantile(((int.from_bytes(d, "little") >> 11) + 0.5) * 2.0**-53) for d in digests], np.float64)
 
 
-class KnownLevel(BaseModel):
+class KnownLevel(FiniteModel):
     """The level that was measured for one response."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rl_step: int
     prompt_id: str
@@ -44,7 +43,7 @@ class KnownLevel(BaseModel):
     level: float
 
 
-class RequestCurve(BaseModel):
+class RequestCurve(FiniteModel):
     """One drafter's chances: token i of a draft, given those before it, is kept with probability
 
         sigmoid(keep_logits[i - 1] + level + drift * progress),
@@ -53,8 +52,6 @@ class RequestCurve(BaseModel):
     `keep_logits` the last holds. `drafted_share` is tokens really drafted over tokens asked for; `num_drafts` is what
     the fit saw.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     keep_logits: Annotated[tuple[float, ...], Field(min_length=1)]
     drift: float = 0.0
@@ -85,9 +82,7 @@ class CurveAcceptance(RequestAcceptance):
     kind: Literal["per-request"] = "per-request"
     curves: Annotated[dict[str, RequestCurve], Field(alias="drafters")]
     notes: tuple[str, ...] = ()
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True, serialize_by_alias=True
-    )
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     @property
     def drafters(self) -> tuple[str, ...]:

@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import Field, SerializeAsAny, model_validator
 
+from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -42,7 +43,7 @@ Base = Annotated[
 ]
 
 
-class Freshness(BaseModel):
+class Freshness(FiniteModel):
     """A drafter's level: the chance of a drafted token over that of a fully trained, fresh drafter's, 0 to 1.
 
         fresh(updates)      = 1 - (1 - untrained) * exp(-updates / updates_to_train)
@@ -56,8 +57,6 @@ class Freshness(BaseModel):
     is taken to fall back to that. Figure 15 shows top-3 accuracy dropping at each target update and back within a few
     training iterations, hence the few updates; over how many RL steps acceptance falls without any, nobody reports.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     untrained: Share = 0.885
     updates_to_train: Positive = 3.0
@@ -139,10 +138,8 @@ class ScaledRequests(RequestAcceptance):
         return self.base.num_drafted(strategy)
 
 
-class Measured(BaseModel):
+class Measured(FiniteModel):
     """The drafter's state in which the base model was measured."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     age: Annotated[float, Field(ge=0)] = 0.0
     updates: Annotated[float, Field(ge=0)]

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from tltlab.config import faults
+from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.state import DrafterState
@@ -162,8 +162,7 @@ def fresh(model: Acceptance, drafters: Mapping[str, DrafterState]) -> Settled:
 
 def _validated(value: Any, where: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:
     try:
-        return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {faults(error)}") from error
+        with faults_in(where):
+            return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

@@ -9,18 +9,17 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
 from .base import AcceptanceModel, FloatArray, known_drafter, only_chains, reach
 
 
-class FittedDepth(BaseModel):
+class FittedDepth(FrozenModel):
     """What was measured for one drafter at one depth: P(accepted = j) for j = 0..depth, and mean tokens drafted."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     accepted: tuple[Annotated[float, Field(ge=0, le=1)], ...]
     drafted: Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -47,7 +46,7 @@ class FittedAcceptance(AcceptanceModel):
     kind: Literal["fitted"] = "fitted"
     drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]
     notes: tuple[str, ...] = ()
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     @field_validator("drafters_by_depth")
     @classmethod
@@ -95,10 +94,10 @@ class FittedAcceptance(AcceptanceModel):
         return enough[0], depths[enough[0]]
 
 
-class Band(BaseModel):
+class Band(FrozenModel):
     """What holds for batches up to `max_batch`, None for all larger ones."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(populate_by_name=True, serialize_by_alias=True)
 
     max_batch: Annotated[int, Field(gt=0)] | None
     drafters_by_depth: Annotated[dict[str, dict[int, FittedDepth]], Field(alias="drafters")]

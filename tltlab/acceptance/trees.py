@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
@@ -20,10 +21,8 @@ Positive = Annotated[float, Field(gt=0)]
 Span = tuple[int, int]
 
 
-class TreeRange(BaseModel):
+class TreeRange(FrozenModel):
     """The strategies that a fit has seen, each as (least, most)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     draft_depth: Span
     top_k: Span

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shutil
-import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,10 +22,11 @@ from tltlab.config import faults
 from tltlab.console import Json, emit
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import fsync_file, new_file
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import MANIFEST_FILE
-from tltlab.traces.storage import fsync_file, fsync_folder, parquet_writer
-from tltlab.traces.trace import Trace, cannot_write, new_folder, read
+from tltlab.traces.storage import parquet_writer
+from tltlab.traces.trace import Trace, cannot_write, new_trace_folder, read
 
 FILE = "acceptance.parquet"
 _DEPTHS = (1, 2, 4, 8, 16)
@@ -173,15 +172,10 @@ def _acceptance_file(source: Trace, path: Path) -> Iterator[Any]:
     assert source.path is not None
     try:
         if path.exists() and path.resolve() == source.path.resolve():
-            with tempfile.TemporaryDirectory(dir=path, prefix=".annotate.") as temporary:
-                new = Path(temporary) / FILE
-                with parquet_writer(new, "acceptance") as writer:
-                    yield writer
-                fsync_file(new)
-                os.replace(new, path / FILE)
-            fsync_folder(path)
+            with new_file(path / FILE, durable=True) as new, parquet_writer(new, "acceptance") as writer:
+                yield writer
             return
-        with new_folder(path) as folder:
+        with new_trace_folder(path) as folder:
             for name in [MANIFEST_FILE, *(f"{table}.parquet" for table in source.names)]:
                 if name != FILE:
                     shutil.copyfile(source.path / name, folder / name)

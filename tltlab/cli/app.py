@@ -1,26 +1,26 @@
-"""The `tltlab` command: finds its commands by entry point, so a missing extra costs only the commands that need it."""
+"""The `tltlab` command: finds its commands by entry point, so a missing extra costs only the commands that need it.
+
+A command is loaded when it is called; the overview reads the first line of its help from its source.
+"""
 
 from __future__ import annotations
 
+import ast
 import signal
 import sys
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points, version
+from importlib.abc import InspectLoader
+from importlib.machinery import PathFinder
+from importlib.metadata import EntryPoint, entry_points, metadata, requires, version
 from typing import Any, NoReturn
-
-import typer
-from typer.exceptions import TyperException
-from typer.main import get_command
 
 from tltlab.console import progress, running, sigterm_does
 from tltlab.errors import ConfigError, TltlabError
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
-_EXTRA_OF_MODULE = {
-    "simpy": "sim", "optuna": "sim", "torch": "runtime", "ray": "runtime", "vllm": "runtime",
-    "transformers": "runtime", "safetensors": "runtime", "tokenizers": "runtime",
-}  # fmt: skip
+_BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers"}
+"""The requirement that a module comes with, where it has another name."""
 
 
 def load(command: str) -> Any:
@@ -28,7 +28,7 @@ def load(command: str) -> Any:
 
     Raises ConfigError for an unknown name, and for a known one whose extra is not installed.
     """
-    found: dict[str, EntryPoint] = {e.name: e for e in entry_points(group=GROUP)}
+    found = _commands()
     if command not in found:
         raise ConfigError(f"no command named {command!r}; there are: {', '.join(sorted(found))}")
     try:
@@ -37,13 +37,24 @@ def load(command: str) -> Any:
         raise _missing_extra(error) from error
 
 
+def _commands() -> dict[str, EntryPoint]:
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
 def _missing_extra(error: ModuleNotFoundError) -> TltlabError:
+    """The sentence that names the extra which brings a missing module; raises `error` where none of ours does."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
     module = (error.name or "").split(".")[0]
-    if module not in _EXTRA_OF_MODULE:
-        raise error
-    extra = _EXTRA_OF_MODULE[module]
-    hint = f"pip install 'tltlab[{extra}]'" + (" (or 'tltlab[runtime-cpu]' without CUDA)" if extra == "runtime" else "")
-    return ConfigError(f"this needs {module}, which is not installed: {hint}")
+    wanted = canonicalize_name(_BROUGHT_BY.get(module, module))
+    for extra in metadata("tltlab").get_all("Provides-Extra") or ():
+        for needed in map(Requirement, requires("tltlab") or ()):
+            if canonicalize_name(needed.name) == wanted and needed.marker and needed.marker.evaluate({"extra": extra}):
+                otherwise = " (or 'tltlab[runtime-cpu]' without CUDA)" if extra == "runtime" else ""
+                hint = f"pip install 'tltlab[{extra}]'{otherwise}"
+                return ConfigError(f"this needs {module}, which is not installed: {hint}")
+    raise error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,9 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         missing = _missing_extra(error)
         _fail(str(missing), missing.exit_code)
-    except TyperException as error:
-        _fail(f"{error.format_message()} (see 'tltlab {args[0]} --help')", 2)
-    except (typer.Abort, KeyboardInterrupt):
+    except KeyboardInterrupt:
         _fail("interrupted", _INTERRUPTED)
     finally:
         running.reset(token)
@@ -83,13 +92,26 @@ def _run(args: list[str]) -> int:
     if args[0] == "--version":
         print(version("tltlab"))
         return 0
-    target = load(args[0])
+    return _call(args[0], args[1:])
+
+
+def _call(name: str, args: list[str]) -> int:
+    import typer
+    from typer.exceptions import TyperException
+    from typer.main import get_command
+
+    target = load(name)
     if isinstance(target, typer.Typer):
         app = target
     else:
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         app.command(context_settings={"help_option_names": ["-h", "--help"]})(target)
-    code = get_command(app).main(args[1:], prog_name=f"tltlab {args[0]}", standalone_mode=False)
+    try:
+        code = get_command(app).main(args, prog_name=f"tltlab {name}", standalone_mode=False)
+    except TyperException as error:
+        _fail(f"{error.format_message()} (see 'tltlab {name} --help')", 2)
+    except typer.Abort as error:
+        raise KeyboardInterrupt from error
     if code == _INTERRUPTED:
         progress("tltlab: interrupted")
     return code if isinstance(code, int) else 0
@@ -97,14 +119,31 @@ def _run(args: list[str]) -> int:
 
 def _overview() -> str:
     lines = ["usage: tltlab COMMAND ...   (tltlab COMMAND --help for one of them)", ""]
-    for name in sorted(e.name for e in entry_points(group=GROUP)):
-        try:
-            target = load(name)
-            doc = (target.info.help if isinstance(target, typer.Typer) else target.__doc__) or ""
-        except ConfigError as error:
-            doc = str(error)
-        lines.append(f"  {name:18s}{doc.strip().splitlines()[0] if doc else ''}")
+    lines += [f"  {name:18s}{_first_line(entry)}" for name, entry in sorted(_commands().items())]
     return "\n".join(lines)
+
+
+def _first_line(command: EntryPoint) -> str:
+    """What a command is for: the first line of its function's docstring, or of its Typer's `help`."""
+    for node in ast.parse(_source(command.module)).body:
+        if isinstance(node, ast.FunctionDef) and node.name == command.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == command.attr:
+            texts = [word.value for word in getattr(node.value, "keywords", ()) if word.arg == "help"]
+            return str(ast.literal_eval(texts[0])).strip().partition("\n")[0] if texts else ""
+    return ""
+
+
+def _source(module: str) -> str:
+    """The source of a module that is not imported, and neither are the packages that it is in; empty without one."""
+    name, path, loader = "", None, None
+    for part in module.split("."):
+        name = f"{name}.{part}".lstrip(".")
+        spec = PathFinder.find_spec(name, path)
+        if spec is None:
+            return ""
+        path, loader = spec.submodule_search_locations, spec.loader
+    return loader.get_source(name) or "" if isinstance(loader, InspectLoader) else ""
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from scipy.special import bdtr  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -26,7 +27,7 @@ NUM_VERDICTS = 64
 """How many of the newest verdicts a canary keeps."""
 
 
-class CanaryConfig(BaseModel):
+class CanaryConfig(FrozenModel):
     """When a drafter counts as collapsed: the chance of a draft's first token is below `collapse` times what training
     predicted, surely so, after at least `min_drafts` drafts since the last swap, weight sync or wake.
 
@@ -35,8 +36,6 @@ class CanaryConfig(BaseModel):
     the one that training saw. A drafter whose training predicts less than `min_predicted` has not learned anything
     yet: it does not serve, and stops no run.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     on_collapse: Literal["fallback", "stop"] = "fallback"
     min_drafts: Annotated[int, Field(ge=1)] = 200

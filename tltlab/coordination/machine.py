@@ -21,7 +21,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from tltlab.config import FrozenModel
 
 from .messages import (
     Command,
@@ -40,7 +42,7 @@ from .messages import (
 PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
-class CoordinatorConfig(BaseModel):
+class CoordinatorConfig(FrozenModel):
     """When idle workers train, how many, and how long the others wait for them.
 
     `min_idle_workers` opens a period (1 in TLT's released code); `max_members` None: all idle ones; `late_join` lets
@@ -48,8 +50,6 @@ class CoordinatorConfig(BaseModel):
     on what the end of a rollout waits for training. `resend_s`: a command without acknowledgement is sent again.
     `gone_after_s`: silence after which a worker counts as gone, None where something else watches over the processes.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     min_idle_workers: Annotated[int, Field(ge=1)] = 1
     max_members: Annotated[int, Field(ge=1)] | None = None

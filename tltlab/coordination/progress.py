@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 
 PADDED_SAMPLES_PER_S, PACKED_SAMPLES_PER_S = 13.3, 29.6
@@ -29,7 +30,7 @@ _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class SpotTraining(BaseModel):
+class SpotTraining(FrozenModel):
     """Rates and costs of one training group; the defaults are TLT's where it gives them, else stated assumptions.
 
     An update trains `samples_per_update` samples of `sample_tokens` tokens in
@@ -54,8 +55,6 @@ class SpotTraining(BaseModel):
     >>> round(SpotTraining(samples_per_update=8).update_s(members=1), 4)  # 8 / 29.6
     0.2703
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["spot_training"] = "spot_training"
     padded_samples_per_s: _Positive = PADDED_SAMPLES_PER_S

@@ -9,10 +9,11 @@ from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
-from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
+from pydantic import Field
 
+from tltlab.config import FrozenModel
 from tltlab.state import DrafterState
+from tltlab.stats import student_margin
 
 _ENOUGH_PAIRS = 4
 """Pairs of successive rollouts from which their noise can be told."""
@@ -21,7 +22,7 @@ _SURE = 1.5
 """Standard errors by which either of two means is given the benefit of the doubt before they count as different."""
 
 
-class ScheduleConfig(BaseModel):
+class ScheduleConfig(FrozenModel):
     """When idle workers train: `never`, `always`, `every` so many RL steps, or when acceptance has dropped.
 
     It has dropped when the mean accepted length of the latest rollouts, weighted by drafts, is below 1 - `drop` times
@@ -30,8 +31,6 @@ class ScheduleConfig(BaseModel):
     times. Training also goes on while the last one that can be judged raised it by more than `drop`.
     Whatever the kind, except `never`, a drafter that was never trained or that its canary distrusts is trained.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["never", "always", "every", "acceptance-drops"] = "acceptance-drops"
     every: Annotated[int, Field(ge=1)] = 10
@@ -277,7 +276,7 @@ def _fit(rows: Sequence[RolloutDrift]) -> tuple[float, float, float, list[Rollou
     spread = float(weight @ age**2)
     slope = float(weight @ (age * log)) / spread
     variance = float(weight @ (log - slope * age) ** 2) / freedom / spread
-    margin = float(stdtrit(freedom, 0.975)) * math.sqrt(variance)
+    margin = student_margin(math.sqrt(variance), freedom)
     change, low, high = (math.expm1(value) for value in (slope, slope - margin, slope + margin))
     return change, low, high, used
 

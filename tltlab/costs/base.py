@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.strategy import Strategy
@@ -25,13 +26,11 @@ token changes between 100 and 250."""
 Span = tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]]
 
 
-class CalibratedRange(BaseModel):
+class CalibratedRange(FrozenModel):
     """What the data of a fit covered, each as (least, most): None where that was not looked at.
 
     `batch` requests, `verified_tokens` batch times tokens to verify, `context_tokens` the sum over the batch.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch: Span | None = None
     verified_tokens: Span | None = None
@@ -55,7 +54,7 @@ class CalibratedRange(BaseModel):
         return [name for name, span in spans.items() if span and not span[0] <= asked[name] <= span[1]]
 
 
-class CostModel(BaseModel, ABC):
+class CostModel(FrozenModel, ABC):
     """Seconds of iterations and prefill on one worker, and that worker's limits.
 
     `kv_capacity_tokens`, `max_num_seqs` and `max_num_batched_tokens` are per worker, None unlimited. The last is the
@@ -64,8 +63,6 @@ class CostModel(BaseModel, ABC):
     is what it takes to bring speculation in after plain decoding, once in a rollout: the drafter then stays loaded
     (`sd_idle_s`). `calibrated` is what the fit's data covered, `noise` how iterations scattered around the fit.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     switch_s: Seconds = 0.0
     kv_capacity_tokens: Annotated[int, Field(gt=0)] | None = None

@@ -7,9 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from tltlab.config import dotted, faults
+from tltlab.config import dotted, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 
@@ -42,10 +42,9 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
     try:
-        return _FILE.validate_python({"kind": "linear"} | value)
-    except ValidationError as error:
         # The first part of a place is the kind.
-        raise ConfigError(f"{where}: {faults(error, lambda place: dotted(place[1:]))}") from error
+        with faults_in(where, lambda place: dotted(place[1:])):
+            return _FILE.validate_python({"kind": "linear"} | value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 

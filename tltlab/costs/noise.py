@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from tltlab.config import FiniteModel, FrozenModel
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -24,16 +26,14 @@ _ENOUGH = 200
 _LEAST_SCATTER = 1e-3
 
 
-class Block(BaseModel):
+class Block(FrozenModel):
     """`share` of the variance (of normal scores) belongs to excesses that last `iterations`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     iterations: Annotated[int, Field(gt=0)]
     share: Annotated[float, Field(ge=0, le=1)]
 
 
-class IterationNoise(BaseModel):
+class IterationNoise(FiniteModel):
     """A distribution of measured / modelled iteration time with mean 1.
 
     `ratios` are the means of equally likely parts of it, ascending: the quantiles on an even grid of probabilities,
@@ -45,8 +45,6 @@ class IterationNoise(BaseModel):
     >>> noise.at(np.array([0.3, 0.9])).tolist(), round(noise.spread, 3)
     ([0.8, 1.2], 0.2)
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     ratios: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1)
     blocks: tuple[Block, ...] = ()

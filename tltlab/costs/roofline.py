@@ -8,8 +8,9 @@ from typing import Annotated, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
 from tltlab.strategy import MODEL_FREE, Strategy
@@ -22,7 +23,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 _Record = TypeVar("_Record", Gpu, ModelShape)
 
 
-class Constants(BaseModel):
+class Constants(FrozenModel):
     """What the data sheets do not say; None is a term that the data did not identify.
 
     The efficiencies are shares of the HBM bandwidth reached on weights and on the KV cache, of the peak FLOPs and of
@@ -32,8 +33,6 @@ class Constants(BaseModel):
     `sd_base_s`, `sd_idle_s`, `draft_level_s` and `draft_level_per_request_s` are as in the linear model, on top of what
     the hardware needs to draft.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     memory_efficiency: Share
     compute_efficiency: Share

@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
-from tltlab.config import faults
+from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape
@@ -105,10 +105,8 @@ def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> npt.
     return np.asarray(differ | unknown, dtype=bool)
 
 
-class Record(BaseModel):
+class Record(FrozenModel):
     """Frozen; unknown fields are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class InferenceCosts(Record):
@@ -274,8 +272,7 @@ def end_to_end_speedup(rollout_share: float, rollout_speedup: float) -> float:
 def checked(adapter: TypeAdapter[Any], value: dict[str, Any], where: str) -> Any:
     """Validate a dict; ConfigError lists all that is wrong with it, each with its path."""
     try:
-        return adapter.validate_python(value)
-    except ValidationError as error:
-        raise ConfigError(f"{where}: {faults(error)}") from error
+        with faults_in(where):
+            return adapter.validate_python(value)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

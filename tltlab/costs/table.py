@@ -10,8 +10,9 @@ from typing import Annotated, Literal, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model, per_gpu_heads
 from tltlab.strategy import MODEL_FREE, Strategy
@@ -24,29 +25,23 @@ _SHARPNESS = 4.0
 _Seconds = TypeVar("_Seconds", float, npt.NDArray[np.float64])
 
 
-class TokenKnot(BaseModel):
+class TokenKnot(FrozenModel):
     """What depends on the tokens in the batch (matrix products, all-reduces) takes `seconds` at `tokens`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class AttentionKnot(BaseModel):
+class AttentionKnot(FrozenModel):
     """Attention of `batch` requests takes fixed_s + per_context_s * (sum of their contexts)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     batch: Annotated[int, Field(gt=0)]
     fixed_s: Seconds = 0.0
     per_context_s: Seconds = 0.0
 
 
-class Roofline(BaseModel):
+class Roofline(FrozenModel):
     """Whose ideal time the table's utilisation is relative to; names as `tltlab.hardware` knows them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     gpu: str
     model: str

@@ -17,6 +17,7 @@ from tltlab.calibration.linear import covered, fit_rows, predict, rows_of
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TltlabError, TraceError
+from tltlab.files import read_object
 from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import NO_SPECULATION
@@ -106,9 +107,9 @@ class RunEvidence:
             unfinished=unfinished,
             events=_lines(run / "events.jsonl"),
             logs=_logs(run),
-            recipe=_object(run / "run.json").get("recipe") or {},
+            recipe=read_object(run / "run.json").get("recipe") or {},
             policies=next((found for f in folders if (found := _policies(f))), ()),
-            repeats=tuple(_object(run / "repeats.json").get("repeats") or ()),
+            repeats=tuple(read_object(run / "repeats.json").get("repeats") or ()),
             costs=given,
         )
 
@@ -241,15 +242,6 @@ def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
         return None, f"{run} has no trace ({error})", None
 
 
-def _object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is none to read: a killed run may leave anything."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The objects of a JSON-lines file; a torn last line is left out."""
     if not path.is_file():
@@ -283,15 +275,15 @@ def _named(name: str) -> Policy | None:
     if name in SHIPPED or not name.endswith(".json"):
         return SHIPPED.get(name)
     try:
-        return Policy.model_validate(_object(Path(name)), context={"folder": Path(name).parent})
+        return Policy.model_validate(read_object(Path(name)), context={"folder": Path(name).parent})
     except (ValueError, TltlabError):
         return None
 
 
 def _policies(folder: Path) -> tuple[tuple[int, str, Policy], ...]:
     """(first RL step, name, policy) of policies.json, else policy.json from RL step 0 on."""
-    entries = _object(folder / "policies.json").get("policies") or []
-    if not entries and (single := _object(folder / "policy.json")):
+    entries = read_object(folder / "policies.json").get("policies") or []
+    if not entries and (single := read_object(folder / "policy.json")):
         entries = [{"rl_step": 0, "name": None, "policy": single}]
     found = []
     for entry in entries:

@@ -6,10 +6,9 @@ from contextlib import suppress
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit  # type: ignore[import-untyped, unused-ignore]
 from scipy.stats import linregress
 
-from tltlab.stats import Interval
+from tltlab.stats import Interval, student_margin
 from tltlab.strategy import MODEL_FREE
 
 from .evidence import ENOUGH_STEPS, FloatArray, RunEvidence, accepted_pairs, ratio
@@ -236,5 +235,5 @@ def _slope(x: FloatArray, y: FloatArray, other: FloatArray | None = None) -> tup
     found = linregress(x, y)
     free = max(len(x) - lost, 1)
     error = float(found.stderr) * np.sqrt((len(x) - 2) / free)
-    reach = float(stdtrit(free, 0.975)) * error
+    reach = student_margin(error, free)
     return float(found.slope), float(found.slope) - reach, float(found.slope) + reach

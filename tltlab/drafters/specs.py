@@ -5,20 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from pydantic import model_validator as validator
 
+from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 
 from . import ngram, suffix
 from .base import Draft, Drafter
 
 
-class _Spec(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class _ModelFreeSpec(_Spec, ABC):
+class _ModelFreeSpec(FiniteModel, ABC):
     """Settings of a drafter without a network. What its constructor would refuse is refused when they are read."""
 
     @abstractmethod
@@ -74,7 +71,7 @@ class SuffixSpec(_ModelFreeSpec):
         suffix.check_settings(**self.model_dump(exclude={"kind", "live"}))
 
 
-class LearnedSpec(_Spec):
+class LearnedSpec(FiniteModel):
     """A drafter with a network, which the engine runs: `model` is the folder of its weights, `method` what it is.
 
     While it is not `trained` (random weights until its first update), and when it is older than `max_age` RL steps, the
@@ -89,7 +86,7 @@ class LearnedSpec(_Spec):
     fallback: str | None = None
 
 
-class HybridSpec(_Spec):
+class HybridSpec(FiniteModel):
     """Per request, the draft of the model-free drafter `first` where it promises enough, else that of `otherwise`.
 
     Both are names of drafters of the same engine.

@@ -21,6 +21,7 @@ from tltlab.charts import COLORS
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
+from tltlab.stats import mean_of_few
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import EXPERIMENTS
@@ -173,8 +174,6 @@ def _speedup(slow: Sequence[Visit], fast: Sequence[Visit]) -> tuple[float, float
 
 def _ratio(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The geometric mean of ratios given as logarithms, with Student's interval, None where they are too few."""
-    from tltlab.bench.drafter.intervals import mean_of_few
-
     found = mean_of_few(logs)
     if len(logs) < _FEWEST:
         return float(np.exp(found.estimate)), None, None

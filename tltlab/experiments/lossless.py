@@ -19,11 +19,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pydantic import Field
 from scipy.optimize import brentq
-from scipy.special import stdtrit
 from scipy.stats import nct
 
 from tltlab.charts import COLORS
 from tltlab.errors import ConfigError
+from tltlab.stats import student_margin
 
 from . import EXPERIMENTS, trained_drafter
 from .panels import finish, whole_numbers, with_interval
@@ -170,7 +170,7 @@ def detectable(margin: float, num: int, level: float = 0.95) -> float:
     1.64
     """
     freedom = num - 1
-    threshold = float(stdtrit(freedom, (1 + level) / 2))
+    threshold = student_margin(1.0, freedom, level)
     needed = brentq(lambda shift: nct.sf(threshold, freedom, shift) - POWER, 0.0, 20 * threshold)
     return float(needed * margin / threshold)
 

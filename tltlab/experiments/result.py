@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +13,7 @@ from matplotlib.figure import Figure
 
 from tltlab.charts import save_figure
 from tltlab.errors import ConfigError, InputError
-from tltlab.files import write_json
+from tltlab.files import new_folder, write_json
 
 RESULT, TABLE, PICTURE = "result.json", "table.csv", "picture.png"
 _OURS = {RESULT, TABLE, PICTURE, "report.html"}
@@ -72,24 +69,12 @@ class ExperimentResult:
         """
         check_replaceable(out)
         try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            beside = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}."))
+            with new_folder(out) as new:
+                write_json(new / RESULT, self.json())
+                self.rows.to_csv(new / TABLE, index=False)
+                save_figure(self.figure, new / PICTURE)
         except OSError as error:
             raise InputError(f"cannot write {out}: {error.strerror}") from error
-        try:
-            new = beside / "new"
-            write_json(new / RESULT, self.json())
-            self.rows.to_csv(new / TABLE, index=False)
-            save_figure(self.figure, new / PICTURE)
-            if out.exists():
-                os.replace(out, beside / "old")
-            os.replace(new, out)
-        except OSError as error:
-            raise InputError(f"cannot write {out}: {error.strerror}") from error
-        finally:
-            if (beside / "old").exists() and not out.exists():
-                os.replace(beside / "old", out)
-            shutil.rmtree(beside, ignore_errors=True)
 
 
 def check_replaceable(out: Path) -> None:

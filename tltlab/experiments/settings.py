@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
-from tltlab.config import faults
+from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 
 S = TypeVar("S")
@@ -32,10 +32,8 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
         if key not in hints:
             raise ConfigError(f"no setting named {key!r}; settings: {_known(kind)}")
         given[key] = value.split(",") if get_origin(hints[key]) is tuple else value
-    try:
+    with faults_in("settings"):
         return TypeAdapter(kind).validate_python(given)
-    except ValidationError as error:
-        raise ConfigError(f"settings: {faults(error)}") from error
 
 
 def as_json(settings: Any, **more: Any) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from tltlab.agreement import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import made_by
 from tltlab.errors import ConfigError
@@ -37,6 +36,7 @@ from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_v
 from tltlab.sim import Scenario
 from tltlab.sim.verification.rollouts import overhead_s
 from tltlab.sim.verification.run_files import InForce, policies_in_force, repeats
+from tltlab.stats import kendall_tau, mean_interval, pairs_apart, pairs_apart_by_round
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace, read
 

@@ -10,9 +10,9 @@ from typing import Annotated, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, field_validator
 
-from tltlab.config import faults
+from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 
@@ -26,7 +26,7 @@ _WEIGHTS = np.exp(-(_SCORES**2) / 2) / np.exp(-(_SCORES**2) / 2).sum()
 _NUM_HERMITE = 30
 
 
-class LengthModel(BaseModel):
+class LengthModel(FrozenModel):
     """Response lengths of RL rollouts: any marginal, a Gaussian copula for what samples of a prompt share.
 
     The response to a prompt with score u (standard normal, of the prompt in its epoch) has the score
@@ -45,8 +45,6 @@ class LengthModel(BaseModel):
     >>> round(model.quantile(0.5)), round(model.quantile(0.99)), round(model.cap_mass(), 4)
     (800, 9908, 0.0026)
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["tltlab-lengths"] = "tltlab-lengths"
     version: Literal[1] = 1
@@ -143,10 +141,8 @@ class LengthModel(BaseModel):
 
     @classmethod
     def _checked(cls, value: object, where: str) -> Self:
-        try:
+        with faults_in(where):
             return cls.model_validate(value)
-        except ValidationError as error:
-            raise ConfigError(f"{where}: {faults(error)}") from error
 
     @cached_property
     def _knots(self) -> tuple[Floats, Floats, Floats]:

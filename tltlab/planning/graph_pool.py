@@ -27,8 +27,9 @@ from itertools import pairwise
 from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.policies.beg_mab import BegMab
 from tltlab.policies.policy import Policy
@@ -193,7 +194,7 @@ def padding_waste(plan: CapturePlan, batches: Iterable[int]) -> float:
     return padding / total if total else 0.0
 
 
-class GraphPool(BaseModel):
+class GraphPool(FrozenModel):
     """Bytes that captured graphs take on one GPU; see the module for the terms.
 
     `bytes_per_layer` is what a graph keeps for the kernels of one layer, the one parameter without a source: fit it on
@@ -201,8 +202,6 @@ class GraphPool(BaseModel):
     request 8579 of July 2025; else a runner has one buffer. `page_tables` per attention state is 7 in SGLang 0.5's
     FlashAttention backend with top_k > 1.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     num_layers: Count
     hidden_size: Count

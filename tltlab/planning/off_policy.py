@@ -23,12 +23,13 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from scipy.stats import norm, t
+from scipy.stats import norm
 from sklearn.linear_model import Ridge
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.reward import RewardKind
+from tltlab.stats import student_margin
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
@@ -241,7 +242,7 @@ def _interval(name: str, top: Floats, bottom: Floats, counts: npt.NDArray[np.int
     drawn_top, drawn_bottom = counts @ top, counts @ bottom
     drawn = drawn_top[drawn_bottom > 0] / drawn_bottom[drawn_bottom > 0]
     # Hesterberg 2015, section 4.3: percentiles that give the t interval's width where all is normal.
-    quantile = t.ppf((1.0 + level) / 2.0, num_clusters - 1) * math.sqrt(num_clusters / (num_clusters - 1))
+    quantile = student_margin(math.sqrt(num_clusters / (num_clusters - 1)), num_clusters - 1, level)
     tail = float(norm.cdf(-quantile))
     low, high = np.quantile(drawn, [tail, 1.0 - tail])
     return Estimate(name=name, value=value, low=float(low), high=float(high))

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, ValidationError
+from pydantic import Field
 from pydantic import model_validator as validator
 
-from tltlab.config import faults
+from tltlab.config import faults_in
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
@@ -194,11 +194,9 @@ def parse_policy(value: Any, path: Path, part: str = "") -> Policy:
     where = f"{path}: {part}: " if part else f"{path}: "
     if not isinstance(value, dict):
         raise ConfigError(f"{where}a policy file holds one JSON object, got {type(value).__name__}")
-    try:
+    with faults_in(where.removesuffix(": "), _place):
         # Defaults are for Python; a file must say what it is.
         return Policy.model_validate({"format": None, "version": None, **value}, context={"folder": path.parent})
-    except ValidationError as error:
-        raise ConfigError(f"{where}{faults(error, _place)}") from error
 
 
 def _place(loc: tuple[int | str, ...]) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpac
 
 import numpy as np
 from pydantic import (
-    BaseModel,
     ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
@@ -22,6 +21,7 @@ from pydantic import (
 )
 from pydantic import model_validator as validator
 
+from tltlab.config import FiniteModel
 from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -46,10 +46,8 @@ StrategyField = Annotated[Strategy, WrapValidator(_strategy)]
 Strategies = tuple[StrategyField, ...]
 
 
-class Settings(BaseModel):
+class Settings(FiniteModel):
     """A part of a policy file."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Built(Settings):
@@ -218,7 +216,7 @@ class CustomSpec(Settings):
 
     kind: Literal["custom"] = "custom"
     path: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default={})
 
     def build(self, rng: np.random.Generator) -> Selector:
         cls = self.load()

@@ -10,21 +10,12 @@ from typing import Any
 
 from tltlab.doctor.signatures import diagnose
 from tltlab.errors import TltlabError
-from tltlab.files import read_json
+from tltlab.files import read_object
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Code, Facts, Items, Part, Section, Table, Text
 
 _MOST_EVENTS = 60
-
-
-def read_beside(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object of a RUN; empty where there is none or it is another thing."""
-    try:
-        value = read_json(folder / name) if (folder / name).is_file() else {}
-    except TltlabError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def findings_part(run: Path) -> Part:
@@ -96,7 +87,10 @@ def origin_part(run: Path, trace: Trace, told: Mapping[str, Any]) -> Part:
     facts += [(name, version) for name, version in versions_of(told).items()]
     blocks: list[Block] = [Facts(rows=tuple((name, str(value)) for name, value in facts if value not in (None, "")))]
     blocks += repeat_blocks(told.get("argv"), "The run has no run.json: the command that made it is not known.")
-    for name, value in (("The whole recipe", told.get("recipe")), ("The policy file", read_beside(run, "policy.json"))):
+    for name, value in (
+        ("The whole recipe", told.get("recipe")),
+        ("The policy file", read_object(run / "policy.json")),
+    ):
         if value:
             blocks.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))
     return Section(title="Where it comes from", blocks=tuple(blocks))

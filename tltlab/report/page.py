@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +13,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from tltlab.charts import data_uri
-from tltlab.errors import InputError
+from tltlab.files import write_file
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 """Content security policy of the page: a browser refuses whatever is not in the file itself."""
@@ -158,14 +156,7 @@ def render(page: Page) -> str:
 
 def write_page(page: Page, path: Path) -> None:
     """Write the page in one move, parents made. Raises InputError where the disk refuses."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder) / path.name
-            new.write_text(render(page), encoding="utf-8")
-            os.replace(new, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    write_file(path, render(page))
 
 
 def number(value: Any, form: str = ".3g", suffix: str = "") -> str:

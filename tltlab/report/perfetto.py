@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import pandas as pd
 
-from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.errors import ConfigError, TraceError
+from tltlab.files import write_file
 from tltlab.strategy import Strategy
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, step_offsets
@@ -95,14 +94,7 @@ def write_perfetto(path: str | Path, *traces: Any, rl_step: int | Literal["all"]
     offsets = aligned_offsets(*given) if rl_step == "all" and len(given) > 1 else None
     parts = [to_perfetto(one, rl_step=rl_step, process=i, offsets=offsets) for i, one in enumerate(given, 1)]
     whole = parts[0] | {"traceEvents": [event for part in parts for event in part["traceEvents"]]}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            new = Path(folder) / path.name
-            new.write_text(json.dumps(whole, separators=(",", ":"), allow_nan=False), encoding="utf-8")
-            os.replace(new, path)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+    write_file(path, json.dumps(whole, separators=(",", ":"), allow_nan=False))
     return path
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
+from tltlab.files import read_json, read_object
 from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, is_trace, locate, read
 
 from .comparison import comparison_page
 from .drafter import drafter_part
-from .origin import events_part, findings_part, origin_part, read_beside
+from .origin import events_part, findings_part, origin_part
 from .page import Page, number, write_page
 from .rollout import lengths_part, steps_part, steps_rows, timeline_part
 from .speculation import acceptance_part, arms_part
@@ -68,7 +68,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
     trace = read(source)
     folder = locate(source)
     run = folder.parent if folder.name == "trace" else folder
-    summary, told = _summary(run), read_beside(run, "run.json")
+    summary, told = _summary(run), read_object(run / "run.json")
     parts = (
         timeline_part(trace),
         lengths_part(trace),
@@ -93,9 +93,9 @@ def _drafter_run(run: Path, summary: Mapping[str, Any]) -> str | None:
 
 def _summary(run: Path) -> dict[str, Any]:
     """The run's summary.json, or what the summary of the run around it says of it."""
-    around = read_beside(run.parent, "summary.json").get("drafter")
+    around = read_object(run.parent / "summary.json").get("drafter")
     inner = around if isinstance(around, dict) and around.get("run") == run.name else {}
-    return inner | read_beside(run, "summary.json")
+    return inner | read_object(run / "summary.json")
 
 
 def _title(source: Path, trace: Trace) -> str:

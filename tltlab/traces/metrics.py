@@ -18,6 +18,7 @@ import pandas as pd
 import pyarrow.compute as pc
 
 from tltlab.errors import TraceError
+from tltlab.stats import intraclass_correlation
 
 from .trace import Trace
 
@@ -178,8 +179,7 @@ def prompt_share(trace: Trace) -> float | None:
         return None
     between, within = sums.between / between_df, sums.within / within_df
     size = (sums.num - sums.squared_sizes) / between_df
-    share = _ratio(between - within, between + (size - 1) * within)
-    return None if share is None else max(0.0, share)
+    return intraclass_correlation(between, within, size)
 
 
 def within_group_share(trace: Trace) -> float | None:

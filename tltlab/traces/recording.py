@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +24,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tltlab.errors import ConfigError, TraceError
+from tltlab.files import new_folder, replace_durably, write_durably
 
 from .schema import MANIFEST_FILE, TABLES, Manifest
-from .storage import fsync_folder, write_durably
 
 SUFFIX = ".recording"
 CUTS_FILE = "cuts.json"
@@ -107,33 +105,20 @@ def readable(chunks: Iterable[Chunk], notes: list[str]) -> list[Chunk]:
 def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> None:
     """Add a chunk: after a kill it is there as a whole or not at all. Raises OSError, and leaves nothing then."""
     final = folder / f"{number:06d}.arrow"
-    temporary = final.with_suffix(".tmp")
     columns = {name: _as_one_value(table) for name, table in tables.items()}
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, pa.schema([(name, column.type) for name, column in columns.items()])) as writer:
         writer.write_batch(pa.record_batch(columns))
-    try:
-        write_durably(temporary, sink.getvalue())
-        os.rename(temporary, final)
-        fsync_folder(folder)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    replace_durably(final, memoryview(sink.getvalue()))
 
 
 def new_recording(folder: Path, manifest: Manifest, chunks: Iterable[Mapping[str, pa.Table]] = ()) -> None:
     """Make the folder of a recording, in one move and with these chunks in it. Raises ConfigError if it cannot."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
-            new = Path(temporary) / "new"
-            new.mkdir()
+        with new_folder(folder, durable=True, replace=False) as new:
             write_durably(new / MANIFEST_FILE, manifest.to_json().encode())
             for number, tables in enumerate(chunks):
                 write_chunk(new, number, tables)
-            fsync_folder(new)
-            os.rename(new, folder)
-        fsync_folder(folder.parent)
     except OSError as error:
         raise ConfigError(f"cannot record to {folder}: {error.strerror}") from error
 
@@ -150,10 +135,7 @@ def cut(folder: Path, rl_steps: int) -> int:
     after: int = max([0, *(chunk.number + 1 for chunk in chunks_of(folder)), *(cut["chunks"] for cut in cuts)])
     entry = {"chunks": after, "rl_steps": rl_steps}
     if entry not in cuts:
-        new = folder / f".{CUTS_FILE}.new"
-        write_durably(new, json.dumps([*cuts, entry]).encode())
-        os.replace(new, folder / CUTS_FILE)
-        fsync_folder(folder)
+        replace_durably(folder / CUTS_FILE, json.dumps([*cuts, entry]).encode())
     return after
 
 

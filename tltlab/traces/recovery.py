@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import replace_durably
 
 from .recording import chunks_of, cut, lock, new_recording, readable, recording_of
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import fsync_folder, write_durably
 from .trace import Trace, is_trace, read, refuse_foreign_target
 
 SAME = ("kind", "model", "num_workers", "max_response_tokens", "group_size", "seed")
@@ -115,7 +115,4 @@ def _noted(manifest: Manifest, notes: list[str]) -> Manifest:
 def _note(folder: Path, manifest: Manifest, notes: list[str]) -> None:
     """Add notes to the manifest of a recording."""
     if notes:
-        new = folder / f".{MANIFEST_FILE}.new"
-        write_durably(new, _noted(manifest, notes).to_json().encode())
-        os.replace(new, folder / MANIFEST_FILE)
-        fsync_folder(folder)
+        replace_durably(folder / MANIFEST_FILE, _noted(manifest, notes).to_json().encode())

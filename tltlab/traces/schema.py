@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
-from tltlab.config import faults
+from tltlab.config import FrozenModel, faults
 from tltlab.errors import TraceError
 
 FORMAT = "tltlab-trace"
@@ -118,7 +118,7 @@ TABLES: dict[str, pa.Schema] = {
 """Arrow schema of each table; `nullable` says where null ("unknown") is allowed."""
 
 
-class Manifest(BaseModel):
+class Manifest(FrozenModel):
     """What a trace is and where it comes from: `manifest.json`. Unknown is None.
 
     `engine` holds name and version, `created` is ISO 8601, `num_workers` counts rollout workers (engines, not GPUs),
@@ -127,8 +127,6 @@ class Manifest(BaseModel):
     >>> Manifest(kind="recorded", engine="vllm 0.32.0", num_workers=8).version
     1
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: Literal["tltlab-trace"] = "tltlab-trace"
     version: Literal[1] = 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.errors import TraceError
+from tltlab.files import fsync_file
 
 from .schema import TABLES
 from .validate import Ints, Part, check_columns, conform
@@ -217,29 +217,6 @@ def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
     """A writer for the file of a table; what repeats, such as prompt_id, is written once per row group."""
     # Page checksums let a reader tell a damaged file from strange data.
     return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
-
-
-def fsync_file(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def fsync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_durably(path: Path, data: bytes | pa.Buffer) -> None:
-    """Write a file and wait until it is on the disk."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _runs(steps: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:

@@ -13,10 +13,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tltlab.errors import InputError, TraceError
+from tltlab.files import fsync_file, write_durably
 
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import fsync_file, parquet_writer, write_durably
-from .trace import cannot_write, checked, new_folder, read
+from .storage import parquet_writer
+from .trace import cannot_write, checked, new_trace_folder, read
 
 GROUP_BYTES = 8 << 20
 """A row group holds whole RL steps of at least this many bytes in memory: small RL steps share one, since every row
@@ -47,7 +48,7 @@ class StreamWriter:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             try:
-                self._folder = stack.enter_context(new_folder(self.path))
+                self._folder = stack.enter_context(new_trace_folder(self.path))
             except OSError as error:
                 raise cannot_write(self.path, error) from error
             self._stack = stack.pop_all()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +13,11 @@ import pandas as pd
 import pyarrow as pa
 
 from tltlab.errors import ConfigError, InputError, TraceError
+from tltlab.files import new_folder, write_durably
 
 from .csv import tables_from_csv
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, ReadAhead, Table, fsync_folder, write_durably, write_parquet
+from .storage import FileTable, MemoryTable, ReadAhead, Table, write_parquet
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
@@ -179,7 +178,7 @@ class Trace:
         """
         path = Path(path)
         try:
-            with new_folder(path) as new:
+            with new_trace_folder(path) as new:
                 for name, table in self._tables.items():
                     write_parquet(new / f"{name}.parquet", name, table)
                 write_durably(new / MANIFEST_FILE, self.manifest.to_json().encode())
@@ -275,20 +274,15 @@ def refuse_foreign_target(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_trace_folder(path: Path) -> Iterator[Path]:
     """A folder to fill; where the block ends well it takes the place of the trace at `path` in one move.
 
     Raises ConfigError where `path` is something that is no trace, OSError where the disk refuses.
     """
     refuse_foreign_target(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with new_folder(path, durable=True) as new:
         yield new
         _carry_over(path, new)
-        fsync_folder(new)
-        _swap(new, path, Path(temporary) / "old")
 
 
 def cannot_write(path: Path, error: OSError) -> InputError:
@@ -323,19 +317,6 @@ def _to_arrow(name: str, frame: pd.DataFrame) -> pa.Table:
             except (pa.ArrowException, OverflowError) as error:
                 raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
     return pa.table(columns)
-
-
-def _swap(new: Path, path: Path, old: Path) -> None:
-    """Put the folder `new` at `path`; what was there goes to `old`, and comes back if that fails."""
-    if path.exists():
-        os.rename(path, old)
-    try:
-        os.rename(new, path)
-    except BaseException:
-        if old.exists() and not path.exists():
-            os.rename(old, path)
-        raise
-    fsync_folder(path.parent)
 
 
 def _carry_over(old: Path, new: Path) -> None:

@@ -16,10 +16,11 @@ import numpy as np
 import pyarrow.lib
 import pyarrow.parquet as pq
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
+from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.buffer import stretch, teaches
@@ -44,14 +45,12 @@ class Text:
         return len(self.prompt_token_ids) + len(self.token_ids)
 
 
-class TextConfig(BaseModel):
+class TextConfig(FrozenModel):
     """Which texts are read: at most `responses`, drawn at random, each cut to `max_response_tokens`.
 
     A file's columns hold text or token ids; text of a response ends in the end-of-sequence token. Where a file has no
     `response_column` the target answers its prompts, at `temperature`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     responses: Count = 512
     max_response_tokens: Count = 1024

@@ -16,18 +16,19 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError, RunError
-from tltlab.files import read_json
+from tltlab.files import marked_folder, read_json
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
 from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
-from tltlab.runtime.new_folder import new_folder
 
 from .chains import kept_along
 from .data import TextConfig, load_target, load_tokenizer, read_texts
@@ -39,11 +40,9 @@ ROUNDING = 0.05
 """Share of the expected accept length that two programs' rounding may cost; chance has no part in the comparison."""
 
 
-class ExportConfig(BaseModel):
+class ExportConfig(FrozenModel):
     """How an exported drafter is checked: `prompts` prompts, responses of at most `max_response_tokens`, greedily and
     at `temperature`, with drafts of `depth` tokens."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     prompts: Annotated[int, Field(ge=1)] = 10
     max_response_tokens: Annotated[int, Field(ge=2)] = 128
@@ -119,7 +118,7 @@ def export_drafter(
     """
     out = Path(out)
     began = time.perf_counter()
-    with new_folder(out, MARKER) as folder:
+    with marked_folder(out, MARKER, SafetensorError) as folder:
         head = load_head(source.head)
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)

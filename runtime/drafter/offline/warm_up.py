@@ -11,16 +11,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+from safetensors import SafetensorError
 
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError, RunError
+from tltlab.files import marked_folder
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
 from tltlab.runtime.drafter.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
-from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
@@ -45,7 +47,7 @@ FIT_TOKENS = 8192
 Count = Annotated[int, Field(ge=1)]
 
 
-class WarmUpConfig(BaseModel):
+class WarmUpConfig(FrozenModel):
     """How `train_drafter` trains.
 
     At most `updates` updates of `tokens_per_update` tokens; every `check_every` the acceptance of drafts of `depth`
@@ -53,8 +55,6 @@ class WarmUpConfig(BaseModel):
     reaches `until_accept_length`. `head` is a checkpoint to go on from. Of the target's hidden states at most
     `max_bytes` stay on the host; what is beyond is computed again.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     loss: LossConfig = LossConfig()
     optim: OptimConfig = OptimConfig()
@@ -83,7 +83,7 @@ def train_drafter(
     """
     out = Path(out)
     began = time.perf_counter()
-    with new_folder(out, MARKER) as folder:
+    with marked_folder(out, MARKER, SafetensorError) as folder:
         head = _head(Path(model), config)
         texts, heldout = _texts(str(model), data, config, progress)
         target, frozen = load_target(model)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
-
+from tltlab.config import FrozenModel
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -19,10 +19,8 @@ from tltlab.runtime.engine.graphs import plan_graphs
 _HERE = __package__
 
 
-class Attachment(BaseModel):
+class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: Policy | None = None
     drafters: dict[str, DrafterSpec] | None = None
@@ -170,8 +168,5 @@ def _config(model: str) -> dict[str, Any] | None:
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    found = read_json(path)
     return found if isinstance(found, dict) else None

@@ -16,7 +16,7 @@ from tltlab.bench.drafter import adaptive as bench_adaptive
 from tltlab.bench.drafter import coordination as bench_coordination
 from tltlab.bench.drafter import recipes as bench_recipes
 from tltlab.bench.drafter import reward as bench_reward
-from tltlab.bench.drafter.intervals import as_text, mean_of_few, mean_over_orders, to_json
+from tltlab.bench.drafter.intervals import as_text, to_json
 from tltlab.bench.drafter.run import PARTS, bench_learned
 from tltlab.bench.drafter.runs import FAST, Sizes, recipe_of, sizes_of
 from tltlab.bench.drafter.texts import policy_kl, prompts_of, written
@@ -33,6 +33,7 @@ from tltlab.runtime.drafter.figures import (
 )
 from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.stats import mean_of_few, mean_over_orders
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace
 

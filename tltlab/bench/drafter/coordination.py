@@ -18,9 +18,10 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.train import GrpoRun
+from tltlab.stats import mean_over_orders
 from tltlab.traces.trace import Trace
 
-from .intervals import as_text, mean_over_orders, to_json
+from .intervals import as_text, to_json
 from .runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside
 
 GOAL = 0.05

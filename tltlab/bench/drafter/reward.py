@@ -10,9 +10,10 @@ from typing import Any
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.train import GrpoRun
+from tltlab.stats import mean_of_few
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .intervals import as_text, mean_of_few, to_json
+from .intervals import as_text, to_json
 from .runs import DRAFTER, Progress, Sizes, recipe_of, trained_beside
 
 WORKERS = 2

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.bench.drafter.intervals import as_text, decimals, mean_of_few, to_json
-from tltlab.stats import Interval
+from tltlab.bench.drafter.intervals import as_text, decimals, to_json
+from tltlab.stats import Interval, mean_of_few
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tltlab.errors import InputError, RunError
+from tltlab.files import marked_folder
 from tltlab.runtime.cli.train_drafter import train_drafter as command
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.offline.chains import kept_along
@@ -35,7 +36,6 @@ from tltlab.runtime.drafter.offline.data import (
 )
 from tltlab.runtime.drafter.offline.evaluate import acceptance_along, walk
 from tltlab.runtime.drafter.offline.warm_up import MARKER, WarmUpConfig, train_drafter
-from tltlab.runtime.new_folder import new_folder
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
@@ -267,7 +267,7 @@ def test_an_earlier_checkpoint_stays_where_the_new_one_cannot_take_its_place(
         move(old, new)
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(RunError, match="was not written"), new_folder(out, MARKER) as folder:
+    with pytest.raises(RunError, match="was not written"), marked_folder(out, MARKER) as folder:
         (folder / MARKER).write_text("later")
     assert (out / MARKER).read_text() == "earlier"
     assert list(tmp_path.iterdir()) == [out]

@@ -1,0 +1,195 @@
+"""What starting loads: little, so that it is quick; and what a command says where an extra is not installed."""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib.metadata import entry_points, requires
+from pathlib import Path
+
+import pytest
+
+import tltlab
+from tltlab.cli import app
+
+PACKAGE = Path(tltlab.__file__).parent
+SLOW = {
+    "matplotlib",
+    "typer",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "scipy",
+    "sklearn",
+    "rich",
+    "numpy",
+    "torch",
+    "vllm",
+    "ray",
+}
+OF_EXTRAS = (
+    "datasets", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors", "simpy", "tensorboard",
+    "tokenizers", "torch", "transformers", "vllm", "zmq",
+)  # fmt: skip
+COMES_WITH = {"sklearn": "scikit-learn", "markupsafe": "jinja2", "pydantic_core": "pydantic"}
+WITH_WORDS_OF_THEIR_OWN = {"mlflow", "wandb"}
+"""No extra brings these: a recipe asks for them, and `RunLog` says how to install them."""
+
+WITHOUT = """
+import sys
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[1].split(","):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+from tltlab.cli.app import main
+main(sys.argv[2:])
+"""
+
+
+def loaded_by(code: str) -> set[str]:
+    """The names in `sys.modules` after `code`, in a process of its own."""
+    code += "\nimport sys; sys.stderr.write(' '.join(sys.modules))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
+
+
+def without(modules: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """The command line where these modules are not installed."""
+    command = [sys.executable, "-c", WITHOUT, modules, *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def says_what_to_install(done: subprocess.CompletedProcess[str], extra: str, module: str = "") -> None:
+    """The last line, after progress, says it; there is no traceback, and no result."""
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(f"tltlab: this needs {module}"), done.stderr
+    assert f", which is not installed: pip install 'tltlab[{extra}]'" in done.stderr.splitlines()[-1]
+
+
+def test_importing_tltlab_loads_nothing_that_is_slow():
+    loaded = loaded_by("import tltlab; tltlab.Strategy, tltlab.StepState, tltlab.ConfigError")
+    assert "tltlab" in loaded
+    assert loaded.isdisjoint(SLOW)
+
+
+def test_the_overview_loads_no_command():
+    code = """
+from tltlab.cli.app import main
+try:
+    main(["--help"])
+except SystemExit as done:
+    assert done.code == 0
+"""
+    assert loaded_by(code).isdisjoint(SLOW)
+
+
+def test_a_policy_and_the_reports_of_an_actor_load_neither_pictures_nor_commands():
+    code = "import tltlab.runtime.engine.vllm.options, tltlab.console; from tltlab import load_policy"
+    assert loaded_by(code).isdisjoint({"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"})
+
+
+def test_the_plugin_loads_no_policy():
+    pytest.importorskip("torch")
+    loaded = loaded_by("import tltlab.runtime.engine.vllm.plugin")
+    assert "tltlab.runtime.engine.vllm.plugin" in loaded
+    assert loaded.isdisjoint({"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"})
+
+
+def test_every_export_is_there_and_listed():
+    for name in [*tltlab.__all__, "sim", "runtime"]:
+        assert name in dir(tltlab)
+    assert {getattr(tltlab, name).__name__ for name in tltlab._MODULE_OF} == set(tltlab._MODULE_OF)
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        _ = tltlab.nope
+
+
+def test_the_overview_has_the_first_line_that_each_command_has():
+    for entry in entry_points(group=app.GROUP):
+        if entry.value.startswith(("tltlab.runtime.", "tltlab.cli.")):
+            target = entry.load()
+            text = getattr(getattr(target, "info", None), "help", None) or target.__doc__
+            assert app._first_line(entry) == text.strip().splitlines()[0] != ""
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.add(str(node.module).split(".")[0])
+    return names - sys.stdlib_module_names - {"tltlab"}
+
+
+def test_whatever_the_package_imports_comes_with_it_or_with_an_extra_that_is_named():
+    core = {re.split(r"[<>=;\[ ]", line)[0] for line in requires("tltlab") or () if "extra ==" not in line}
+    imported = set().union(
+        *(imports_of(path) for part in ("", "sim", "runtime") for path in (PACKAGE / part).rglob("*.py"))
+    )
+    assert {"numpy", "simpy", "zmq"} <= imported
+    for module in (
+        imported - WITH_WORDS_OF_THEIR_OWN - {name for name in imported if COMES_WITH.get(name, name) in core}
+    ):
+        assert module in OF_EXTRAS
+        assert "pip install 'tltlab[" in str(app._missing_extra(ModuleNotFoundError(name=module)))
+
+
+@pytest.mark.parametrize("extra", ["sim", "runtime"])
+def test_every_requirement_of_an_extra_is_named_with_it(extra: str):
+    brings = {name: module for module, name in app._BROUGHT_BY.items() if module == "zmq"}
+    for line in requires("tltlab") or ():
+        if re.search(f"extra == ['\"]{extra}['\"]", line):
+            name = re.split(r"[<>=;\[ ]", line)[0]
+            module = brings.get(name, name.replace("-", "_"))
+            assert module in OF_EXTRAS
+            message = str(app._missing_extra(ModuleNotFoundError(name=f"{module}.inner")))
+            assert message.startswith(f"this needs {module}, which is not installed: pip install 'tltlab[{extra}]'")
+
+
+def test_what_no_extra_brings_stays_an_error_of_python():
+    with pytest.raises(ModuleNotFoundError, match="of_the_users_own"):
+        app._missing_extra(ModuleNotFoundError("No module named 'of_the_users_own'", name="of_the_users_own"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "extra"),
+    [
+        ("simulate traces/tiny", "sim"),
+        ("compare traces/tiny", "sim"),
+        ("verify traces/tiny", "sim"),
+        ("tune traces/tiny --out OUT", "sim"),
+        ("train qwen2.5-0.5b-gsm8k --out OUT", "runtime"),
+        ("train-drafter models/none texts.jsonl --out OUT", "runtime"),
+        ("export-drafter runs/none --out OUT", "runtime"),
+        ("make-model --out OUT", "runtime"),
+        ("audit", "runtime"),
+        ("demo --out OUT", "runtime"),
+        ("experiment lossless --out OUT", "runtime"),
+    ],
+)
+def test_with_the_core_alone_a_command_names_its_extra(argv: str, extra: str, tmp_path: Path):
+    # joblib comes with scikit-learn, so the core has it.
+    missing = ",".join(name for name in OF_EXTRAS if name != "joblib")
+    done = without(missing, *argv.replace("OUT", str(tmp_path / "out")).split())
+    says_what_to_install(done, extra)
+
+
+@pytest.mark.parametrize("module", ["pebble", "math_verify"])
+def test_a_training_run_says_before_it_starts_what_its_rewards_lack(module: str, tmp_path: Path):
+    reward = "reward=tltlab.runtime.rollout.rewards:math"
+    done = without(module, "train", "qwen2.5-0.5b-gsm8k", reward, "--out", str(tmp_path / "out"))
+    says_what_to_install(done, "runtime", module)
+
+
+def test_tuning_says_that_optuna_is_missing(tmp_path: Path):
+    done = without("optuna", "tune", "traces/tiny", "--out", str(tmp_path / "policy.json"))
+    says_what_to_install(done, "sim", "optuna")
+
+
+def test_the_overview_is_there_with_the_core_alone():
+    done = without(",".join(OF_EXTRAS), "--help")
+    assert done.returncode == 0
+    assert "  train             Train with GRPO" in done.stdout
