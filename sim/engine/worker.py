@@ -9,7 +9,7 @@ Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`
 running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
 iteration after its prompt is done. Its KV space is taken at admission.
 
-Once nothing waits, a memoryless policy over requests that all gain alike has a closed form (drain.py): one timeout.
+Once nothing waits, a memoryless policy over requests that all gain alike has a closed form: one timeout.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .batch import TOLERANCE_TOKENS, Batch, Floats, FluidBatch, Ints, MacroStep
-from .drain import Drained, drain
+from .batch import TOLERANCE_TOKENS, Batch, Floats, FluidBatch, Ints, MacroStep, RequestsView
 from .log import Entry, WorkerLog
-from .memoryless import Plan, check_known
-from .noise import NoiseDraws
+from .memoryless import Drained, Plan, check_known, drain
+from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
 from .requests import Requests
-from .view import RequestsView
 
 
 class IdleUse(Protocol):

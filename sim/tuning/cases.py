@@ -12,13 +12,13 @@ from scipy.stats import t
 
 from tltlab.policies.policy import load_policy
 from tltlab.sim.engine.batch import Floats
-from tltlab.sim.engine.oracle import Expected, OraclePolicy
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_interval
 from tltlab.strategy import Strategy
 
 from .misspecification import OffCosts, corners, off
+from .oracle import Expected, OraclePolicy
 
 ORACLE = "oracle"
 ENOUGH_STEPS = 10

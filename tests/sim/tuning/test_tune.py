@@ -21,9 +21,9 @@ from tltlab.lengths.generate import log_normal
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.engine.oracle import Expected, OraclePolicy
 from tltlab.sim.tuning.cases import Case, Cases
 from tltlab.sim.tuning.misspecification import OffAcceptance, OffCosts, corners
+from tltlab.sim.tuning.oracle import Expected, OraclePolicy
 from tltlab.sim.tuning.search import GraphMemory, Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
