@@ -20,9 +20,9 @@ from __future__ import annotations
 import numpy as np
 
 from tltlab.costs.base import CostModel
-from tltlab.sim.engine.batch import TOLERANCE_TOKENS, Floats
+from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.requests import Floats, Requests
 
 _HALVINGS = 40
 

@@ -16,10 +16,7 @@ import numpy.typing as npt
 from tltlab.state import RequestState
 
 from .regime import Regime
-from .requests import Requests
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from .requests import Floats, Ints, Requests
 
 TOLERANCE_TOKENS = 1e-6
 """A request this close to its length has reached it: sums of expected tokens carry rounding errors."""

@@ -26,10 +26,10 @@ from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
 
-from .batch import TOLERANCE_TOKENS, Batch, Floats, Ints, MacroStep, iterations_that_fit
+from .batch import TOLERANCE_TOKENS, Batch, MacroStep, iterations_that_fit
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
-from .requests import Requests
+from .requests import Floats, Ints, Requests
 
 REFRESH_ITERATIONS = 32
 RECENT_ITERATIONS = 16.0

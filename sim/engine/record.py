@@ -11,7 +11,8 @@ import pandas as pd
 
 from tltlab.traces.schema import KEY, TABLES
 
-from .log import Columns, Floats, Ints
+from .log import Columns
+from .requests import Floats, Ints
 from .worker import Rollout
 
 WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")

@@ -15,6 +15,9 @@ from tltlab.errors import ConfigError
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
@@ -33,12 +36,12 @@ class Requests:
         return len(self.keys)
 
     @cached_property
-    def prompts(self) -> npt.NDArray[np.int64]:
+    def prompts(self) -> Ints:
         """`prompt_tokens` as an array."""
         return np.array(self.prompt_tokens, np.int64)
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """`response_tokens` as an array."""
         return np.array(self.response_tokens, np.int64)
 

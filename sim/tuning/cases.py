@@ -11,7 +11,7 @@ import numpy as np
 from scipy.stats import t
 
 from tltlab.policies.policy import load_policy
-from tltlab.sim.engine.batch import Floats
+from tltlab.sim.engine.requests import Floats
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_interval

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tltlab.policies.policy import Policy
-from tltlab.sim.engine.batch import Floats
+from tltlab.sim.engine.requests import Floats
 from tltlab.strategy import Strategy
 
 from .cases import Cases
