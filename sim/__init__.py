@@ -3,11 +3,11 @@
 if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
-from .compare import compare
+from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
-from .sweep import sweep
+from .sweep import compare, sweep
 from .topology import Colocated, Separate
 from .verification.rollouts import Verification, verify
 
@@ -17,6 +17,7 @@ __all__ = [
     "Scenario",
     "Separate",
     "SimResult",
+    "SimulationConfig",
     "Verification",
     "compare",
     "run_steps",

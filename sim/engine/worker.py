@@ -211,7 +211,7 @@ class PolicySeat:
             free_kv_tokens=None if room_tokens == math.inf else max(0.0, room_tokens + batch),
             strategy=self.strategy,
             drafters=self.engine.drafters,
-            requests=RequestsView(self.requests, self.scheduler.batch),
+            requests=RequestsView(self.scheduler.batch),
         )
 
 

@@ -12,11 +12,10 @@ from tltlab.bench.simulator import COSTS, example_table
 from tltlab.costs.base import LinearCosts
 from tltlab.importers.lengths import of_lengths
 from tltlab.policies.policy import load_policy
-from tltlab.sim.bounds import largest_batch, lower_bound_s
+from tltlab.sim.bounds import envelope, largest_batch, lower_bound_s, shared_bound_s
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.shared_bound import envelope, shared_bound_s
 from tltlab.strategy import NO_SPECULATION
 
 PER_REQUEST = LinearCosts(
