@@ -156,8 +156,8 @@ class SpotTrainer:
     def worker_idle(self, worker: int, now: float) -> None:
         """The worker has neither running nor waiting requests."""
         self._catch_up(now)
-        found = self._workers[worker]
-        found.busy, found.idle_from_s = False, now
+        state = self._workers[worker]
+        state.busy, state.idle_from_s = False, now
         # A worker without a share in the rollout is idle from the start and has finished nothing.
         self._has_data |= now > self._begin_s
         self._feed(self._report(worker))

@@ -77,10 +77,10 @@ class RunResult:
     def trace(self) -> Trace:
         """The simulation's trace with the stages in its steps and spans, to draw or to write."""
         trace = self.simulated.trace
-        known = trace.steps
-        assert known is not None
+        table = trace.steps
+        assert table is not None
         columns = ["t_start", "rollout_s", *STAGES, "policy_version"]
-        steps = known.drop(columns=columns).merge(self.steps[["rl_step", *columns]], on="rl_step")
+        steps = table.drop(columns=columns).merge(self.steps[["rl_step", *columns]], on="rl_step")
         version = self.steps.set_index("rl_step")["policy_version"]
         workload = trace.workload
         spans = [frame for frame in (trace.spans, self.spans) if frame is not None and len(frame)]

@@ -159,7 +159,7 @@ def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMem
         raise ConfigError(f"--graph-memory is the GiB that graphs may take, above 0, got {memory:g}")
     value: Any = read_json(pool)
     try:
-        known = GraphPool.model_validate(value)
+        graph_pool = GraphPool.model_validate(value)
     except ValidationError as error:
         raise ConfigError(f"{pool}: {faults(error)}") from error
-    return GraphMemory(pool=known, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))
+    return GraphMemory(pool=graph_pool, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))

@@ -41,8 +41,8 @@ def _concat(table: str, parts: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _outcomes(rollout: Rollout) -> pd.DataFrame:
-    kept = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
-    out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *kept]].copy()
+    extra = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
+    out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *extra]].copy()
     out["worker"] = rollout.worker_of
     out["t_submit"] = 0.0
     out["t_first_token"] = rollout.first_token_s
@@ -108,10 +108,10 @@ def _block(
     seconds: Floats,
     batch: Ints,
     detail: npt.NDArray[Any],
-    kept: npt.NDArray[np.bool_],
+    chosen: npt.NDArray[np.bool_],
 ) -> pd.DataFrame:
     frame = pd.DataFrame({"kind": kind, "t_start": start_s, "duration": seconds, "batch": batch, "detail": detail})
-    return frame[kept].astype({"kind": object, "detail": object})
+    return frame[chosen].astype({"kind": object, "detail": object})
 
 
 def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:

@@ -55,10 +55,10 @@ def requests_by_step(
     """
     if max_response_tokens is not None and max_response_tokens < 1:
         raise ConfigError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
-    known = trace.rl_steps
-    chosen = known if rl_steps is None else sorted(set(rl_steps))
-    if missing := [s for s in chosen if s not in known]:
-        span = f"{known[0]}..{known[-1]}" if known else "none"
+    recorded = trace.rl_steps
+    chosen = recorded if rl_steps is None else sorted(set(rl_steps))
+    if missing := [s for s in chosen if s not in recorded]:
+        span = f"{recorded[0]}..{recorded[-1]}" if recorded else "none"
         raise ConfigError(f"the trace has no rl_step {missing[0]}; its RL steps are {span}")
     if not chosen:
         raise ConfigError("no RL step to simulate: the selection is empty")

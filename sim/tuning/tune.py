@@ -323,5 +323,5 @@ def _split(trace: Trace, judge_steps: Sequence[int] | None) -> tuple[list[int], 
 
 def _placement(trace: Trace, workers: int | None) -> str:
     same = workers in (None, trace.manifest.num_workers)
-    known = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
-    return "recorded" if same and known else "contiguous"
+    has_workers = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
+    return "recorded" if same and has_workers else "contiguous"
