@@ -51,13 +51,13 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The finalists' rows, the fastest first, and the `name` of the one to take."""
+    """The finalists on held-out RL steps as `candidates`, the fastest first, and the `name` of the one to take."""
 
     name: str
     worth_it: bool
     verdict: str
     best_fixed: str
-    rows: tuple[Row, ...]
+    candidates: tuple[Row, ...]
     oracle_s: float
     bound_s: float
 
@@ -114,7 +114,7 @@ def judge(
         worth_it=worth_it,
         verdict=_verdict(by_name, champion, fixed, name, worth_it, "worst case" if cases.robust else "time"),
         best_fixed=fixed,
-        rows=tuple(sorted(rows, key=lambda row: row.makespan_s)),
+        candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
         bound_s=bound_s,
     )

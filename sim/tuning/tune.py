@@ -21,7 +21,7 @@ from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
 from .cases import Case, Cases
-from .judge import Finalists, Judged, Row, judge
+from .judge import Finalists, Judged, judge
 from .search import Bandits, GraphMemory, Prices, Trial, elastic, fixed, search, tables
 
 _STAGE, _SELECTION, _JUDGEMENT = 10_000, 1, 2
@@ -29,25 +29,19 @@ _STAGE, _SELECTION, _JUDGEMENT = 10_000, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneResult:
+class TuneResult(Judged):
     """The chosen policy with its provenance, and what it was measured against; all times are simulated.
 
-    `candidates` are the finalists on the held-out RL steps, the fastest first. `searched` maps every policy that was
-    tried without luck to its score on the tuning steps, `trials` are the bandit's, the best first.
+    `searched` maps every policy that was tried without luck to its score on the tuning steps, `trials` are the
+    bandit's, the best first.
     """
 
     policy: Policy
-    name: str
-    worth_it: bool
-    verdict: str
-    candidates: tuple[Row, ...]
     searched: dict[str, float]
     trials: tuple[Trial, ...]
     buckets: tuple[dict[str, Any], ...]
     tuned_on: tuple[tuple[int, ...], ...]
     judged_on: tuple[tuple[int, ...], ...]
-    oracle_s: float
-    bound_s: float
     notes: tuple[str, ...]
     wall_s: float
 
@@ -191,11 +185,8 @@ def tune(
     judged = judge(judging, finalists, scores, strategies, seeds=config.seeds(_JUDGEMENT), seed=config.seed, jobs=jobs)
     origin = _provenance(judged, tuning, parts, len(searched) + len(trials), len(trials), config)
     return TuneResult(
+        **vars(judged),
         policy=finalists.policies[judged.name].model_copy(update={"provenance": origin | dict(provenance or {})}),
-        name=judged.name,
-        worth_it=judged.worth_it,
-        verdict=judged.verdict,
-        candidates=judged.rows,
         searched=searched,
         trials=tuple(trials),
         buckets=tuple(
@@ -204,8 +195,6 @@ def tune(
         ),
         tuned_on=tuple(tuple(part[0]) for part in parts),
         judged_on=tuple(tuple(part[1]) for part in parts),
-        oracle_s=judged.oracle_s,
-        bound_s=judged.bound_s,
         notes=tuple(notes),
         wall_s=time.perf_counter() - began,
     )
@@ -274,7 +263,7 @@ def _provenance(
     num_trials: int,
     config: TuneConfig,
 ) -> dict[str, Any]:
-    row = next(row for row in judged.rows if row.name == judged.name)
+    row = next(row for row in judged.candidates if row.name == judged.name)
     nominal = tuning.nominal
     return {
         "name": judged.name,
