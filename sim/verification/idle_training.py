@@ -42,11 +42,6 @@ class SpotRun:
         """Of each RL step in which a worker trained."""
         return {} if self._rows is None else recorded_updates(self._rows)
 
-    @property
-    def is_told(self) -> bool:
-        """Whether the trace has spot_training.parquet."""
-        return self._rows is not None
-
     @cached_property
     def states(self) -> dict[int, DrafterState]:
         """The learned drafter in service in each RL step whose row in `steps` tells its age and updates."""
