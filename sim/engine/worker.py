@@ -280,8 +280,9 @@ class Worker:
             prefill_s, tokens = prefill_s + beside_s, up_front + beside
             reward = policy.tell(macro, prefill_s, tokens > 0) if asked else None
             entry = Entry(
-                start_s, switch_s, prefill_s, tokens, beside, waiting,
-                asked, policy.bucket, policy.propensity, reward, noise, macro,
+                start_s=start_s, switch_s=switch_s, prefill_s=prefill_s, prefill_tokens=tokens, chunk_tokens=beside,
+                waiting=waiting, asked=asked, bucket=policy.bucket, propensity=policy.propensity, reward=reward,
+                noise=noise, macro=macro,
             )  # fmt: skip
             self.rollout.logs[self.index].append(entry)
             self.iteration += macro.num_iterations
