@@ -22,7 +22,7 @@ from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
-from tltlab.sim.engine.worker import Engine, LeaveIdle, Rollout
+from tltlab.sim.engine.worker import LeaveIdle, Rollout, RolloutSimulator
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.traces.trace import Trace
@@ -99,7 +99,7 @@ class Scenario:
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
         trainer = None if self.spot is None else SpotTrainer(self.spot, self.coordinator)
-        engine = Engine(
+        simulator = RolloutSimulator(
             costs=self.costs,
             selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
             decision_block=self.decision_block,
@@ -112,13 +112,13 @@ class Scenario:
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
-            engine.drafters = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
-            model = None if self.acceptance is None else fresh(self.acceptance, engine.drafters)
+            simulator.drafters = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
+            model = None if self.acceptance is None else fresh(self.acceptance, simulator.drafters)
             if not rollouts or model is not model_before:
                 batches = _batches(model if drafters else None, self, budgets)
-                engine.prepare(Regimes(policy.strategies, self.costs, model), batches)
+                simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
             model_before = model
-            rollout = engine.rollout(step, queues)
+            rollout = simulator.rollout(step, queues)
             tell_each_other(budgets, rollout)
             if trainer is not None:
                 rollout.spot, state = trainer.result, trainer.drafter

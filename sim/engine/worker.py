@@ -78,7 +78,7 @@ class Rollout:
 
 
 @dataclass(slots=True)
-class Engine:
+class RolloutSimulator:
     """What all rollouts of a simulation share. Selectors persist across RL steps, one per worker.
 
     `noise` multiplies the time of each iteration, drawn from `seed`; prefill and switches have none.
@@ -96,7 +96,7 @@ class Engine:
     seed: int = 0
     choices: MemorylessChoices = field(init=False)
 
-    def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> Engine:
+    def prepare(self, regimes: Regimes, new_batch: Callable[[Requests], Batch]) -> RolloutSimulator:
         """Set what strategies yield, which may change from one RL step to the next; the selectors stay."""
         self.regimes, self.new_batch = regimes, new_batch
         self.choices = MemorylessChoices(self.selectors[0], regimes)
@@ -145,14 +145,14 @@ class PolicySeat:
     A memoryless policy depends on batch and queue alone: it is asked when these change, and learns nothing.
     """
 
-    def __init__(self, engine: Engine, worker: int, requests: Requests, scheduler: Scheduler) -> None:
-        self.engine = engine
+    def __init__(self, simulator: RolloutSimulator, worker: int, requests: Requests, scheduler: Scheduler) -> None:
+        self.simulator = simulator
         self.worker = worker
         self.requests = requests
         self.scheduler = scheduler
-        self.selector = engine.selectors[worker]
+        self.selector = simulator.selectors[worker]
         self.memoryless = self.selector.memoryless
-        self.max_iterations = math.inf if self.memoryless else engine.decision_block
+        self.max_iterations = math.inf if self.memoryless else simulator.decision_block
         self.strategy = NO_SPECULATION
         self.bucket: int | None = None
         self.propensity = 1.0
@@ -166,14 +166,14 @@ class PolicySeat:
             if (batch, waiting) == self._asked_at:
                 return False
             self._asked_at = (batch, waiting)
-            choice = self.engine.choices.choose(batch, waiting, self.requests.rl_step)
+            choice = self.simulator.choices.choose(batch, waiting, self.requests.rl_step)
             self.strategy, self.bucket, self.propensity = choice.strategy, choice.bucket, choice.propensity
             return True
         before = self.strategy
         self.strategy = self.selector.choose(self._state(batch, waiting))
         self.bucket, self.propensity = self.selector.bucket_, self.selector.propensity_
         if self.strategy is not before:
-            check_listed(self.strategy, self.engine.regimes)
+            check_listed(self.strategy, self.simulator.regimes)
         return True
 
     @property
@@ -181,7 +181,7 @@ class PolicySeat:
         """What the strategy in force costs and yields at this batch."""
         batch = len(self.scheduler.batch)
         if self._regime is None or self._regime[0] is not self.strategy or self._regime[1] != batch:
-            self._regime = (self.strategy, batch, self.engine.regimes.at(self.strategy, batch))
+            self._regime = (self.strategy, batch, self.simulator.regimes.at(self.strategy, batch))
         return self._regime[2]
 
     def tell(self, macro: MacroStep, prefill_s: float, had_prefill: bool) -> float | None:
@@ -196,7 +196,7 @@ class PolicySeat:
             accepted=macro.accepted if speculates else (),
             had_prefill=had_prefill,
         )
-        reward = self.selector.reward(self.strategy, outcome) if self.engine.record_rewards else None
+        reward = self.selector.reward(self.strategy, outcome) if self.simulator.record_rewards else None
         self.selector.observe(self.strategy, outcome)
         return reward
 
@@ -210,7 +210,7 @@ class PolicySeat:
             context_tokens=self.scheduler.batch.context_tokens,
             free_kv_tokens=None if room_tokens == math.inf else max(0.0, room_tokens + batch),
             strategy=self.strategy,
-            drafters=self.engine.drafters,
+            drafters=self.simulator.drafters,
             requests=RequestsView(self.scheduler.batch),
         )
 
@@ -218,21 +218,21 @@ class PolicySeat:
 class Worker:
     """One engine in virtual time: its scheduler and its policy, stepped from macro-step to macro-step."""
 
-    def __init__(self, engine: Engine, index: int, queue: list[int], rollout: Rollout) -> None:
-        self.engine = engine
+    def __init__(self, simulator: RolloutSimulator, index: int, queue: list[int], rollout: Rollout) -> None:
+        self.simulator = simulator
         self.index = index
         self.rollout = rollout
         self.requests = rollout.requests
-        self.batch = engine.new_batch(self.requests)
-        self.scheduler = Scheduler(self.requests.prompt_tokens, self.batch, engine.costs)
-        self.policy = PolicySeat(engine, index, self.requests, self.scheduler)
+        self.batch = simulator.new_batch(self.requests)
+        self.scheduler = Scheduler(self.requests.prompt_tokens, self.batch, simulator.costs)
+        self.policy = PolicySeat(simulator, index, self.requests, self.scheduler)
         # A response without tokens (an abort before its first) takes no time.
         self.queue = np.array(queue, np.int64)
         self.queue = self.queue[self.requests.lengths[self.queue] > 0]
         self.iteration = 0
         self.drafter_ready = False
-        noise = engine.noise
-        self.noise = None if noise is None else NoiseDraws(noise, engine.seed, self.requests.rl_step, index)
+        noise = simulator.noise
+        self.noise = None if noise is None else NoiseDraws(noise, simulator.seed, self.requests.rl_step, index)
         # The rest of a rollout has a closed form where all gain alike, nothing is learned and costs are exact.
         closed = self.policy.memoryless and self.noise is None
         self.fluid = self.batch if closed and isinstance(self.batch, FluidBatch) else None
@@ -247,13 +247,13 @@ class Worker:
             self.scheduler.waiting.extend((request, 0.0) for request in self.queue.tolist())
             yield from self._decode(env)
         self.rollout.worker_end_s[self.index] = env.now
-        idle_use = self.engine.idle_use
+        idle_use = self.simulator.idle_use
         idle_use.responses_finished(self.requests.lengths[self.queue].tolist(), env.now)
         idle_use.worker_idle(self.index, env.now)
 
     def _decode(self, env: simpy.Environment) -> Generator[simpy.Event, Any, None]:
         """Schedule, ask the policy, advance the batch, tell the policy: one timeout per macro-step."""
-        costs, scheduler, policy = self.engine.costs, self.scheduler, self.policy
+        costs, scheduler, policy = self.simulator.costs, self.scheduler, self.policy
         while not scheduler.is_done:
             start_s = env.now
             up_front = scheduler.schedule()
@@ -301,15 +301,15 @@ class Worker:
         self, env: simpy.Environment, residents: Ints, generated: Floats, prefill_tokens: float
     ) -> Generator[simpy.Event, Any, float]:
         """Decode `residents` to their ends after a prefill; returns the end of the first iteration."""
-        drained = self.engine.choices.up_to(len(residents), self.requests.rl_step).drain(
+        drained = self.simulator.choices.up_to(len(residents), self.requests.rl_step).drain(
             residents,
             prompts=self.requests.prompts[residents].astype(np.float64),
             left=self.requests.lengths[residents] - generated,
             generated=generated,
             start_s=env.now,
-            prefill_s=self.engine.costs.prefill_s(prefill_tokens),
+            prefill_s=self.simulator.costs.prefill_s(prefill_tokens),
             prefill_tokens=prefill_tokens,
-            switch_s=0.0 if self.drafter_ready else self.engine.costs.switch_s,
+            switch_s=0.0 if self.drafter_ready else self.simulator.costs.switch_s,
             from_the_start=not self.iteration,
         )
         yield env.timeout(drained.end_s - env.now)
@@ -322,7 +322,7 @@ class Worker:
         if self.drafter_ready or not self.policy.strategy.speculates:
             return 0.0
         self.drafter_ready = True
-        return self.engine.costs.switch_s if self.iteration else 0.0
+        return self.simulator.costs.switch_s if self.iteration else 0.0
 
     def _add_noise(self, macro: MacroStep) -> Floats | None:
         """Multiply a macro-step's time by the mean of its iterations' noise; they hardly differ in length."""

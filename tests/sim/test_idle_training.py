@@ -17,7 +17,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.simple import NoSpeculation
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.worker import Engine
+from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.idle_training import SpotTrainer
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION
@@ -303,7 +303,7 @@ def test_the_engine_trains_on_its_idle_workers_and_the_rollout_does_not_change()
     scenario = Scenario.of(trace, costs="cpu-small")
 
     def run(**idle_use):
-        engine = Engine(
+        engine = RolloutSimulator(
             costs=scenario.costs,
             selectors=[NoSpeculation() for _ in range(4)],
             **idle_use,
