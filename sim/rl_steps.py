@@ -17,7 +17,7 @@ import simpy
 
 from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
 from tltlab.errors import ConfigError
-from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces.trace import Trace
 
 from .topology import Colocated, Pools, Topology
@@ -27,7 +27,7 @@ class Simulated(Protocol):
     """What `run_steps` needs of a simulation; `SimResult` is one."""
 
     @property
-    def rollouts(self) -> Sequence[Rollout]: ...
+    def rollouts(self) -> Sequence[SimulatedRollout]: ...
 
     @property
     def trace(self) -> Trace: ...
@@ -149,7 +149,7 @@ class _Times:
     wake_s: float
 
 
-def _times(rollout: Rollout, stages: StageCosts, shared: bool, num_updates: int) -> _Times:
+def _times(rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_updates: int) -> _Times:
     if stages.inference is None or stages.reward is None or stages.train is None or stages.sync is None:
         missing = [name for name in ("inference", "reward", "train", "sync") if getattr(stages, name) is None]
         raise ConfigError(f"the stage costs do not know {', '.join(missing)}: add what it takes, {{}} for nothing")
@@ -229,7 +229,7 @@ class _Pipeline:
         into.append(_Interval(step=k, kind=kind, start_s=start, end_s=float(self._env.now), detail=detail))
 
 
-def _steps(rollouts: Sequence[Rollout], times: Sequence[_Times], pipeline: _Pipeline) -> pd.DataFrame:
+def _steps(rollouts: Sequence[SimulatedRollout], times: Sequence[_Times], pipeline: _Pipeline) -> pd.DataFrame:
     start = np.array([r.start_s for r in pipeline.rollouts])
     done = np.array(pipeline.done_s)
     return pd.DataFrame(
@@ -287,7 +287,7 @@ def _with_gaps(intervals: Sequence[_Interval], *, after: bool, until_s: float) -
         yield _Interval(step=step, kind="idle", start_s=end_s, end_s=until_s)
 
 
-def _gpu_s(rollouts: Sequence[Rollout], steps: pd.DataFrame, pools: Pools) -> pd.DataFrame:
+def _gpu_s(rollouts: Sequence[SimulatedRollout], steps: pd.DataFrame, pools: Pools) -> pd.DataFrame:
     per_worker = pools.rollout_gpus / len(rollouts[0].worker_end_s)
     bubble_s = sum(r.makespan_s - end for r in rollouts for end in r.worker_end_s) * per_worker
     total = {name: float(steps[name].sum()) for name in ("rollout_s", *STAGES)}

@@ -22,7 +22,7 @@ from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.engine.requests import Requests, requests_by_step
-from tltlab.sim.engine.worker import LeaveIdle, Rollout, RolloutSimulator
+from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.traces.trace import Trace
@@ -90,7 +90,7 @@ class Scenario:
         record_rewards: bool = False,
         entropy: Sequence[Sequence[int]] | None = None,
         drafter: Sequence[DrafterState] | None = None,
-    ) -> tuple[Rollout, ...]:
+    ) -> tuple[SimulatedRollout, ...]:
         """Simulate every RL step under a policy; `entropy` seeds each worker's selector, else [seed, worker] does.
 
         `drafter` is the learned drafter's state in each RL step where that is known, else it follows from the training.
@@ -108,7 +108,7 @@ class Scenario:
             noise=self.costs.noise if self.mode == "sampled" else None,
             seed=self.seed,
         )
-        rollouts: list[Rollout] = []
+        rollouts: list[SimulatedRollout] = []
         model_before, state = None, DrafterState()
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
@@ -162,7 +162,7 @@ def budgets_of(policy: PolicyLike, workers: int) -> list[DraftBudget]:
     return [policy.build_budget() for _ in range(workers)]
 
 
-def tell_each_other(budgets: Sequence[DraftBudget], rollout: Rollout) -> None:
+def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -> None:
     """After a rollout every worker's budget hears of what finished on the others, as drafters do in a real run."""
     requests = rollout.requests
     for worker, budget in enumerate(budgets):

@@ -18,7 +18,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.regime import Regime
-from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
@@ -33,7 +33,7 @@ class SimResult:
     `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step.
     """
 
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[SimulatedRollout, ...]
     manifest: Manifest
     policy: str
     scenario: Scenario

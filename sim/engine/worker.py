@@ -58,7 +58,7 @@ class LeaveIdle:
 
 
 @dataclass(slots=True)
-class Rollout:
+class SimulatedRollout:
     """What one RL step's simulation leaves: times per request (nan: never ran), the workers' logs and the end."""
 
     requests: Requests
@@ -102,11 +102,11 @@ class RolloutSimulator:
         self.choices = MemorylessChoices(self.selectors[0], regimes)
         return self
 
-    def rollout(self, requests: Requests, queues: list[list[int]]) -> Rollout:
+    def rollout(self, requests: Requests, queues: list[list[int]]) -> SimulatedRollout:
         """Simulate one RL step; `queues` are the requests of each worker in order of admission."""
         check_fits(requests, self.costs.kv_capacity_tokens)
         n = len(requests)
-        result = Rollout(
+        result = SimulatedRollout(
             requests=requests,
             worker_of=np.zeros(n, np.int64),
             first_token_s=np.full(n, np.nan),
@@ -218,7 +218,7 @@ class PolicySeat:
 class Worker:
     """One engine in virtual time: its scheduler and its policy, stepped from macro-step to macro-step."""
 
-    def __init__(self, simulator: RolloutSimulator, index: int, queue: list[int], rollout: Rollout) -> None:
+    def __init__(self, simulator: RolloutSimulator, index: int, queue: list[int], rollout: SimulatedRollout) -> None:
         self.simulator = simulator
         self.index = index
         self.rollout = rollout

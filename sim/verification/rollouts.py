@@ -21,7 +21,7 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace, read
 
@@ -217,7 +217,7 @@ class _Prediction:
         accepted: BatchAcceptance | FreshAcceptance | None,
         sample: int,
         training: SpotTraining | None = None,
-    ) -> Rollout:
+    ) -> SimulatedRollout:
         """The last RL step of `trace`, after those before it."""
         spot, last = self.spot, trace.rl_steps[-1]
         scenario = Scenario.of(
