@@ -28,14 +28,14 @@ _LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TuningCase:
     """RL steps of the `trace`-th trace under one assumption about costs and acceptance."""
 
     name: str
     trace: int
     scenario: Scenario
 
-    def off_by(self, error: float) -> list[Case]:
+    def off_by(self, error: float) -> list[TuningCase]:
         """The same steps with costs and acceptance off by this share."""
         cases = []
         for name, (plain, speculative, accepted) in corners(error).items():
@@ -44,7 +44,7 @@ class Case:
                 costs=OffCosts.of(self.scenario.costs, plain=plain, speculative=speculative),
                 acceptance=off(self.scenario.acceptance, accepted),
             )
-            cases.append(Case(name=f"{self.name}: {name}", trace=self.trace, scenario=scenario))
+            cases.append(TuningCase(name=f"{self.name}: {name}", trace=self.trace, scenario=scenario))
         return cases
 
     def batch_times(self) -> dict[int, tuple[float, float]]:
@@ -71,10 +71,10 @@ Makespans = Mapping[str, list[Floats]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cases:
+class TuningCases:
     """Cases that count together: their mean, or (`robust`) the worst of them relative to plain decoding."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[TuningCase, ...]
     robust: bool
 
     @property
@@ -85,7 +85,7 @@ class Cases:
         return "mean makespan of the RL steps, simulated"
 
     @property
-    def nominal(self) -> tuple[Case, ...]:
+    def nominal(self) -> tuple[TuningCase, ...]:
         """One case per trace, under the costs as they were given."""
         return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
 
@@ -109,7 +109,7 @@ class Cases:
         seconds = []
         for case in self.cases:
             policy = {ORACLE: OraclePolicy(case.scenario, strategies)}
-            seconds += Cases(cases=(case,), robust=False).makespans(policy, mode=mode, seeds=seeds)[ORACLE]
+            seconds += TuningCases(cases=(case,), robust=False).makespans(policy, mode=mode, seeds=seeds)[ORACLE]
         return seconds
 
     def bound_s(self, strategies: Sequence[Strategy]) -> float:

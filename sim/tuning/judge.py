@@ -11,7 +11,7 @@ from tltlab.policies.policy import Policy
 from tltlab.sim.engine.requests import Floats
 from tltlab.strategy import Strategy
 
-from .cases import Cases
+from .cases import TuningCases
 
 ORDER = ("none", "fixed", "elastic", "table", "bandit")
 """From simple to complicated: of policies that are equally good the first is taken."""
@@ -28,7 +28,7 @@ class Finalists:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class JudgedPolicy:
     """A finalist on the held-out steps.
 
     `ratio` of the objective to the best fixed strategy's with its 95 % interval, None where one RL step gives none;
@@ -57,13 +57,13 @@ class Judged:
     worth_it: bool
     verdict: str
     best_fixed: str
-    candidates: tuple[Row, ...]
+    candidates: tuple[JudgedPolicy, ...]
     oracle_s: float
     bound_s: float
 
 
 def judge(
-    cases: Cases,
+    cases: TuningCases,
     finalists: Finalists,
     scores: Mapping[str, float],
     strategies: Sequence[Strategy],
@@ -87,7 +87,7 @@ def judge(
         interval = cases.ratio(seconds, makespans[fixed], plain, seed=seed)
         makespan_s = cases.mean_s(seconds)
         rows.append(
-            Row(
+            JudgedPolicy(
                 name=name,
                 kind=finalists.kind_of[name],
                 makespan_s=makespan_s,
@@ -121,7 +121,7 @@ def judge(
 
 
 def _reaches(
-    cases: Cases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
+    cases: TuningCases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
 ) -> bool:
     """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
     interval = cases.resampled(seconds, best, plain, seed=seed)
@@ -132,7 +132,9 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _verdict(rows: Mapping[str, Row], champion: str, fixed: str, taken: str, worth_it: bool, measure: str) -> str:
+def _verdict(
+    rows: Mapping[str, JudgedPolicy], champion: str, fixed: str, taken: str, worth_it: bool, measure: str
+) -> str:
     row = rows[champion]
     if champion == fixed:
         return f"there was nothing to tune; take {taken}"

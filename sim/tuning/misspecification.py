@@ -35,14 +35,14 @@ class OffCosts(CostModel):
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
     ) -> IterationCost:
         cost = self.costs.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
-        return _Times(cost, self.speculative if strategy.speculates else self.plain, cost.tokens_to_verify)
+        return _ScaledCost(cost, self.speculative if strategy.speculates else self.plain, cost.tokens_to_verify)
 
     def prefill_s(self, tokens: float) -> float:
         return self.costs.prefill_s(tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class _Times(IterationCost):
+class _ScaledCost(IterationCost):
     cost: IterationCost
     factor: float
     tokens_to_verify: float

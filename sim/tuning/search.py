@@ -13,7 +13,7 @@ from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cases import Case
+from .cases import TuningCase
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -48,7 +48,7 @@ class Prices:
     max_batch: int
 
     @classmethod
-    def of(cls, cases: Sequence[Case], strategies: Sequence[Strategy]) -> Prices:
+    def of(cls, cases: Sequence[TuningCase], strategies: Sequence[Strategy]) -> Prices:
         """With NO_SPECULATION first. A batch that no rollout meets counts a little, at its neighbour's context."""
         every = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
         times = [case.batch_times() for case in cases]

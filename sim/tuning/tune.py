@@ -20,7 +20,7 @@ from tltlab.sim.scenario import Scenario
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import Trace
 
-from .cases import Case, Cases
+from .cases import TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
 from .search import Bandits, GraphMemory, Prices, Trial, elastic, fixed, search, tables
 
@@ -218,18 +218,18 @@ def _finalists(
     return Finalists(policies=chosen, kind_of=kind_of, best_fixed=best.get("fixed", "none"))
 
 
-def _case(trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig) -> Case:
+def _case(trace: Trace, at: int, rl_steps: Sequence[int], config: TuneConfig) -> TuningCase:
     placement = config.placement or _placement(trace, config.workers)
     scenario = Scenario.of(trace, config, rl_steps=rl_steps, placement=placement)
-    return Case(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
+    return TuningCase(name=str(trace.manifest.name or f"trace {at}"), trace=at, scenario=scenario)
 
 
-def _with_errors(cases: Sequence[Case], config: TuneConfig) -> Cases:
+def _with_errors(cases: Sequence[TuningCase], config: TuneConfig) -> TuningCases:
     errors = [off for case in cases for off in (case.off_by(config.cost_error) if config.cost_error else [])]
-    return Cases(cases=(*cases, *errors), robust=config.robust)
+    return TuningCases(cases=(*cases, *errors), robust=config.robust)
 
 
-def _strategies(cases: Sequence[Case], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
+def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[Strategy], list[str]]:
     """Chains that costs and acceptance of all cases cover, and notes on the others."""
     models = [case.scenario.acceptance for case in cases]
     if any(model is None for model in models):
@@ -257,7 +257,7 @@ def _strategies(cases: Sequence[Case], config: TuneConfig) -> tuple[list[Strateg
 
 def _provenance(
     judged: Judged,
-    tuning: Cases,
+    tuning: TuningCases,
     parts: Sequence[tuple[list[int], list[int]]],
     num_candidates: int,
     num_trials: int,

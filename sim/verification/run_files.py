@@ -13,7 +13,7 @@ from tltlab.files import read_json
 from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.traces.trace import Trace
 
-_File = TypeVar("_File", bound="_Told")
+_File = TypeVar("_File", bound="_RunFile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,29 +68,29 @@ def repeats(trace: Trace) -> tuple[float | None, float | None]:
     return typical - 1, float(np.median(np.abs(ratios / typical - 1)))
 
 
-class _Told(BaseModel):
+class _RunFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class _SetPolicy(_Told):
+class _SetPolicy(_RunFile):
     rl_step: int
     name: str
     policy: Policy
 
 
-class _Policies(_Told):
+class _Policies(_RunFile):
     seed: NonNegativeInt
     policies: tuple[_SetPolicy, ...]
 
 
-class _Repeat(_Told):
+class _Repeat(_RunFile):
     rl_step: int
     rollout_s: PositiveFloat
     repeat_s: PositiveFloat
     same_tokens: bool
 
 
-class _Repeats(_Told):
+class _Repeats(_RunFile):
     repeats: tuple[_Repeat, ...]
 
 
