@@ -29,7 +29,7 @@ from tltlab.traces.trace import Trace
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
-from .idle_training import SpotTrainer
+from .idle_training import SimulatedSpotTrainer
 from .placement import place
 
 
@@ -98,7 +98,7 @@ class Scenario:
         entropy = [[self.seed, w] for w in range(self.workers)] if entropy is None else entropy
         drafters = sorted({s.drafter for s in policy.strategies if s.speculates})
         budgets = budgets_of(policy, self.workers)
-        trainer = None if self.spot is None else SpotTrainer(self.spot, self.coordinator)
+        trainer = None if self.spot is None else SimulatedSpotTrainer(self.spot, self.coordinator)
         simulator = RolloutSimulator(
             costs=self.costs,
             selectors=[policy.build(np.random.default_rng(list(words))) for words in entropy],
