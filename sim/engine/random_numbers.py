@@ -48,9 +48,7 @@ class NoiseDraws:
         lengths = [length for length, _ in noise.components]
         self._seeds = request_seeds(seed, [(rl_step, "iteration noise", worker, length) for length in lengths])
         # Blocks of different workers and steps do not begin together.
-        self._offsets = [
-            int(worker_seed) % length for worker_seed, length in zip(self._seeds.tolist(), lengths, strict=True)
-        ]
+        self._offsets = [int(number) % length for number, length in zip(self._seeds.tolist(), lengths, strict=True)]
         self._drawn: npt.NDArray[np.float64] = np.zeros(0)
         self._sums: npt.NDArray[np.float64] = np.zeros(1)
 
@@ -69,11 +67,9 @@ class NoiseDraws:
             return
         begin, end = len(self._drawn), max(end, 2 * len(self._drawn), _FIRST)
         scores = np.zeros(end - begin)
-        for (length, share), worker_seed, offset in zip(
-            self._noise.components, self._seeds, self._offsets, strict=True
-        ):
+        for (length, share), number, offset in zip(self._noise.components, self._seeds, self._offsets, strict=True):
             first, last = (begin + offset) // length, (end - 1 + offset) // length
-            block = uniforms(np.array([worker_seed], np.uint64), np.array([first], np.int64), last - first + 1)[0]
+            block = uniforms(np.array([number], np.uint64), np.array([first], np.int64), last - first + 1)[0]
             # The hash can be 0, and the normal score of that is -infinity.
             normal = ndtri(np.maximum(block, 2.0**-54))
             scores += np.sqrt(share) * normal[(np.arange(begin, end) + offset) // length - first]
