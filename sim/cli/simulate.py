@@ -127,15 +127,14 @@ def simulate(
             gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(stages), topology=placed)
-    summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
+    summary, shown = result.summary, [table(result.summary)]
     if system is not None:
         summary = summary | {"system": system, "assumptions": list(assumptions)}
     if whole is not None:
         summary = summary | whole_steps(whole)
-        trace_out = whole.trace if out is not None else None
         shown.append(stage_table(summary))
-    if out is not None and trace_out is not None:
-        trace_out.write(out)
+    if out is not None:
+        (whole or result).trace.write(out)
     if spot_training is not None and not isinstance(result.scenario.acceptance, FreshAcceptance):
         shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
     emit(summary, as_json=as_json, text="\n".join([*shown, *(f"assumed            {note}" for note in assumptions)]))
