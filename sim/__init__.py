@@ -1,13 +1,19 @@
-"""Discrete-event simulation of rollouts. Import it as `tltlab.sim`."""
+"""Discrete-event simulation of rollouts. Import it as `tltlab.sim`.
+
+`simulate` replays a trace's responses under a policy; `SimulationConfig` is all that a user sets beside these two, and
+`Scenario` a trace under such settings, to be simulated under many policies (`sweep`, `compare`). `run_steps` makes
+whole RL steps of rollouts, on GPUs that share the work (`Colocated`) or split it (`Separate`). `tuning` searches
+policies in simulation, `verify` holds predictions against recorded runs. What an engine does is in `engine`.
+"""
 
 if __name__ == "sim":
     raise ImportError("import this package as tltlab.sim")
 
-from .compare import compare
+from .config import SimulationConfig
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
-from .sweep import sweep
+from .sweep import compare, sweep
 from .topology import Colocated, Separate
 from .verification.rollouts import Verification, verify
 
@@ -17,6 +23,7 @@ __all__ = [
     "Scenario",
     "Separate",
     "SimResult",
+    "SimulationConfig",
     "Verification",
     "compare",
     "run_steps",

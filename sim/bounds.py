@@ -1,4 +1,6 @@
-"""A clairvoyant lower bound on a rollout's makespan: no placement, order or choice among the strategies beats it.
+"""Clairvoyant lower bounds on a rollout's makespan: no placement, order or choice among the strategies beats them.
+
+`lower_bound_s` holds for every acceptance:
 
     path = max_i alone_i            the longest response by itself, in a batch of 1
     area = sum_i share_i / W        the work of all responses, shared by workers that are never idle
@@ -20,6 +22,21 @@ The least decoding time of one response of L tokens, prompt p, under strategies 
   the best gain of draw k, A its mean, R the largest rise of the walk of steps a_k/A - 1, the contexts sum to at least
   (p*L + L^2/2)/A - max(a)*L/(2*A) - (p + L)*R: summation by parts, as contexts only grow. Nor are there fewer
   iterations than the best gains allow, which is the better bound on both for short responses.
+
+`shared_bound_s`, where all gain alike, weighs the path of every response against the work of all: who is fast takes
+room. A worker that runs b requests under strategy s gives each A_s tokens in an iteration of f_s(b) + c*S seconds. To
+get L tokens within T seconds a response must on average gain L/T tokens per second, and a higher rate means a smaller
+batch, that is a larger share of a worker. In an iteration a response gains A_s tokens in at least f_s(b) + c*(own
+context) seconds, and f_s(b)/b + c*(own context) of the worker's time are its own; these shares add up to the iteration.
+
+Let g be the lower convex envelope of the points (rate A_s/f_s(b), share 1/b) and (0, 0): the least share of a worker at
+which a response can gain at a mean rate. With own_i the seconds of response i's prefill and its contexts, it holds a
+worker for at least own_i + T_i * g(L_i/T_i) seconds, T_i = T - own_i. The bound is the least T with
+
+    sum_i own_i + T_i * g(L_i/T_i) <= W*T,    L_i/T_i within reach of g for all i.
+
+The left side falls as T grows (g is convex, g(0) = 0), so T is found by bisection. The longest response alone (path)
+and the work at the best batch (area) are its two ends.
 """
 
 from __future__ import annotations
@@ -28,14 +45,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from tltlab.acceptance.load import FloatArray, RequestAcceptance, Settled, TraceAcceptance
+from tltlab.acceptance.load import RequestAcceptance, Settled, TraceAcceptance
 from tltlab.costs.base import CostModel
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
-from tltlab.sim.engine.regime import Regime
-from tltlab.sim.engine.requests import Requests
+from tltlab.sim.engine.regime import Regime, Regimes
+from tltlab.sim.engine.requests import Floats, Ints, Requests
+
+_HALVINGS = 40
 
 
 def lower_bound_s(
@@ -82,7 +100,7 @@ def _decoding_s(
     acceptance: Settled | None,
     mode: str,
     seed: int,
-) -> list[FloatArray]:
+) -> list[Floats]:
     """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
     if any(regime.strategy.speculates for regime in regimes):
         if isinstance(acceptance, TraceAcceptance):
@@ -94,7 +112,7 @@ def _decoding_s(
     prompts = np.array([requests.prompt_tokens[i] for i in ran], np.float64)
     lengths = np.array([requests.response_tokens[i] for i in ran], np.float64) - TOLERANCE_TOKENS
 
-    def most(regime: Regime) -> FloatArray | float:
+    def most(regime: Regime) -> Floats | float:
         if not isinstance(acceptance, RequestAcceptance) or not regime.strategy.speculates:
             return regime.tokens
         if mode == "sampled":
@@ -107,9 +125,9 @@ def _decoding_s(
 
     gains = [most(regime) for regime in regimes]
 
-    def cheapest(x: FloatArray | float, row: list[float]) -> FloatArray:
+    def cheapest(x: Floats | float, row: list[float]) -> Floats:
         per_token = [(fix + slope_s * (prompts + x)) / gain for gain, fix in zip(gains, row, strict=True)]
-        least: FloatArray = np.min(per_token, axis=0) - slope_s / 2
+        least: Floats = np.min(per_token, axis=0) - slope_s / 2
         return least
 
     return [lengths * (cheapest(0.0, row) + cheapest(lengths, row)) / 2 for row in fixed]
@@ -121,13 +139,13 @@ def _replayed(
     strategies: list[tuple[Regime, float]],
     slope_s: float,
     acceptance: TraceAcceptance,
-) -> FloatArray:
+) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
     order = sorted(range(len(ran)), key=lambda j: -requests.response_tokens[ran[j]])
     lengths = np.array([requests.response_tokens[ran[j]] for j in order], np.int64)
     prompts = np.array([requests.prompt_tokens[ran[j]] for j in order], np.int64)
     ends = np.cumsum(lengths)
-    kept = {
+    recorded = {
         name: np.concatenate(
             [acceptance.positions(name, requests.keys[ran[j]], requests.response_tokens[ran[j]]) for j in order]
         )
@@ -141,10 +159,10 @@ def _replayed(
         rows = np.arange(active)
         options = []
         for regime, fix in strategies:
-            gain: int | npt.NDArray[np.int64] = 1
+            gain: int | Ints = 1
             if regime.strategy.speculates:
-                found = kept[regime.strategy.drafter][ends[:active] - left]
-                gain = 1 + np.minimum(found, regime.most).astype(np.int64)
+                accepted = recorded[regime.strategy.drafter][ends[:active] - left]
+                gain = 1 + np.minimum(accepted, regime.most).astype(np.int64)
             after = np.maximum(left - gain, 0)
             options.append(fix + np.where(after > 0, best[rows, after % window], 0.0))
         context = prompts[:active] + lengths[:active] - left
@@ -161,7 +179,7 @@ def _sampled(
     fixed: list[list[float]],
     slope_s: float,
     seed: int,
-) -> list[FloatArray]:
+) -> list[Floats]:
     seeds = request_seeds(seed, [requests.keys[i] for i in ran])
     cdfs = [r.cdf for r in regimes if r.cdf is not None]
     grid = _gains(cdfs, (np.arange(2048) + 0.5) / 2048)
@@ -191,12 +209,12 @@ def _sampled(
     return list(least)
 
 
-def _gains(cdfs: list[FloatArray], u: FloatArray) -> npt.NDArray[np.int64]:
+def _gains(cdfs: list[Floats], u: Floats) -> Ints:
     """Tokens that each strategy gets out of each draw, shape (strategies, draws)."""
     return np.stack([1 + np.searchsorted(cdf, u, side="right") for cdf in cdfs])
 
 
-def _fair_price(gains: npt.NDArray[np.int64], fixed: npt.NDArray[np.float64]) -> float:
+def _fair_price(gains: Ints, fixed: Floats) -> float:
     """Seconds per token at which the best strategy for each draw, known beforehand, breaks even on average."""
     low, high = 0.0, float((fixed[:, 0] / gains.mean(axis=1)).min())
     for _ in range(50):
@@ -204,3 +222,61 @@ def _fair_price(gains: npt.NDArray[np.int64], fixed: npt.NDArray[np.float64]) ->
         surplus = float((price * gains - fixed).max(axis=0).mean())
         low, high = (low, price) if surplus > 0 else (price, high)
     return low
+
+
+def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, workers: int, most: int) -> float:
+    """Seconds that no schedule of these requests undercuts, where all gain alike; `most` requests fit on a worker."""
+    ran = requests.lengths > 0
+    if not ran.any():
+        return 0.0
+    met = [(regimes.at(strategy, b), b) for strategy in regimes.strategies for b in range(1, most + 1)]
+    if min(regime.fixed_s(b) for regime, b in met) <= 0.0:
+        return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
+    rates = np.array([regime.tokens / regime.fixed_s(b) for regime, b in met])
+    rate, share = envelope(rates, np.array([1.0 / b for _, b in met]))
+    slope_s = min(regime.slope_s(b) for regime, b in met)
+    gain = max(regime.tokens for regime, _ in met)
+    lengths = requests.lengths[ran] - TOLERANCE_TOKENS
+    prompts = requests.prompts[ran].astype(np.float64)
+    contexts = np.maximum((prompts * lengths + lengths**2 / 2) / gain - lengths / 2, 0.0)
+    own_s = costs.prefill_s(1.0) * prompts + slope_s * contexts
+
+    def fits(makespan_s: float) -> bool:
+        left_s = makespan_s - own_s
+        if (left_s <= 0).any() or (lengths > rate[-1] * left_s).any():
+            return False
+        held_s = own_s + left_s * np.interp(lengths / left_s, rate, share)
+        return bool(held_s.sum() <= workers * makespan_s)
+
+    low = 0.0
+    high = float((own_s + lengths / rate[-1]).max())
+    while not fits(high):
+        low, high = high, 2 * high + 1e-12
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return low
+
+
+def envelope(x: Floats, y: Floats) -> tuple[Floats, Floats]:
+    """Corners of the lower convex envelope of points and the origin, from x = 0 to the largest x; y >= 0.
+
+    >>> [corner.tolist() for corner in envelope(np.array([1.0, 2.0, 4.0]), np.array([0.25, 0.6, 1.0]))]
+    [[0.0, 1.0, 4.0], [0.0, 0.25, 1.0]]
+    """
+    corners = [(0.0, 0.0)]
+    for i in np.lexsort((y, x)):
+        point = (float(x[i]), float(y[i]))
+        if point[0] <= corners[-1][0]:
+            continue
+        while len(corners) > 1 and _above(corners[-2], corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    xs, ys = zip(*corners, strict=True)
+    return np.array(xs), np.array(ys)
+
+
+def _above(first: tuple[float, float], middle: tuple[float, float], last: tuple[float, float]) -> bool:
+    """Whether `middle` lies on or above the line from `first` to `last`."""
+    rise = (last[1] - first[1]) * (middle[0] - first[0])
+    return (middle[1] - first[1]) * (last[0] - first[0]) >= rise

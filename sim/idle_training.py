@@ -90,14 +90,14 @@ class _Worker:
     idle_from_s: float | None = None
 
 
-class SpotTrainer:
+class SimulatedSpotTrainer:
     """Trains the drafter on idle workers; an `engine.IdleUse` whose updates and data last from rollout to rollout.
 
     Calls come in order of time, in seconds of the environment's clock; every worker begins busy. `responses_finished`
     tells the data's size, which only `max_epochs` needs: without it an idle worker's responses are data of any size.
 
     >>> from types import SimpleNamespace
-    >>> spot = SpotTrainer(SpotTraining(start_s=5.0))
+    >>> spot = SimulatedSpotTrainer(SpotTraining(start_s=5.0))
     >>> spot.attach(SimpleNamespace(now=0.0), num_workers=2)
     >>> spot.worker_idle(0, 10.0)
     >>> spot.worker_idle(1, 42.0)
@@ -156,8 +156,8 @@ class SpotTrainer:
     def worker_idle(self, worker: int, now: float) -> None:
         """The worker has neither running nor waiting requests."""
         self._catch_up(now)
-        found = self._workers[worker]
-        found.busy, found.idle_from_s = False, now
+        state = self._workers[worker]
+        state.busy, state.idle_from_s = False, now
         # A worker without a share in the rollout is idle from the start and has finished nothing.
         self._has_data |= now > self._begin_s
         self._feed(self._report(worker))

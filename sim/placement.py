@@ -54,11 +54,11 @@ def _to_the_least(order: range | list[int], loads: list[int], workers: int) -> l
 
 
 def _recorded(requests: Requests, workers: int) -> list[int]:
-    found: list[int] = []
+    worker_of: list[int] = []
     for request, worker in enumerate(requests.recorded_worker):
         if worker is None:
             raise ConfigError(f"placement 'recorded': outcomes.parquet has no worker for {requests.keys[request]}")
         if not 0 <= worker < workers:
             raise ConfigError(f"placement 'recorded': {requests.keys[request]} ran on worker {worker} of {workers}")
-        found.append(worker)
-    return found
+        worker_of.append(worker)
+    return worker_of

@@ -17,7 +17,7 @@ import simpy
 
 from tltlab.costs.stages import STAGES, StageCosts, StepWorkload
 from tltlab.errors import ConfigError
-from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces.trace import Trace
 
 from .topology import Colocated, Pools, Topology
@@ -27,7 +27,7 @@ class Simulated(Protocol):
     """What `run_steps` needs of a simulation; `SimResult` is one."""
 
     @property
-    def rollouts(self) -> Sequence[Rollout]: ...
+    def rollouts(self) -> Sequence[SimulatedRollout]: ...
 
     @property
     def trace(self) -> Trace: ...
@@ -77,10 +77,10 @@ class RunResult:
     def trace(self) -> Trace:
         """The simulation's trace with the stages in its steps and spans, to draw or to write."""
         trace = self.simulated.trace
-        known = trace.steps
-        assert known is not None
+        table = trace.steps
+        assert table is not None
         columns = ["t_start", "rollout_s", *STAGES, "policy_version"]
-        steps = known.drop(columns=columns).merge(self.steps[["rl_step", *columns]], on="rl_step")
+        steps = table.drop(columns=columns).merge(self.steps[["rl_step", *columns]], on="rl_step")
         version = self.steps.set_index("rl_step")["policy_version"]
         workload = trace.workload
         spans = [frame for frame in (trace.spans, self.spans) if frame is not None and len(frame)]
@@ -137,7 +137,7 @@ def summary(result: RunResult) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Times:
+class _StageTimes:
     """Seconds of an RL step's parts; `sleep_s` and `wake_s` lie before and behind what the trainer does."""
 
     rollout_s: float
@@ -149,12 +149,12 @@ class _Times:
     wake_s: float
 
 
-def _times(rollout: Rollout, stages: StageCosts, shared: bool, num_updates: int) -> _Times:
+def _times(rollout: SimulatedRollout, stages: StageCosts, shared: bool, num_updates: int) -> _StageTimes:
     if stages.inference is None or stages.reward is None or stages.train is None or stages.sync is None:
         missing = [name for name in ("inference", "reward", "train", "sync") if getattr(stages, name) is None]
         raise ConfigError(f"the stage costs do not know {', '.join(missing)}: add what it takes, {{}} for nothing")
     work = StepWorkload.of_rows(rollout.requests.rows, num_updates=num_updates)
-    return _Times(
+    return _StageTimes(
         rollout_s=float(rollout.makespan_s),
         sleep_s=stages.sleep_s + (rollout.spot.release_delay_s if rollout.spot else 0.0) if shared else 0.0,
         reward_s=stages.reward.seconds(rollout.finish_s, np.asarray(rollout.requests.response_tokens, np.int64)),
@@ -179,7 +179,7 @@ class _Interval:
 class _Pipeline:
     """Generation and training of a run in virtual time: what each did when, in order."""
 
-    def __init__(self, times: Sequence[_Times], max_staleness: int) -> None:
+    def __init__(self, times: Sequence[_StageTimes], max_staleness: int) -> None:
         self.times = times
         self.max_staleness = max_staleness
         self.rollouts: list[_Interval] = []
@@ -229,7 +229,7 @@ class _Pipeline:
         into.append(_Interval(step=k, kind=kind, start_s=start, end_s=float(self._env.now), detail=detail))
 
 
-def _steps(rollouts: Sequence[Rollout], times: Sequence[_Times], pipeline: _Pipeline) -> pd.DataFrame:
+def _steps(rollouts: Sequence[SimulatedRollout], times: Sequence[_StageTimes], pipeline: _Pipeline) -> pd.DataFrame:
     start = np.array([r.start_s for r in pipeline.rollouts])
     done = np.array(pipeline.done_s)
     return pd.DataFrame(
@@ -287,7 +287,7 @@ def _with_gaps(intervals: Sequence[_Interval], *, after: bool, until_s: float) -
         yield _Interval(step=step, kind="idle", start_s=end_s, end_s=until_s)
 
 
-def _gpu_s(rollouts: Sequence[Rollout], steps: pd.DataFrame, pools: Pools) -> pd.DataFrame:
+def _gpu_s(rollouts: Sequence[SimulatedRollout], steps: pd.DataFrame, pools: Pools) -> pd.DataFrame:
     per_worker = pools.rollout_gpus / len(rollouts[0].worker_end_s)
     bubble_s = sum(r.makespan_s - end for r in rollouts for end in r.worker_end_s) * per_worker
     total = {name: float(steps[name].sum()) for name in ("rollout_s", *STAGES)}

@@ -5,29 +5,24 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.load import (
-    Acceptance,
-    AcceptanceModel,
-    FreshAcceptance,
-)
-from tltlab.coordination.progress import SpotTraining
-from tltlab.costs.base import CostModel
+from tltlab.acceptance.load import AcceptanceModel, FreshAcceptance
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.regime import Regime
-from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces import metrics
 from tltlab.traces.trace import Manifest, Trace
 
+from .config import SimulationConfig
 from .scenario import PolicyLike, Scenario, budgets_of
 
 
@@ -38,7 +33,7 @@ class SimResult:
     `wall_s` is the time the simulation took; `bounds_s` computes the clairvoyant bound of each RL step.
     """
 
-    rollouts: tuple[Rollout, ...]
+    rollouts: tuple[SimulatedRollout, ...]
     manifest: Manifest
     policy: str
     scenario: Scenario
@@ -82,22 +77,25 @@ class SimResult:
 
     def _spot_training(self) -> dict[str, float] | None:
         """Sums over the RL steps, and the share of idle worker time that went into updates; None without."""
-        found = [rollout.spot for rollout in self.rollouts if rollout.spot is not None]
-        if not found:
+        results = [rollout.spot for rollout in self.rollouts if rollout.spot is not None]
+        if not results:
             return None
-        idle_s = math.fsum(spot.idle_worker_s for spot in found)
+        idle_s = math.fsum(spot.idle_worker_s for spot in results)
         return {
-            "updates": sum(spot.trained.updates for spot in found),
-            "updates_lost": sum(spot.trained.updates_lost for spot in found),
-            "checkpoints": sum(spot.trained.checkpoints for spot in found),
+            "updates": sum(spot.trained.updates for spot in results),
+            "updates_lost": sum(spot.trained.updates_lost for spot in results),
+            "checkpoints": sum(spot.trained.checkpoints for spot in results),
             "idle_worker_s": idle_s,
-            "used_share": math.fsum(spot.trained_worker_s for spot in found) / idle_s if idle_s else 0.0,
-            "release_delay_s": math.fsum(spot.release_delay_s for spot in found),
+            "used_share": math.fsum(spot.trained_worker_s for spot in results) / idle_s if idle_s else 0.0,
+            "release_delay_s": math.fsum(spot.release_delay_s for spot in results),
         }
 
     def _regimes(self) -> list[Regime]:
-        found = {id(r): r for rollout in self.rollouts for log in rollout.logs for r in log.columns.regime}
-        return list(found.values())
+        return list({id(r): r for c in self._columns() for r in c.regime}.values())
+
+    def _columns(self) -> Iterator[Columns]:
+        """What every worker did in every rollout."""
+        return (log.columns for rollout in self.rollouts for log in rollout.logs)
 
     def _outside_calibration(self) -> dict[str, float] | None:
         """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
@@ -113,7 +111,7 @@ class SimResult:
             return None
         outside: Counter[str] = Counter()
         total = 0
-        for c in (log.columns for rollout in self.rollouts for log in rollout.logs):
+        for c in self._columns():
             total += int(c.num_iterations.sum())
             outside["acceptance"] += int(c.num_iterations[[r.strategy in strange for r in c.regime]].sum())
             verified = c.batch * np.array([regime.cost.tokens_to_verify for regime in c.regime])
@@ -126,7 +124,7 @@ class SimResult:
 
     def _mean_accept_length(self) -> float | None:
         tokens, pairs = [], 0
-        for columns in (log.columns for rollout in self.rollouts for log in rollout.logs):
+        for columns in self._columns():
             chosen = columns.speculates
             tokens += columns.tokens[chosen].tolist()
             pairs += int((columns.num_iterations * columns.batch)[chosen].sum())
@@ -144,60 +142,35 @@ def _contexts_outside(c: Columns, least: float, most: float) -> int:
 def simulate(
     trace: Trace,
     policy: str | Path | PolicyLike = "none",
+    config: SimulationConfig = SimulationConfig(),
     *,
-    costs: CostModel | dict[str, Any] | str | Path | None = None,
-    acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
-    workers: int | None = None,
-    placement: str = "contiguous",
-    mode: str = "fluid",
-    seed: int = 0,
-    rl_steps: Sequence[int] | None = None,
-    decision_block: int = 1,
     record_iterations: bool = False,
-    max_response_tokens: int | None = None,
-    spot: SpotTraining | dict[str, Any] | str | Path | None = None,
+    **settings: Any,
 ) -> SimResult:
     """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
 
-    Response lengths are the trace's; what is simulated is when each token comes. Defaults: costs from the trace
-    folder's `costs.json`, else the preset `cpu-small`; acceptance from the trace's acceptance.parquet, else the
-    folder's `acceptance.json`; workers from the manifest. In `fluid` mode every request gains the expected tokens in
-    each iteration, in `sampled` mode they are drawn from the seed, and so is the costs' noise; `acceptance="trace"` is
-    the same in both.
+    Response lengths are the trace's; what is simulated is when each token comes. `settings` are the fields of
+    `SimulationConfig` (costs, acceptance, workers, placement, mode, seed, ...), which replace those of `config`.
 
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
     one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
-    to the result's trace. `max_response_tokens` cuts longer responses.
-
-    `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
-    updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
+    to the result's trace.
 
     Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
 
     >>> simulate(tltlab.read("traces/tiny"), "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
     """
+    config = replace(config, **settings)
     chosen: PolicyLike = load_policy(policy) if isinstance(policy, str | Path | Policy) else policy
-    scenario = Scenario.of(
-        trace,
-        costs=costs,
-        acceptance=acceptance,
-        workers=workers,
-        placement=placement,
-        mode=mode,
-        seed=seed,
-        rl_steps=rl_steps,
-        decision_block=decision_block,
-        max_response_tokens=max_response_tokens,
-        spot=spot,
-    )
+    scenario = Scenario.of(trace, config)
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started
     name = _name(policy)
     return SimResult(
         rollouts=rollouts,
-        manifest=_manifest(trace, scenario, name, placement),
+        manifest=_manifest(trace, scenario, name, config.placement or "contiguous"),
         policy=name,
         scenario=scenario,
         wall_s=wall_s,

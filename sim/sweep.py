@@ -1,10 +1,13 @@
-"""Many policies on one trace: prepared once, run one after another or over processes or a Ray cluster."""
+"""Many policies on the same responses with the same luck: makespans, ratios with paired intervals, regret.
+
+A scenario is prepared once; policies run one after another, or over processes or a Ray cluster.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -13,8 +16,9 @@ import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
 from tltlab.errors import ConfigError
+from tltlab.stats import paired_interval
 
-from .scenario import PolicyLike, Scenario
+from .scenario import PolicyLike, Scenario, budgets_of
 
 
 def sweep(
@@ -36,31 +40,74 @@ def sweep(
     # The table rows are for writing traces: workers need not receive them.
     lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
     if jobs == 1 and ray_address is None:
-        found = [_makespans(lean, policies[name]) for name in names]
+        makespans = _makespans(lean, policies)
     else:
         with _backend(ray_address, jobs) as num_jobs:
             parts = [names[i::num_jobs] for i in range(min(num_jobs, len(names)))]
             done = Parallel(n_jobs=num_jobs)(
-                delayed(_makespans_of)(lean, {name: policies[name] for name in part}) for part in parts
+                delayed(_makespans)(lean, {name: policies[name] for name in part}) for part in parts
             )
-        by_name = {name: made for part in done for name, made in part.items()}
-        found = [by_name[name] for name in names]
+        makespans = {name: seconds for part in done for name, seconds in part.items()}
     steps = [step.rl_step for step in scenario.steps]
     return pd.DataFrame(
         {
             "policy": np.repeat(names, len(steps)),
             "rl_step": steps * len(names),
-            "makespan_s": [seconds for made in found for seconds in made],
+            "makespan_s": [seconds for name in names for seconds in makespans[name]],
         }
     )
 
 
-def _makespans(scenario: Scenario, policy: PolicyLike) -> list[float]:
-    return [rollout.makespan_s for rollout in scenario.rollouts(policy)]
+def compare(
+    scenario: Scenario,
+    policies: Mapping[str, PolicyLike],
+    *,
+    baseline: str | None = None,
+    repeats: int = 1,
+    jobs: int = 1,
+    ray_address: str | None = None,
+    level: float = 0.95,
+) -> pd.DataFrame:
+    """Compare policies: one row each, the fastest first.
+
+    Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
+    1 is faster) with its paired bootstrap interval `ratio_low` to `ratio_high` over the RL steps, and `regret` to the
+    clairvoyant bound over all strategies of all policies (None under a per-request budget). `repeats` are seeds; each
+    shares its luck among the policies, and a step's repeats are averaged before resampling, since they share its
+    lengths. Raises ConfigError.
+    """
+    names = list(policies)
+    baseline = names[0] if names and baseline is None else baseline
+    if baseline is None or baseline not in policies:
+        raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names) or '(none given)'}")
+    if repeats < 1:
+        raise ConfigError(f"repeats must be at least 1, got {repeats}")
+    strategies = tuple(dict.fromkeys(s for policy in policies.values() for s in policy.strategies))
+    seeded = [replace(scenario, seed=scenario.seed + k) for k in range(repeats)]
+    tables = [sweep(one, policies, jobs=jobs, ray_address=ray_address) for one in seeded]
+    means = pd.concat(tables).groupby(["policy", "rl_step"])["makespan_s"].mean()
+    bound_s = float(np.mean([one.bounds_s(strategies) for one in seeded]))
+    base = means[baseline].to_numpy()
+    rows = []
+    for name in names:
+        seconds = means[name].to_numpy()
+        ratio = paired_interval(seconds, base, level=level, rng=np.random.default_rng(scenario.seed))
+        makespan_s = float(seconds.mean())
+        rows.append(
+            {
+                "policy": name,
+                "makespan_s": makespan_s,
+                "ratio": ratio.estimate,
+                "ratio_low": ratio.low,
+                "ratio_high": ratio.high,
+                "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budgets_of(policies[name], 1) else None,
+            }
+        )
+    return pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True)
 
 
-def _makespans_of(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, Sequence[float]]:
-    return {name: _makespans(scenario, policy) for name, policy in policies.items()}
+def _makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:
+    return {name: [r.makespan_s for r in scenario.rollouts(policy)] for name, policy in policies.items()}
 
 
 @contextlib.contextmanager
@@ -81,8 +128,8 @@ def _backend(ray_address: str | None, jobs: int) -> Iterator[int]:
         try:
             ray.init(address, log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            found = " ".join(str(error).split())[:200]
-            raise ConfigError(f"no Ray cluster at {ray_address!r} ({found}); 'local' starts one here") from error
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(f"no Ray cluster at {ray_address!r} ({reason}); 'local' starts one here") from error
     try:
         register_ray()  # type: ignore[no-untyped-call]
         with parallel_config(backend="ray"):

@@ -1,11 +1,14 @@
-"""Systems from the literature on one trace: the same responses and the same luck, end to end where stages are known."""
+"""Systems from the literature in simulation: each on its own GPUs or its share of them, whole RL steps where asked.
+
+All of a comparison replay the same responses with the same luck.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,6 @@ from tltlab.acceptance.load import (
     fresh,
     load_acceptance,
 )
-from tltlab.costs.base import CostModel
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
@@ -31,33 +33,103 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace
 
+from .config import SimulationConfig, Source
+from .engine.requests import Floats, Requests
+from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
-from .system_run import generating_workers, partly_recorded, replayable, simulate_system
+from .simulate import SimResult, simulate
+from .topology import Colocated, Separate, Topology
+
+
+@dataclass(frozen=True, kw_only=True)
+class SystemRun:
+    """One system's simulation; `whole` are its RL steps where stage costs were given."""
+
+    bound: BoundSystem
+    result: SimResult
+    whole: RunResult | None
+
+
+def simulate_system(
+    trace: Trace,
+    bound: BoundSystem,
+    config: SimulationConfig = SimulationConfig(),
+    *,
+    stages: StageCosts | Source | None = None,
+    gpus_per_worker: int | None = None,
+    record_iterations: bool = False,
+    **settings: Any,
+) -> SystemRun:
+    """Simulate a bound system on the GPUs of all workers; `settings` are fields that replace those of `config`.
+
+    Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
+    whose trainer has GPUs of its own generates on fewer workers. Raises ConfigError as `simulate` does.
+    """
+    config = replace(config, **settings)
+    workers = config.num_workers(trace)
+    generating = generating_workers(bound.system, workers)
+    result = simulate(
+        trace,
+        bound.policy,
+        config,
+        acceptance=bound.acceptance,
+        workers=generating,
+        placement=config.placement or bound.system.placement,
+        spot=bound.spot,
+        record_iterations=record_iterations,
+    )
+    if stages is None:
+        return SystemRun(bound=bound, result=result, whole=None)
+    stages = load_stages(stages)
+    gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
+    topology: Topology = Colocated(gpus_per_worker=gpus)
+    if bound.system.topology == "separate":
+        # Refuses stage costs that are for other GPUs than all of them.
+        topology.pools(workers, stages)
+        train_gpus = (workers - generating) * gpus
+        topology = Separate(gpus_per_worker=gpus, train_gpus=train_gpus)
+        stages = on_gpus(stages, train_gpus)
+    return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology))
+
+
+def by_name(trace: Trace, name: str, config: SimulationConfig = SimulationConfig(), **options: Any) -> SystemRun:
+    """Simulate the system of that name; the `options` are those of `simulate_system`.
+
+    What `config` trains on idle workers replaces what the system does. Raises ConfigError for an unknown name, and with
+    the reason for a system that cannot be simulated here.
+    """
+    (system,) = find_systems([name])
+    scenario = Scenario.of(trace, config)
+    try:
+        bound = bind(system, scenario.costs, replayable(scenario.acceptance, scenario.steps))
+    except ConfigError as error:
+        raise ConfigError(f"system {name}: {error}{partly_recorded(scenario)}") from error
+    if scenario.spot is not None:
+        bound = replace(bound, spot=scenario.spot)
+    run = simulate_system(trace, bound, config, **options)
+    # As the user called it: the model itself only knows its kind.
+    named = replace(run.result.scenario, acceptance_name=scenario.acceptance_name)
+    return replace(run, result=replace(run.result, scenario=named))
 
 
 def compare_systems(
     trace: Trace,
     systems: str | Sequence[str | System] = "all",
+    config: SimulationConfig = SimulationConfig(),
     *,
-    costs: CostModel | dict[str, Any] | str | Path | None = None,
-    acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
-    model_free_acceptance: Acceptance | dict[str, Any] | str | Path | None = None,
-    stages: StageCosts | dict[str, Any] | str | Path | None = None,
-    workers: int | None = None,
+    model_free_acceptance: Acceptance | Source | None = None,
+    stages: StageCosts | Source | None = None,
     gpus_per_worker: int | None = None,
-    mode: str = "fluid",
-    rl_steps: Sequence[int] | None = None,
     repeats: int = 1,
-    seed: int = 0,
-    decision_block: int = 1,
-    max_response_tokens: int | None = None,
     baseline: str = "verl",
     jobs: int = 1,
     level: float = 0.95,
+    **settings: Any,
 ) -> pd.DataFrame:
     """One row per system, the fastest first: a simulation, on the same responses with the same luck.
 
-    All systems have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
+    `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
+    systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
     Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to the `baseline`
     (the first system where that is not among them; below 1 is faster) with its paired bootstrap interval `ratio_low`
     to `ratio_high` over RL steps, `regret` of the rollout to the clairvoyant bound over all strategies of all systems
@@ -73,60 +145,46 @@ def compare_systems(
     """
     if repeats < 1 or jobs < 1:
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
-    common: dict[str, Any] = {
-        "mode": mode, "rl_steps": rl_steps, "decision_block": decision_block,
-        "max_response_tokens": max_response_tokens,
-    }  # fmt: skip
+    config = replace(config, placement=None, spot=None, **settings)
     # Refuses what is wrong with the trace or the settings before anything is called left out.
-    scenario = Scenario.of(trace, costs=costs, acceptance=acceptance, workers=workers, seed=seed, **common)
+    scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)
     bound, left_out = bind_all(find_systems(systems), scenario, model_free)
     if not bound:
         raise ConfigError(
             "none of the systems can be simulated: " + "; ".join(f"{n}: {w}" for n, w in left_out.items())
         )
-    placed = None if stages is None else load_stages(stages)
-    tasks = [(one, seed + k) for one in bound for k in range(repeats)]
+    config = replace(config, costs=scenario.costs)
+    placed = {"stages": None if stages is None else load_stages(stages), "gpus_per_worker": gpus_per_worker}
+    tasks = [(one, replace(config, seed=config.seed + k)) for one in bound for k in range(repeats)]
     with parallel_config(backend="loky", inner_max_num_threads=1):
-        measured = Parallel(n_jobs=jobs)(
-            delayed(_measured)(
-                trace,
-                one,
-                costs=scenario.costs,
-                workers=scenario.workers,
-                stages=placed,
-                gpus_per_worker=gpus_per_worker,
-                seed=luck,
-                **common,
-            )
-            for one, luck in tasks
-        )
+        measured = Parallel(n_jobs=jobs)(delayed(_measured)(trace, one, seeded, **placed) for one, seeded in tasks)
     outcomes = {one.system.name: _mean(measured[i * repeats : (i + 1) * repeats]) for i, one in enumerate(bound)}
     bound_s = _bound_s(scenario, bound, repeats)
     baseline = baseline if baseline in outcomes else bound[0].system.name
     rows = []
     for one in bound:
-        name, found, base = one.system.name, outcomes[one.system.name], outcomes[baseline]
-        makespan_s = float(found.makespan_s.mean())
+        name, outcome, base = one.system.name, outcomes[one.system.name], outcomes[baseline]
+        makespan_s = float(outcome.makespan_s.mean())
         row: dict[str, Any] = {
             "system": name,
             "title": one.system.title,
             "makespan_s": makespan_s,
-            **_ratio("ratio", found.makespan_s, base.makespan_s, level, seed),
+            **_ratio("ratio", outcome.makespan_s, base.makespan_s, level, config.seed),
             "regret": makespan_s / bound_s - 1 if bound_s and one.policy.budget is None else None,
             "lossless": one.system.lossless,
-            "mean_accept_length": found.mean_accept_length,
-            "bubble_fraction": found.bubble_fraction,
+            "mean_accept_length": outcome.mean_accept_length,
+            "bubble_fraction": outcome.bubble_fraction,
             "workers": generating_workers(one.system, scenario.workers),
         }
-        if found.step_s is not None and base.step_s is not None:
+        if outcome.step_s is not None and base.step_s is not None:
             row |= {
-                "step_s": float(found.step_s.mean()),
-                **_ratio("step_ratio", found.step_s, base.step_s, level, seed),
-                "rollout_share": float(found.makespan_s.sum() / found.step_s.sum()),
+                "step_s": float(outcome.step_s.mean()),
+                **_ratio("step_ratio", outcome.step_s, base.step_s, level, config.seed),
+                "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
             }
         rows.append(row | {"assumptions": one.assumptions, "stand_ins": one.stand_ins, "source": one.system.source})
-    order = "makespan_s" if placed is None else "step_s"
+    order = "makespan_s" if stages is None else "step_s"
     table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
     gpus = gpus_per_worker or scenario.costs.tensor_parallel
     table.attrs.update(
@@ -144,13 +202,13 @@ def bind_all(
 ) -> tuple[list[BoundSystem], dict[str, str]]:
     """The systems that can run here, and for each of the others why it cannot."""
     bound, left_out = [], {}
-    known, partly = replayable(scenario.acceptance, scenario.steps), partly_recorded(scenario)
+    acceptance = replayable(scenario.acceptance, scenario.steps)
     for system in systems:
         try:
             generating_workers(system, scenario.workers)
-            bound.append(bind(system, scenario.costs, known, model_free))
+            bound.append(bind(system, scenario.costs, acceptance, model_free))
         except ConfigError as error:
-            left_out[system.name] = f"{error}{partly if system.drafters else ''}"
+            left_out[system.name] = f"{error}{partly_recorded(scenario) if system.drafters else ''}"
     return bound, left_out
 
 
@@ -158,14 +216,14 @@ def bind_all(
 class _Outcome:
     """Seconds per RL step, and means over them."""
 
-    makespan_s: np.ndarray[Any, np.dtype[np.float64]]
-    step_s: np.ndarray[Any, np.dtype[np.float64]] | None
+    makespan_s: Floats
+    step_s: Floats | None
     mean_accept_length: float | None
     bubble_fraction: float | None
 
 
-def _measured(trace: Trace, bound: BoundSystem, **settings: Any) -> _Outcome:
-    run = simulate_system(trace, bound, **settings)
+def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **placed: Any) -> _Outcome:
+    run = simulate_system(trace, bound, config, **placed)
     summary = replace(run.result, bounds_s=lambda: None).summary
     return _Outcome(
         makespan_s=np.array([rollout.makespan_s for rollout in run.result.rollouts]),
@@ -188,9 +246,9 @@ def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
     )
 
 
-def _ratio(name: str, own: Any, base: Any, level: float, seed: int) -> dict[str, float]:
-    found = paired_interval(own, base, level=level, rng=np.random.default_rng(seed))
-    return {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+def _ratio(name: str, seconds: Floats, base: Floats, level: float, seed: int) -> dict[str, float]:
+    ratio = paired_interval(seconds, base, level=level, rng=np.random.default_rng(seed))
+    return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
 
 def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> float | None:
@@ -205,11 +263,11 @@ def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> 
             models.append(one.acceptance)
     if len(models) > 1 and any(isinstance(model, TraceAcceptance) for model in models):
         return None
-    whole = replace(scenario, acceptance=_all_known(bound) if len(models) > 1 else next(iter(models), None))
+    whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
     return float(np.mean([replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]))
 
 
-def _all_known(bound: Sequence[BoundSystem]) -> Acceptance:
+def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
     """One model of two: learned drafters by the one, at their freshest, and those that draft from text by the other."""
     best = DrafterState(updates=sys.maxsize)
     settled: dict[bool, AcceptanceModel | RequestAcceptance] = {}
@@ -221,3 +279,70 @@ def _all_known(bound: Sequence[BoundSystem]) -> Acceptance:
                 assert not isinstance(model, TraceAcceptance), "no bound covers replayed acceptance beside a model"
                 settled.setdefault(of_text, model)
     return PerDrafter(learned=settled[False], model_free=settled[True])
+
+
+def replayable(acceptance: Acceptance | None, steps: Sequence[Requests]) -> Acceptance | None:
+    """The acceptance; where it is replayed, with those drafters alone that were recorded for every response."""
+    if not isinstance(acceptance, TraceAcceptance):
+        return acceptance
+    drafters = tuple(name for name in acceptance.drafters if _recorded(acceptance, name, steps))
+    if drafters == acceptance.drafters:
+        return acceptance
+    recorded = copy(acceptance)
+    recorded.drafters = drafters
+    return recorded if drafters else None
+
+
+def partly_recorded(scenario: Scenario) -> str:
+    """What to do about drafters that were recorded for some responses only, to be added to a complaint."""
+    acceptance = scenario.acceptance
+    recorded = replayable(acceptance, scenario.steps)
+    if acceptance is None or recorded is acceptance:
+        return ""
+    names = sorted(set(acceptance.drafters) - set(() if recorded is None else recorded.drafters))
+    return (
+        f"; acceptance.parquet has {', '.join(names)} for some responses only: give --acceptance the file that "
+        "calibrate fits to it"
+    )
+
+
+def _recorded(acceptance: TraceAcceptance, drafter: str, steps: Sequence[Requests]) -> bool:
+    try:
+        for step in steps:
+            for key, num_tokens in zip(step.keys, step.response_tokens, strict=True):
+                acceptance.positions(drafter, key, num_tokens)
+    except ConfigError:
+        return False
+    return True
+
+
+def generating_workers(system: System, workers: int) -> int:
+    """How many of `workers` workers' GPUs generate; ConfigError where none is left to train."""
+    if system.topology == "colocated":
+        return workers
+    generating = max(1, round(workers * system.generating_share))
+    if generating >= workers:
+        raise ConfigError(f"{workers} worker's GPUs cannot be split into generation and training: give 2 or more")
+    return generating
+
+
+def on_gpus(stages: StageCosts, num_gpus: int) -> StageCosts:
+    """The same stages on other GPUs: log-probs and training inversely proportional, grading and sync unchanged.
+
+    Costs that are not counted in GPUs stay as they are.
+    """
+    if stages.num_gpus is None:
+        return stages
+    factor = stages.num_gpus / num_gpus
+    inference, train = stages.inference, stages.train
+    return stages.model_copy(
+        update={
+            "num_gpus": num_gpus,
+            "inference": inference and inference.model_copy(update=_times(inference.model_dump(), factor)),
+            "train": train and train.model_copy(update=_times(train.model_dump(), factor)),
+        }
+    )
+
+
+def _times(terms: dict[str, Any], factor: float) -> dict[str, float]:
+    return {name: value * factor for name, value in terms.items() if name.endswith("_s")}

@@ -16,6 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS, find_systems
 from tltlab.policies.policy import load_policy
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace, read
@@ -77,25 +78,33 @@ def compare(
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the name of a JSON file")
     source = read(trace)
-    shared: dict[str, Any] = {
-        "costs": costs, "workers": workers, "mode": mode, "seed": seed, "decision_block": decision_block,
-        "rl_steps": parse_rl_steps(rl_steps, source.rl_steps),
-    }  # fmt: skip
+    config = SimulationConfig(
+        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
+        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
+    )  # fmt: skip
     if systems is None:
         if any(option is not None for option in (stages, gpus_per_worker, model_free_acceptance)):
             raise ConfigError("--stages, --gpus-per-worker and --model-free-acceptance are for --systems")
-        result, text = _policies(
-            source, policies or _POLICIES, acceptance, placement or "contiguous", repeats, jobs, ray_address, shared
-        )
+        result, text = _policies(source, config, policies or _POLICIES, repeats, jobs, ray_address)
     else:
         if policies is not None or placement is not None or ray_address is not None:
             raise ConfigError("--systems bring their policies and placement, and run on --jobs: leave out --policies, "
                               "--placement and --ray")  # fmt: skip
         if gpus_per_worker is not None and stages is None:
             raise ConfigError("--gpus-per-worker places the stages of RL steps: give --stages")
-        asked = {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
-        result, text = _systems(source, systems, shared | asked | {"repeats": repeats, "jobs": jobs}, gpus_per_worker)
-        result |= asked
+        from tltlab.sim.systems import compare_systems
+
+        asked = find_systems(systems)
+        if model_free_acceptance is not None:
+            load_acceptance(model_free_acceptance)
+        rows = compare_systems(
+            source, asked, config, model_free_acceptance=model_free_acceptance, stages=stages,
+            gpus_per_worker=gpus_per_worker, repeats=repeats, jobs=jobs,
+        )  # fmt: skip
+        attributes = ("baseline", "left_out", "num_rl_steps", "num_workers", "num_gpus")
+        result = {"systems": system_rows(rows), "figures": "simulated"} | {key: rows.attrs[key] for key in attributes}
+        result |= {"acceptance": acceptance, "model_free_acceptance": model_free_acceptance, "stages": stages}
+        text = system_table(rows)
     result |= {"trace": source.manifest.name or str(trace), "costs": costs, "acceptance": acceptance}
     result |= {"num_repeats": repeats, "mode": mode, "seed": seed, **made_by("numpy", "scipy", "simpy")}
     if out is not None:
@@ -104,16 +113,9 @@ def compare(
 
 
 def _policies(
-    source: Trace,
-    policies: str,
-    acceptance: str | None,
-    placement: str,
-    repeats: int,
-    jobs: int,
-    ray_address: str | None,
-    shared: dict[str, Any],
+    source: Trace, config: SimulationConfig, policies: str, repeats: int, jobs: int, ray_address: str | None
 ) -> tuple[dict[str, Any], str]:
-    from tltlab.sim.compare import compare as run
+    from tltlab.sim.sweep import compare as run
 
     names = [name.strip() for name in policies.split(",") if name.strip()]
     if len(set(names)) < len(names):
@@ -121,31 +123,20 @@ def _policies(
     chosen = {name: load_policy(name) for name in names}
     if len(chosen) < 2:
         raise ConfigError(f"--policies {policies!r}: give at least two to compare")
-    scenario = Scenario.of(source, acceptance=acceptance, placement=placement, **shared)
-    found = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
-    rows = json.loads(found.to_json(orient="records", double_precision=15))
-    result = {"policies": rows, "baseline": next(iter(chosen)), "num_rl_steps": len(scenario.steps)}
-    return result, table(found)
+    scenario = Scenario.of(source, config)
+    rows = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
+    result = {"policies": _records(rows), "baseline": next(iter(chosen)), "num_rl_steps": len(scenario.steps)}
+    return result, table(rows)
 
 
-def _systems(
-    source: Trace, names: str, settings: dict[str, Any], gpus_per_worker: int | None
-) -> tuple[dict[str, Any], str]:
-    from tltlab.sim.systems import compare_systems
-
-    asked = find_systems(names)
-    if settings["model_free_acceptance"] is not None:
-        load_acceptance(settings["model_free_acceptance"])
-    found = compare_systems(source, asked, gpus_per_worker=gpus_per_worker, **settings)
-    kept = ("baseline", "left_out", "num_rl_steps", "num_workers", "num_gpus")
-    return {"systems": system_rows(found)} | {"figures": "simulated"} | {
-        key: found.attrs[key] for key in kept
-    }, system_table(found)
+def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = json.loads(rows.to_json(orient="records", double_precision=15))
+    return records
 
 
-def system_rows(found: pd.DataFrame) -> list[dict[str, Any]]:
+def system_rows(comparison: pd.DataFrame) -> list[dict[str, Any]]:
     """The comparison's rows for JSON: unknown figures are None, and each interval is a pair too."""
-    rows: list[dict[str, Any]] = json.loads(found.to_json(orient="records", double_precision=15))
+    rows = _records(comparison)
     for row in rows:
         row["interval"] = _pair(row, "ratio")
         if "step_s" in row:
@@ -158,13 +149,13 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
     return None if low is None else [low, high]
 
 
-def system_table(found: pd.DataFrame) -> str:
+def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it."""
-    whole = "step_s" in found
+    whole = "step_s" in comparison
     head = f"{'system':14s}{'rollout s':>11s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}{'accept':>8s}"
     lines = [head + (f"{'RL step s':>11s}{'ratio':>8s}{'95 % interval':>18s}" if whole else "")]
     notes: dict[str, list[str]] = {}
-    for row in found.to_dict("records"):
+    for row in comparison.to_dict("records"):
         name = row["system"] + ("*" if row["stand_ins"] else "")
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
@@ -176,15 +167,15 @@ def system_table(found: pd.DataFrame) -> str:
         if not row["lossless"]:
             notes.setdefault("not lossless", []).append(row["system"])
     lines.append(
-        f"simulated on {found.attrs['num_workers']} workers, {found.attrs['num_rl_steps']} RL steps; ratios to "
-        f"{found.attrs['baseline']}; --json has each system's assumptions and source"
+        f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios "
+        f"to {comparison.attrs['baseline']}; --json has each system's assumptions and source"
     )
     lines += [f"{note} ({', '.join(names)})" for note, names in notes.items()]
-    split = found[found["workers"] < found.attrs["num_workers"]]
+    split = comparison[comparison["workers"] < comparison.attrs["num_workers"]]
     lines += [
         f"{row.system} generates on {row.workers} of them, on the others' GPUs it trains" for row in split.itertuples()
     ]
-    lines += [f"left out: {name}: {reason}" for name, reason in found.attrs["left_out"].items()]
+    lines += [f"left out: {name}: {reason}" for name, reason in comparison.attrs["left_out"].items()]
     return "\n".join(lines)
 
 
@@ -193,10 +184,10 @@ def _interval(row: dict[Any, Any], name: str) -> str:
     return "one RL step only" if pd.isna(low) else f"[{low:.3f}, {high:.3f}]"
 
 
-def table(found: pd.DataFrame) -> str:
+def table(comparison: pd.DataFrame) -> str:
     """The comparison of policies for people."""
     lines = [f"{'policy':32s}{'makespan s':>12s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}"]
-    for row in found.to_dict("records"):
+    for row in comparison.to_dict("records"):
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:9.1%}"
         interval = _interval(row, "ratio")
         lines.append(f"{row['policy']:32s}{row['makespan_s']:12.4g}{row['ratio']:8.3f}{interval:>18s}{regret}")

@@ -16,12 +16,12 @@ from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.sim.config import SimulationConfig, find_acceptance
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
-from tltlab.sim.scenario import find_acceptance
 from tltlab.sim.simulate import simulate as run
-from tltlab.sim.system_run import by_name
+from tltlab.sim.systems import by_name
 from tltlab.sim.topology import load_topology
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import MANIFEST_FILE
@@ -103,12 +103,11 @@ def simulate(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
         )
     model = find_acceptance(source, acceptance)
-    common: dict[str, Any] = {
-        "mode": mode, "seed": seed, "rl_steps": parse_rl_steps(rl_steps, source.rl_steps),
-        "decision_block": decision_block, "record_iterations": record_iterations,
-        "max_response_tokens": max_response_tokens,
-    }  # fmt: skip
-    notes: list[str] = []
+    config = SimulationConfig(
+        costs=costs, acceptance=model, workers=workers, placement=placement, mode=mode, seed=seed,
+        rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
+        max_response_tokens=max_response_tokens, spot=spot_training,
+    )  # fmt: skip
     whole: RunResult | None = None
     if system is not None:
         if policy != "none" or any(given is not None for given in (strategy, drafter, sd_threshold)):
@@ -117,39 +116,28 @@ def simulate(
             )
         if topology is not None or max_staleness:
             raise ConfigError("--system brings its own topology: leave out --topology and --max-staleness")
-        found = by_name(
-            source, system, costs=costs, acceptance=model, workers=workers, placement=placement,
-            spot=spot_training, stages=stages, gpus_per_worker=gpus_per_worker, **common,
-        )  # fmt: skip
-        result, whole = found.result, found.whole
-        notes = [f"assumed            {note}" for note in found.bound.assumptions]
-    else:
-        result = run(
-            source,
-            choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs)),
-            costs=costs,
-            acceptance=model,
-            workers=workers,
-            placement=placement or "contiguous",
-            spot=spot_training,
-            **common,
+        made = by_name(
+            source, system, config, stages=stages, gpus_per_worker=gpus_per_worker, record_iterations=record_iterations
         )
+        result, whole, assumptions = made.result, made.whole, made.bound.assumptions
+    else:
+        chosen = choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs))
+        result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
         if stages is not None:
             gpus = gpus_per_worker or result.scenario.costs.tensor_parallel
             placed = load_topology(topology or "colocated", gpus_per_worker=gpus, max_staleness=max_staleness)
             whole = run_steps(result, load_stages(stages), topology=placed)
-    summary, trace_out, shown = result.summary, result.trace if out is not None else None, [table(result.summary)]
+    summary, shown = result.summary, [table(result.summary)]
     if system is not None:
-        summary = summary | {"system": found.bound.system.name, "assumptions": list(found.bound.assumptions)}
+        summary = summary | {"system": system, "assumptions": list(assumptions)}
     if whole is not None:
         summary = summary | whole_steps(whole)
-        trace_out = whole.trace if out is not None else None
         shown.append(stage_table(summary))
-    if out is not None and trace_out is not None:
-        trace_out.write(out)
+    if out is not None:
+        (whole or result).trace.write(out)
     if spot_training is not None and not isinstance(result.scenario.acceptance, FreshAcceptance):
         shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
-    emit(summary, as_json=as_json, text="\n".join([*shown, *notes]))
+    emit(summary, as_json=as_json, text="\n".join([*shown, *(f"assumed            {note}" for note in assumptions)]))
 
 
 def likely_drafter(model: Acceptance | None, costs: str | None) -> str:

@@ -76,31 +76,19 @@ def tune(
     """
     check_writable(out)
     sources = [read(path) for path in traces]
-    wanted = _numbers(depths)
-    graphs = _graphs(graph_memory, graph_pool, max_batch)
+    wanted, graphs = _numbers(depths), _graphs(graph_memory, graph_pool, max_batch)
+    from tltlab.sim.tuning.tune import TuneConfig
     from tltlab.sim.tuning.tune import tune as run
 
     progress(f"tuning on {', '.join(str(s.manifest.name or p) for s, p in zip(sources, traces, strict=True))}")
-    result = run(
-        sources,
-        costs=costs,
-        acceptance=acceptance,
-        workers=workers,
-        placement=placement,
-        depths=wanted,
-        drafters=[d for d in drafters.split(",") if d] if drafters is not None else None,
-        judge_steps=_judged(judge, sources),
-        max_buckets=max_buckets,
-        trials=trials,
-        repeats=repeats,
-        decision_block=decision_block,
-        robust=robust,
-        cost_error=cost_error,
-        graphs=graphs,
-        seed=seed,
-        jobs=jobs,
-        provenance={"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]},
-    )
+    config = TuneConfig(
+        costs=costs, acceptance=acceptance, workers=workers, placement=placement, decision_block=decision_block,
+        seed=seed, depths=wanted, judge_steps=_judged(judge, sources), max_buckets=max_buckets,
+        drafters=[d for d in drafters.split(",") if d] if drafters is not None else None, trials=trials,
+        repeats=repeats, robust=robust, cost_error=cost_error, jobs=jobs, graphs=graphs,
+    )  # fmt: skip
+    origin = {"command": "tltlab " + shlex.join(sys.argv[1:]), "paths": [str(path) for path in traces]}
+    result = run(sources, config, provenance=origin)
     result.policy.write(out)
     emit(result.json(str(out)), as_json=as_json, text=text(result, out))
 
@@ -170,5 +158,5 @@ def _graphs(memory: float | None, pool: Path | None, max_batch: int) -> GraphMem
         raise ConfigError(f"--graph-memory is the GiB that graphs may take, above 0, got {memory:g}")
     value: Any = read_json(pool)
     with faults_in(pool):
-        known = GraphPool.model_validate(value)
-    return GraphMemory(pool=known, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))
+        graph_pool = GraphPool.model_validate(value)
+    return GraphMemory(pool=graph_pool, cap_bytes=memory * _GIB, max_batch=max_batch, sizes=sglang_sizes(max_batch))

@@ -7,16 +7,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from .regime import Regime
-from .requests import Requests
+from tltlab.state import RequestState
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
+from .regime import Regime
+from .requests import Floats, Ints, Requests
 
 TOLERANCE_TOKENS = 1e-6
 """A request this close to its length has reached it: sums of expected tokens carry rounding errors."""
@@ -79,6 +79,17 @@ class Batch(ABC):
     def recent_acceptance(self, request: int) -> float | None:
         """Accepted tokens per draft of a resident lately; None where it was not drafted for, or requests are alike."""
         return None
+
+    def request_state(self, request: int) -> RequestState:
+        """A resident as policies and budgets see it."""
+        key = self.requests.keys[request]
+        return RequestState(
+            key=key,
+            prompt_id=key[1],
+            generated_tokens=int(self.generated(request)),
+            max_response_tokens=self.requests.max_response_tokens[request],
+            recent_acceptance=self.recent_acceptance(request),
+        )
 
     def settle(self) -> None:  # noqa: B027
         """The last macro-step's time has passed: what it finished is known from now on."""
@@ -186,3 +197,102 @@ class FluidBatch(Batch):
         """The residents and the tokens that each has generated."""
         residents = np.fromiter(self._offsets, np.int64, len(self._offsets))
         return residents, self._clock - np.fromiter(self._offsets.values(), np.float64, len(self._offsets))
+
+
+class ArrayBatch(Batch):
+    """Residents as an array in order of admission, where every request has gains of its own."""
+
+    def __init__(self, requests: Requests, dtype: type[np.int64] | type[np.float64]) -> None:
+        super().__init__(requests)
+        self._running = np.zeros(0, np.int64)
+        self._generated: npt.NDArray[Any] = np.zeros(len(requests), dtype)
+
+    @property
+    def running(self) -> Sequence[int]:
+        return [int(r) for r in self._running]
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    @property
+    def context_tokens(self) -> float:
+        return float(self.requests.prompts[self._running].sum() + self._generated[self._running].sum())
+
+    def generated(self, request: int) -> float:
+        return float(self._generated[request])
+
+    def admit(self, request: int, generated: float) -> None:
+        self._generated[request] = generated
+        self._running = np.append(self._running, request)
+
+    def preempt(self) -> tuple[int, float]:
+        request = int(self._running[-1])
+        self._running = self._running[:-1]
+        return request, self.generated(request)
+
+    def _left(self) -> npt.NDArray[Any]:
+        """Tokens that each resident lacks."""
+        left: npt.NDArray[Any] = self.requests.lengths[self._running] - self._generated[self._running]
+        return left
+
+    def _advance_plain(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
+        """Run without speculation: a token per request and iteration."""
+        batch = len(self._running)
+        whole = max(1, math.ceil(float(self._left().min()) - TOLERANCE_TOKENS))
+        n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
+        return self._advanced(regime, n, np.full(batch, n), batch * n * (n - 1) / 2)
+
+    def _advance_by(self, regime: Regime, gains: npt.NDArray[Any]) -> MacroStep:
+        """Run as many iterations as there are columns of `gains`."""
+        n = gains.shape[1]
+        growth = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
+        return self._advanced(regime, n, gains.sum(axis=1), growth, gains)
+
+    def _advanced(
+        self, regime: Regime, n: int, total: npt.NDArray[Any], growth: float, gains: npt.NDArray[Any] | None = None
+    ) -> MacroStep:
+        """`growth` sums over the iterations what the context has grown by before each."""
+        running, batch, context = self._running, len(self._running), self.context_tokens
+        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
+        self._generated[running] += total
+        over = self._generated[running] >= self.requests.lengths[running] - TOLERANCE_TOKENS
+        self._running = running[~over]
+        seconds = n * first_s + regime.slope_s(batch) * growth
+        return MacroStep(regime, n, batch, seconds, first_s, context, running[over].tolist(), gains)
+
+
+def iterations_until_done(gains: npt.NDArray[Any], left: npt.NDArray[Any], room_tokens: float) -> int:
+    """Columns of `gains` until one request has what is `left` of it, or the context has outgrown `room_tokens`."""
+    gained = np.cumsum(gains, axis=1)
+    done = (gained >= left[:, None]).any(axis=0)
+    n = int(done.argmax()) + 1 if done.any() else gains.shape[1]
+    if len(left) > 1 and not math.isinf(room_tokens):
+        growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
+        n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
+    return n
+
+
+class RequestsView(Sequence[RequestState]):
+    """The running requests as a policy sees them, in order of admission, made one at a time when they are read.
+
+    Holds for the iteration it was made for.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    @cached_property
+    def _running(self) -> Sequence[int]:
+        return self._batch.running
+
+    def __len__(self) -> int:
+        return len(self._batch)
+
+    @overload
+    def __getitem__(self, index: int) -> RequestState: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[RequestState]: ...
+    def __getitem__(self, index: int | slice) -> RequestState | Sequence[RequestState]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        return self._batch.request_state(self._running[index])

@@ -13,23 +13,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from tltlab.acceptance.load import AcceptanceModel, RequestAcceptance, per_request
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError
-from tltlab.state import RequestState, StepState
+from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
-from .batch import TOLERANCE_TOKENS, Batch, Floats, Ints, MacroStep, iterations_that_fit
+from .batch import TOLERANCE_TOKENS, ArrayBatch, MacroStep, iterations_that_fit, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
-from .requests import Requests
+from .requests import Floats, Ints, Requests
 
 REFRESH_ITERATIONS = 32
 RECENT_ITERATIONS = 16.0
@@ -55,8 +53,8 @@ class Groups:
         return self._finished[self._group[running]].astype(np.float64)
 
 
-class RateBatch(Batch):
-    """Residents as arrays in order of admission.
+class RateBatch(ArrayBatch):
+    """Residents that gain at chances of their own.
 
     `settle` tells the group that requests have finished; it belongs at the end of a macro-step in virtual time, and
     `advance` catches up on it. Without a budget the given regime's cost holds; with one, `costs` says what the drafts
@@ -75,7 +73,7 @@ class RateBatch(Batch):
         budget: DraftBudget | None = None,
         refresh: int = REFRESH_ITERATIONS,
     ) -> None:
-        super().__init__(requests)
+        super().__init__(requests, np.float64)
         self._model = model
         self._groups = groups
         self._seed = seed
@@ -83,43 +81,18 @@ class RateBatch(Batch):
         self._costs = costs
         self._budget = budget
         self._refresh = refresh
-        self._generated = np.zeros(len(requests))
         self._recent = np.full(len(requests), np.nan)
         self._drafted = np.zeros(len(requests))
         self._accepted = np.zeros(len(requests))
-        self._running = np.zeros(0, np.int64)
         self._pending: list[int] = []
         self._regimes: dict[tuple[Strategy, int, float], Regime] = {}
         self._seeds = request_seeds(seed, requests.keys) if sampled else None
         self._draws = np.zeros(len(requests), np.int64)
 
-    @property
-    def running(self) -> Sequence[int]:
-        return [int(r) for r in self._running]
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    @property
-    def context_tokens(self) -> float:
-        return float(self.requests.prompts[self._running].sum() + self._generated[self._running].sum())
-
-    def generated(self, request: int) -> float:
-        return float(self._generated[request])
-
     def recent_acceptance(self, request: int) -> float | None:
         """Accepted tokens per draft lately, None before the first draft."""
         recent = float(self._recent[request])
         return None if math.isnan(recent) else recent
-
-    def admit(self, request: int, generated: float) -> None:
-        self._generated[request] = generated
-        self._running = np.append(self._running, request)
-
-    def preempt(self) -> tuple[int, float]:
-        request = int(self._running[-1])
-        self._running = self._running[:-1]
-        return request, self.generated(request)
 
     def settle(self) -> None:
         """The last macro-step is over: its finished requests count for their siblings and budgets from now on."""
@@ -128,41 +101,28 @@ class RateBatch(Batch):
             if self._budget is not None:
                 for request in self._pending:
                     drafted, accepted = round(self._drafted[request]), round(self._accepted[request])
-                    done = self._request_state(request, self.requests.response_tokens[request])
+                    done = replace(self.request_state(request), generated_tokens=self.requests.response_tokens[request])
                     self._budget.finished(done, drafted=drafted, accepted=accepted)
             self._pending = []
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
         self.settle()
-        running, batch, context = self._running, len(self._running), self.context_tokens
-        left = self.requests.lengths[running] - self._generated[running]
-        gains: npt.NDArray[Any] | None = None
-        if regime.strategy.speculates:
+        if not regime.strategy.speculates:
+            macro = self._advance_plain(regime, limit, room_tokens)
+        else:
             drafted: Ints | None = None
             if self._budget is not None:
                 regime, drafted = self._allotted(regime)
-            limit = min(limit, self._refresh)
-            gains, n = (self._drawn if self._sampled else self._expected)(regime, drafted, left, limit, room_tokens)
+            gains_of = self._drawn if self._sampled else self._expected
+            gains = gains_of(regime, drafted, self._left(), min(limit, self._refresh), room_tokens)
             if self._sampled:
-                self._draws[running] += n
-            self._remember(gains.mean(axis=1) - 1.0, n, drafted, regime)
-            total = gains.sum(axis=1)
-            grown = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
-        else:
-            whole = max(1, math.ceil(float(left.min()) - TOLERANCE_TOKENS))
-            n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
-            total, grown = np.full(batch, n), batch * n * (n - 1) / 2
-        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
-        seconds = n * first_s + regime.slope_s(batch) * grown
-        self._generated[running] += total
-        over = self._generated[running] >= self.requests.lengths[running] - TOLERANCE_TOKENS
-        self._running = running[~over]
-        self._pending = [int(r) for r in running[over]]
-        return MacroStep(regime, n, batch, seconds, first_s, context, list(self._pending), gains)
+                self._draws[self._running] += gains.shape[1]
+            self._remember(gains.mean(axis=1) - 1.0, gains.shape[1], drafted, regime)
+            macro = self._advance_by(regime, gains)
+        self._pending = list(macro.finished)
+        return macro
 
-    def _expected(
-        self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float
-    ) -> tuple[Floats, int]:
+    def _expected(self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float) -> Floats:
         def rates(ahead: Floats) -> tuple[Floats, int]:
             gain = 1.0 + self._survival(regime.strategy, drafted, ahead).sum(axis=1)
             n = max(1, math.ceil(float(((left - TOLERANCE_TOKENS) / gain).min())))
@@ -172,11 +132,9 @@ class RateBatch(Batch):
         gain, n = rates(np.zeros(len(left)))
         if n > 1:
             gain, n = rates(gain * ((n - 1) / 2))
-        return np.broadcast_to(gain[:, None], (len(left), n)), n
+        return np.broadcast_to(gain[:, None], (len(left), n))
 
-    def _drawn(
-        self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float
-    ) -> tuple[Ints, int]:
+    def _drawn(self, regime: Regime, drafted: Ints | None, left: Floats, limit: float, room_tokens: float) -> Ints:
         assert self._seeds is not None
         running, batch = self._running, len(left)
         survival = self._survival(regime.strategy, drafted, np.zeros(batch))
@@ -189,27 +147,20 @@ class RateBatch(Batch):
         gains = np.ones((batch, count), np.int64)
         for level in survival.T:
             gains += luck >= 1.0 - level[:, None]
-        gained = np.cumsum(gains, axis=1)
-        done = (gained >= left[:, None] - TOLERANCE_TOKENS).any(axis=0)
-        n = int(done.argmax()) + 1 if done.any() else count
-        if batch > 1 and not math.isinf(room_tokens):
-            growth = np.concatenate([[0], gained.sum(axis=0)[:-1]])
-            n = min(n, max(1, int((growth[:n] <= room_tokens + TOLERANCE_TOKENS).sum())))
-        return gains[:, :n], n
+        return gains[:, : iterations_until_done(gains, left - TOLERANCE_TOKENS, room_tokens)]
 
     def _survival(self, strategy: Strategy, drafted: Ints | None, ahead: Floats) -> Floats:
         """P(accepted >= i) of each resident, `ahead` tokens further on; 0 beyond what it is drafted."""
         running = self._running
-        known = self._groups.levels
-        if strategy.drafter not in known:
-            known[strategy.drafter] = self._model.levels(strategy.drafter, self.requests.keys, self._seed)
+        levels_by_drafter = self._groups.levels
+        if strategy.drafter not in levels_by_drafter:
+            levels_by_drafter[strategy.drafter] = self._model.levels(strategy.drafter, self.requests.keys, self._seed)
         full = strategy if drafted is None else Strategy.chain(strategy.drafter, strategy.draft_depth)
-        levels, siblings = known[strategy.drafter][running], self._groups.siblings(running)
-        kept = self._model.at(len(running)).survival(full, levels, self._generated[running] + ahead, siblings)
+        levels, siblings = levels_by_drafter[strategy.drafter][running], self._groups.siblings(running)
+        survival = self._model.at(len(running)).survival(full, levels, self._generated[running] + ahead, siblings)
         if drafted is None:
-            return kept
-        given: Floats = np.where(np.arange(kept.shape[1])[None, :] < drafted[:, None], kept, 0.0)
-        return given
+            return survival
+        return np.asarray(np.where(np.arange(survival.shape[1])[None, :] < drafted[:, None], survival, 0.0))
 
     def _allotted(self, regime: Regime) -> tuple[Regime, Ints]:
         """The budget's share of each resident, and the regime with its cost."""
@@ -236,23 +187,13 @@ class RateBatch(Batch):
         return self._regimes[key], drafted
 
     def _state(self, strategy: Strategy) -> StepState:
-        requests = [self._request_state(r, int(self._generated[r])) for r in self.running]
+        requests = [self.request_state(r) for r in self.running]
         return StepState(
             rl_step=self.requests.rl_step,
             batch=len(requests),
             context_tokens=self.context_tokens,
             strategy=strategy,
             requests=requests,
-        )
-
-    def _request_state(self, request: int, generated: int) -> RequestState:
-        key = self.requests.keys[request]
-        return RequestState(
-            key=key,
-            prompt_id=key[1],
-            generated_tokens=generated,
-            max_response_tokens=self.requests.max_response_tokens[request],
-            recent_acceptance=self.recent_acceptance(request),
         )
 
     def _remember(self, accepted: Floats, num_iterations: int, drafted: Ints | None, regime: Regime) -> None:

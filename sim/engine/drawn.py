@@ -4,88 +4,42 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from tltlab.acceptance.load import TraceAcceptance
 
-from .batch import Batch, MacroStep, iterations_that_fit
+from .batch import ArrayBatch, MacroStep, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
-from .requests import Requests
+from .requests import Ints, Requests
 
-IntArray = npt.NDArray[np.int64]
 _BLOCK_CELLS = 1 << 16
 
 
-class WalkBatch(Batch):
-    """Residents as arrays in order of admission; iterations are walked in blocks until one finishes."""
+class WalkBatch(ArrayBatch):
+    """Iterations are walked in blocks until a request finishes."""
 
     def __init__(self, requests: Requests) -> None:
-        super().__init__(requests)
-        self._prompts = requests.prompts
-        self._lengths = requests.lengths
-        self._generated = np.zeros(len(requests), np.int64)
-        self._running = np.zeros(0, np.int64)
-
-    @property
-    def running(self) -> Sequence[int]:
-        return [int(r) for r in self._running]
-
-    def __len__(self) -> int:
-        return len(self._running)
-
-    @property
-    def context_tokens(self) -> float:
-        return float(self._prompts[self._running].sum() + self._generated[self._running].sum())
-
-    def generated(self, request: int) -> float:
-        return float(self._generated[request])
-
-    def admit(self, request: int, generated: float) -> None:
-        assert self._generated[request] == generated
-        self._running = np.append(self._running, request)
-
-    def preempt(self) -> tuple[int, float]:
-        request = int(self._running[-1])
-        self._running = self._running[:-1]
-        return request, self.generated(request)
+        super().__init__(requests, np.int64)
 
     def advance(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
-        running, batch, context = self._running, len(self._running), self.context_tokens
-        left = self._lengths[running] - self._generated[running]
-        gains = None
-        if regime.strategy.speculates:
-            block = max(1, min(int(left.min()), _BLOCK_CELLS // batch))
-            gains = self._gains(running, regime, int(min(block, limit)))
-            gained = np.cumsum(gains, axis=1)
-            growth = np.concatenate([[0], gained.sum(axis=0)])
-            n = gains.shape[1]
-            done = (gained >= left[:, None]).any(axis=0)
-            n = int(done.argmax()) + 1 if done.any() else n
-            if batch > 1 and not math.isinf(room_tokens):
-                n = min(n, max(1, int((growth[:n] <= room_tokens).sum())))
-            gains, total, grown = gains[:, :n], gained[:, n - 1], float(growth[:n].sum())
-        else:
-            n = int(min(left.min(), limit, iterations_that_fit(batch, batch, room_tokens)))
-            total, grown = np.full(batch, n), batch * n * (n - 1) / 2
-        first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
-        self._walked(running, regime, n)
-        self._generated[running] += total
-        over = self._generated[running] >= self._lengths[running]
-        self._running = running[~over]
-        seconds = n * first_s + regime.slope_s(batch) * grown
-        finished = [int(r) for r in running[over]]
-        return MacroStep(regime, n, batch, seconds, first_s, context, finished, gains)
+        if not regime.strategy.speculates:
+            return self._advance_plain(regime, limit, room_tokens)
+        left = self._left()
+        block = max(1, min(int(left.min()), _BLOCK_CELLS // len(left)))
+        gains = self._gains(regime, left, int(min(block, limit)))
+        gains = gains[:, : iterations_until_done(gains, left, room_tokens)]
+        self._walked(gains.shape[1])
+        return self._advance_by(regime, gains)
 
     @abstractmethod
-    def _gains(self, running: IntArray, regime: Regime, count: int) -> IntArray:
+    def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
         """Tokens of the next iterations, shape (requests, at most count), the bonus token included."""
 
-    def _walked(self, running: IntArray, regime: Regime, num_iterations: int) -> None:
-        """Note that these iterations took place."""
+    def _walked(self, num_iterations: int) -> None:
+        """Note that these speculative iterations took place."""
 
 
 class SampledBatch(WalkBatch):
@@ -96,17 +50,15 @@ class SampledBatch(WalkBatch):
         self._seeds = request_seeds(seed, requests.keys)
         self._draws = np.zeros(len(requests), np.int64)
 
-    def _gains(self, running: IntArray, regime: Regime, count: int) -> IntArray:
-        left = int((self._lengths[running] - self._generated[running]).min())
+    def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
         # The first to finish is likely the shortest: rarely worth drawing far beyond it.
-        count = min(count, math.ceil(left / regime.tokens * 1.2) + 4)
-        drawn = uniforms(self._seeds[running], self._draws[running], count)
+        count = min(count, math.ceil(int(left.min()) / regime.tokens * 1.2) + 4)
+        drawn = uniforms(self._seeds[self._running], self._draws[self._running], count)
         assert regime.cdf is not None
         return 1 + np.searchsorted(regime.cdf, drawn, side="right").astype(np.int64)
 
-    def _walked(self, running: IntArray, regime: Regime, num_iterations: int) -> None:
-        if regime.strategy.speculates:
-            self._draws[running] += num_iterations
+    def _walked(self, num_iterations: int) -> None:
+        self._draws[self._running] += num_iterations
 
 
 class ReplayBatch(WalkBatch):
@@ -115,12 +67,12 @@ class ReplayBatch(WalkBatch):
     def __init__(self, requests: Requests, acceptance: TraceAcceptance) -> None:
         super().__init__(requests)
         self._acceptance = acceptance
-        self._starts = np.concatenate([[0], np.cumsum(self._lengths)])[:-1]
+        self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]
         self._flat: dict[str, npt.NDArray[np.uint8]] = {}
 
-    def _gains(self, running: IntArray, regime: Regime, count: int) -> IntArray:
-        flat = self._positions(regime.strategy.drafter)
-        position, last = self._generated[running], self._lengths[running]
+    def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
+        flat, running = self._positions(regime.strategy.drafter), self._running
+        position, last = self._generated[running], self.requests.lengths[running]
         columns = []
         for _ in range(count):
             gain = 1 + np.minimum(flat[self._starts[running] + position], regime.most).astype(np.int64)

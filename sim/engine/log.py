@@ -9,21 +9,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from .batch import MacroStep
 from .regime import Regime
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from .requests import Floats, Ints
 
 
 class Entry(NamedTuple):
-    """One macro-step: switch and prefill from `start_s`, then `num_iterations` iterations of `batch` requests.
-
-    `seconds` is the decoding part, `context_tokens` the sum before its first iteration, `tokens` all that came out,
-    surplus of finishing requests included. `prefill_s` and `prefill_tokens` hold all prefill; `chunk_tokens` of them
-    were prefilled beside the iterations, spread evenly. `asked` marks a decision of the policy. `gains[i, j]` is what
-    request i got in iteration j where that differs between requests, else None. `noise[j]` is what iteration j's time
-    was multiplied by, None without noise.
-    """
+    """One macro-step with what came before and beside it; the fields are as in `Columns`."""
 
     start_s: float
     switch_s: float
@@ -31,23 +23,24 @@ class Entry(NamedTuple):
     prefill_tokens: float
     chunk_tokens: float
     waiting: int
-    num_iterations: int
-    batch: int
-    seconds: float
-    context_tokens: float
-    tokens: float
     asked: bool
     bucket: int | None
     propensity: float
     reward: float | None
-    regime: Regime
-    gains: npt.NDArray[Any] | None
-    noise: Floats | None = None
+    noise: Floats | None
+    macro: MacroStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Entries as arrays of one length."""
+    """Macro-steps as arrays of one length: switch and prefill from `start_s`, then `num_iterations` iterations.
+
+    `batch` requests run in each, `seconds` is the decoding part, `context_tokens` the sum before its first iteration,
+    `tokens` all that came out, surplus of finishing requests included. `prefill_s` and `prefill_tokens` hold all
+    prefill; `chunk_tokens` of them were prefilled beside the iterations, spread evenly. `asked` marks a decision of the
+    policy. `gains[i, j]` of a macro-step is what request i got in iteration j where that differs between requests, else
+    None. `noise[j]` is what iteration j's time was multiplied by, None without noise.
+    """
 
     start_s: Floats
     switch_s: Floats
@@ -79,6 +72,32 @@ class Columns:
     def speculates(self) -> npt.NDArray[np.bool_]:
         return np.array([regime.strategy.speculates for regime in self.regime], dtype=bool)
 
+    @classmethod
+    def of(cls, entries: list[Entry]) -> Columns:
+        """Of macro-steps one by one."""
+        columns: dict[str, Any] = {}
+        for name in _NAMES:
+            if name in Entry._fields:
+                values = [getattr(entry, name) for entry in entries]
+            else:
+                values = [getattr(entry.macro, name) for entry in entries]
+            columns[name] = values if name in _LISTS else np.array(values, dtype=_TYPES.get(name, np.float64))
+        return cls(**columns)
+
+    @classmethod
+    def joined(cls, parts: list[Columns]) -> Columns:
+        """One after another."""
+        columns: dict[str, Any] = {}
+        for name in _NAMES:
+            values = [getattr(part, name) for part in parts]
+            columns[name] = list(chain(*values)) if name in _LISTS else np.concatenate(values)
+        return cls(**columns)
+
+
+_NAMES = tuple(field.name for field in fields(Columns))
+_LISTS = {"bucket", "reward", "regime", "gains", "noise"}
+_TYPES = {"waiting": np.int64, "num_iterations": np.int64, "batch": np.int64, "asked": np.bool_}
+
 
 class WorkerLog:
     """Entries one by one, or many at once as columns."""
@@ -99,40 +118,10 @@ class WorkerLog:
         """All of it so far."""
         self._flush()
         if len(self._parts) != 1:
-            self._parts = [_joined(self._parts)] if self._parts else [_transposed([])]
+            self._parts = [Columns.joined(self._parts) if self._parts else Columns.of([])]
         return self._parts[0]
 
     def _flush(self) -> None:
         if self._entries:
-            self._parts.append(_transposed(self._entries))
+            self._parts.append(Columns.of(self._entries))
             self._entries = []
-
-
-_TYPES: dict[str, Any] = {
-    "waiting": np.int64,
-    "num_iterations": np.int64,
-    "batch": np.int64,
-    "asked": np.bool_,
-    "bucket": list,
-    "reward": list,
-    "regime": list,
-    "gains": list,
-    "noise": list,
-}
-
-
-def _transposed(entries: list[Entry]) -> Columns:
-    columns = zip(*entries, strict=True) if entries else [()] * len(Entry._fields)
-    made: dict[str, Any] = {}
-    for name, values in zip(Entry._fields, columns, strict=True):
-        kind = _TYPES.get(name, np.float64)
-        made[name] = list(values) if kind is list else np.array(values, dtype=kind)
-    return Columns(**made)
-
-
-def _joined(parts: list[Columns]) -> Columns:
-    made: dict[str, Any] = {}
-    for field in fields(Columns):
-        values = [getattr(part, field.name) for part in parts]
-        made[field.name] = list(chain(*values)) if _TYPES.get(field.name) is list else np.concatenate(values)
-    return Columns(**made)

@@ -11,11 +11,14 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtr, ndtri
 
 from tltlab.acceptance.load import Key
+from tltlab.costs.noise import IterationNoise
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_FIRST = 512
 
 
 def request_seeds(seed: int, keys: Iterable[Key]) -> npt.NDArray[np.uint64]:
@@ -31,3 +34,44 @@ def uniforms(seeds: npt.NDArray[np.uint64], start: npt.NDArray[np.int64], count:
     z = (z ^ (z >> np.uint64(30))) * _MIX[0]
     z = (z ^ (z >> np.uint64(27))) * _MIX[1]
     return np.asarray(((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53)
+
+
+class NoiseDraws:
+    """The noise of one worker in one rollout, drawn as far as it is asked for.
+
+    Iteration i of a worker meets the same noise under every policy. Policies need different numbers of iterations for
+    the same tokens, so what is common is the noise by number, not by token.
+    """
+
+    def __init__(self, noise: IterationNoise, seed: int, rl_step: int, worker: int) -> None:
+        self._noise = noise
+        lengths = [length for length, _ in noise.components]
+        self._seeds = request_seeds(seed, [(rl_step, "iteration noise", worker, length) for length in lengths])
+        # Blocks of different workers and steps do not begin together.
+        self._offsets = [int(number) % length for number, length in zip(self._seeds.tolist(), lengths, strict=True)]
+        self._drawn: npt.NDArray[np.float64] = np.zeros(0)
+        self._sums: npt.NDArray[np.float64] = np.zeros(1)
+
+    def between(self, first: int, count: int) -> npt.NDArray[np.float64]:
+        """The noise of iterations first..first+count-1."""
+        self._reach(first + count)
+        return self._drawn[first : first + count]
+
+    def mean(self, first: int, count: int) -> float:
+        """Their mean."""
+        self._reach(first + count)
+        return float(self._sums[first + count] - self._sums[first]) / count
+
+    def _reach(self, end: int) -> None:
+        if end <= len(self._drawn):
+            return
+        begin, end = len(self._drawn), max(end, 2 * len(self._drawn), _FIRST)
+        scores = np.zeros(end - begin)
+        for (length, share), number, offset in zip(self._noise.components, self._seeds, self._offsets, strict=True):
+            first, last = (begin + offset) // length, (end - 1 + offset) // length
+            block = uniforms(np.array([number], np.uint64), np.array([first], np.int64), last - first + 1)[0]
+            # The hash can be 0, and the normal score of that is -infinity.
+            normal = ndtri(np.maximum(block, 2.0**-54))
+            scores += np.sqrt(share) * normal[(np.arange(begin, end) + offset) // length - first]
+        self._drawn = np.concatenate([self._drawn, self._noise.at(ndtr(scores))])
+        self._sums = np.concatenate([[0.0], np.cumsum(self._drawn)])

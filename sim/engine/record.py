@@ -11,8 +11,9 @@ import pandas as pd
 
 from tltlab.traces.schema import KEY, TABLES
 
-from .log import Columns, Floats, Ints
-from .worker import Rollout
+from .log import Columns
+from .requests import Floats, Ints
+from .worker import SimulatedRollout
 
 WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")
 
@@ -20,7 +21,7 @@ WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_versi
 SPANS = ["lane", "kind", "t_start", "duration", "batch", "detail"]
 
 
-def tables(rollouts: Sequence[Rollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:
+def tables(rollouts: Sequence[SimulatedRollout], policy: str, *, iterations: bool) -> dict[str, pd.DataFrame]:
     """Workload, outcomes, steps and spans; with `iterations` also iterations and decisions, row by row."""
     built = {
         "workload": pd.concat([r.requests.rows[list(WORKLOAD)] for r in rollouts], ignore_index=True),
@@ -39,9 +40,9 @@ def _concat(table: str, parts: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=TABLES[table].names)
 
 
-def _outcomes(rollout: Rollout) -> pd.DataFrame:
-    kept = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
-    out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *kept]].copy()
+def _outcomes(rollout: SimulatedRollout) -> pd.DataFrame:
+    extra = [c for c in ("reward", "tool_s") if c in rollout.requests.rows]
+    out = rollout.requests.rows[[*KEY, "response_tokens", "finish_reason", *extra]].copy()
     out["worker"] = rollout.worker_of
     out["t_submit"] = 0.0
     out["t_first_token"] = rollout.first_token_s
@@ -49,7 +50,7 @@ def _outcomes(rollout: Rollout) -> pd.DataFrame:
     return out
 
 
-def _steps(rollouts: Sequence[Rollout], policy: str) -> pd.DataFrame:
+def _steps(rollouts: Sequence[SimulatedRollout], policy: str) -> pd.DataFrame:
     lengths = np.array([r.makespan_s for r in rollouts])
     return pd.DataFrame(
         {
@@ -62,7 +63,7 @@ def _steps(rollouts: Sequence[Rollout], policy: str) -> pd.DataFrame:
     )
 
 
-def _spans(rollout: Rollout) -> pd.DataFrame:
+def _spans(rollout: SimulatedRollout) -> pd.DataFrame:
     parts = []
     for w, log in enumerate(rollout.logs):
         c = log.columns
@@ -91,7 +92,7 @@ def _spans(rollout: Rollout) -> pd.DataFrame:
     return joined
 
 
-def _idle(rollout: Rollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
+def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[tuple[str, str, float, float, int, str | None]]:
     """The times after a worker's last request in which it does not even train the drafter."""
     lane, now = f"worker {worker}", rollout.worker_end_s[worker]
     held = [span for span in (rollout.spot.spans if rollout.spot else ()) if span.lane == lane]
@@ -107,13 +108,13 @@ def _block(
     seconds: Floats,
     batch: Ints,
     detail: npt.NDArray[Any],
-    kept: npt.NDArray[np.bool_],
+    chosen: npt.NDArray[np.bool_],
 ) -> pd.DataFrame:
     frame = pd.DataFrame({"kind": kind, "t_start": start_s, "duration": seconds, "batch": batch, "detail": detail})
-    return frame[kept].astype({"kind": object, "detail": object})
+    return frame[chosen].astype({"kind": object, "detail": object})
 
 
-def _iterations(rollout: Rollout, worker: int) -> pd.DataFrame:
+def _iterations(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     """One row per iteration, in the recorder's attribution: what an iteration drafts, the next one verifies.
 
     So row i lasts from the start of its verification to the start of the next one and holds the drafting for i + 1;
@@ -208,7 +209,7 @@ def _whole(expected: Floats) -> Ints:
     return np.diff(np.rint(np.cumsum(expected)).astype(np.int64), prepend=0)
 
 
-def _decisions(rollout: Rollout, worker: int) -> pd.DataFrame:
+def _decisions(rollout: SimulatedRollout, worker: int) -> pd.DataFrame:
     c = rollout.logs[worker].columns
     asked = np.flatnonzero(c.asked)
     strategies = [c.regime[i].strategy for i in asked]

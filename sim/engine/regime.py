@@ -58,16 +58,16 @@ class Regimes:
 
     def at(self, strategy: Strategy, batch: int) -> Regime:
         """The regime of a strategy at a batch size."""
-        found = self._by_batch.get((strategy, batch))
-        if found is None:
+        regime = self._by_batch.get((strategy, batch))
+        if regime is None:
             model = self._acceptance
             if isinstance(model, AcceptanceModel | RequestAcceptance) and strategy.speculates:
                 model = model.at(batch)
             key = (strategy, id(model))
             if key not in self._by_model:
                 self._by_model[key] = _regime(strategy, self._costs, model, self._loaded)
-            found = self._by_batch[strategy, batch] = self._by_model[key]
-        return found
+            regime = self._by_batch[strategy, batch] = self._by_model[key]
+        return regime
 
     def up_to(self, batch: int) -> list[Regime]:
         """All regimes that batches 1 to `batch` can meet."""

@@ -15,6 +15,9 @@ from tltlab.errors import ConfigError
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
@@ -33,12 +36,12 @@ class Requests:
         return len(self.keys)
 
     @cached_property
-    def prompts(self) -> npt.NDArray[np.int64]:
+    def prompts(self) -> Ints:
         """`prompt_tokens` as an array."""
         return np.array(self.prompt_tokens, np.int64)
 
     @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
+    def lengths(self) -> Ints:
         """`response_tokens` as an array."""
         return np.array(self.response_tokens, np.int64)
 
@@ -52,10 +55,10 @@ def requests_by_step(
     """
     if max_response_tokens is not None and max_response_tokens < 1:
         raise ConfigError(f"max_response_tokens must be at least 1, got {max_response_tokens}")
-    known = trace.rl_steps
-    chosen = known if rl_steps is None else sorted(set(rl_steps))
-    if missing := [s for s in chosen if s not in known]:
-        span = f"{known[0]}..{known[-1]}" if known else "none"
+    recorded = trace.rl_steps
+    chosen = recorded if rl_steps is None else sorted(set(rl_steps))
+    if missing := [s for s in chosen if s not in recorded]:
+        span = f"{recorded[0]}..{recorded[-1]}" if recorded else "none"
         raise ConfigError(f"the trace has no rl_step {missing[0]}; its RL steps are {span}")
     if not chosen:
         raise ConfigError("no RL step to simulate: the selection is empty")

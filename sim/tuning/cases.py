@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tltlab.policies.policy import load_policy
-from tltlab.sim.engine.batch import Floats
-from tltlab.sim.engine.oracle import Expected, OraclePolicy
+from tltlab.sim.engine.requests import Floats
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_interval, student_margin
 from tltlab.strategy import Strategy
 
 from .misspecification import OffCosts, corners, off
+from .oracle import Expected, OraclePolicy
 
 ORACLE = "oracle"
 ENOUGH_STEPS = 10
@@ -27,24 +27,24 @@ _LEVEL = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class TuningCase:
     """RL steps of the `trace`-th trace under one assumption about costs and acceptance."""
 
     name: str
     trace: int
     scenario: Scenario
 
-    def off_by(self, error: float) -> list[Case]:
+    def off_by(self, error: float) -> list[TuningCase]:
         """The same steps with costs and acceptance off by this share."""
-        found = []
+        cases = []
         for name, (plain, speculative, accepted) in corners(error).items():
             scenario = replace(
                 self.scenario,
                 costs=OffCosts.of(self.scenario.costs, plain=plain, speculative=speculative),
                 acceptance=off(self.scenario.acceptance, accepted),
             )
-            found.append(Case(name=f"{self.name}: {name}", trace=self.trace, scenario=scenario))
-        return found
+            cases.append(TuningCase(name=f"{self.name}: {name}", trace=self.trace, scenario=scenario))
+        return cases
 
     def batch_times(self) -> dict[int, tuple[float, float]]:
         """By batch size: plain iterations per RL step that workers spend at it, and their mean context."""
@@ -70,10 +70,10 @@ Makespans = Mapping[str, list[Floats]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cases:
+class TuningCases:
     """Cases that count together: their mean, or (`robust`) the worst of them relative to plain decoding."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[TuningCase, ...]
     robust: bool
 
     @property
@@ -84,7 +84,7 @@ class Cases:
         return "mean makespan of the RL steps, simulated"
 
     @property
-    def nominal(self) -> tuple[Case, ...]:
+    def nominal(self) -> tuple[TuningCase, ...]:
         """One case per trace, under the costs as they were given."""
         return tuple({case.trace: case for case in reversed(self.cases)}.values())[::-1]
 
@@ -92,7 +92,7 @@ class Cases:
         self, policies: Mapping[str, PolicyLike], *, mode: str, seeds: Sequence[int], jobs: int = 1
     ) -> dict[str, list[Floats]]:
         """Simulate every policy in every case; the mean over seeds, which all policies share."""
-        found: dict[str, list[Floats]] = {name: [] for name in policies}
+        seconds: dict[str, list[Floats]] = {name: [] for name in policies}
         for case in self.cases:
             tables = [
                 sweep(replace(case.scenario, mode=mode, seed=seed), policies, jobs=jobs)["makespan_s"].to_numpy()
@@ -100,55 +100,57 @@ class Cases:
             ]
             each = np.mean(tables, axis=0).reshape(len(policies), -1)
             for name, row in zip(policies, each, strict=True):
-                found[name].append(row)
-        return found
+                seconds[name].append(row)
+        return seconds
 
     def oracle(self, strategies: Sequence[Strategy], *, mode: str, seeds: Sequence[int]) -> list[Floats]:
         """Makespans of the per-iteration oracle, which knows each case's costs."""
-        found = []
+        seconds = []
         for case in self.cases:
             policy = {ORACLE: OraclePolicy(case.scenario, strategies)}
-            found += Cases(cases=(case,), robust=False).makespans(policy, mode=mode, seeds=seeds)[ORACLE]
-        return found
+            seconds += TuningCases(cases=(case,), robust=False).makespans(policy, mode=mode, seeds=seeds)[ORACLE]
+        return seconds
 
     def bound_s(self, strategies: Sequence[Strategy]) -> float:
         """The clairvoyant lower bound of a nominal RL step's makespan where every request gains what is expected.
 
         It is for costs without noise, and luck may undercut it; a bound that no luck can undercut says next to nothing.
         """
-        found = [replace(case.scenario, mode="fluid").bounds_s(strategies) for case in self.nominal]
-        return float(np.mean(np.concatenate(found)))
+        bounds_s = [replace(case.scenario, mode="fluid").bounds_s(strategies) for case in self.nominal]
+        return float(np.mean(np.concatenate(bounds_s)))
 
-    def mean_s(self, own: Sequence[Floats]) -> float:
+    def mean_s(self, seconds: Sequence[Floats]) -> float:
         """Seconds of a nominal RL step on average."""
-        chosen = [row for case, row in zip(self.cases, own, strict=True) if case in self.nominal]
+        chosen = [row for case, row in zip(self.cases, seconds, strict=True) if case in self.nominal]
         return float(np.concatenate(chosen).mean())
 
-    def score(self, own: Sequence[Floats], plain: Sequence[Floats]) -> float:
+    def score(self, seconds: Sequence[Floats], plain: Sequence[Floats]) -> float:
         """What tuning minimises."""
         if not self.robust:
-            return float(np.concatenate(own).mean())
-        return max(float(a.sum() / b.sum()) for a, b in zip(own, plain, strict=True))
+            return float(np.concatenate(seconds).mean())
+        return max(float(a.sum() / b.sum()) for a, b in zip(seconds, plain, strict=True))
 
-    def ratio(self, own: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int) -> Interval:
+    def ratio(
+        self, seconds: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int
+    ) -> Interval:
         """Score of one policy over another's with its 95 % interval over the RL steps.
 
         From `ENOUGH_STEPS` RL steps on (robust: of each trace) as `resampled`. From fewer, Student's t for the
         logarithm of the ratio, its spread by the delta method; robust, with each policy's worst case held. One RL step
         gives no interval.
         """
-        lengths = [len(row) for row in own]
+        lengths = [len(row) for row in seconds]
         if (min(lengths) if self.robust else sum(lengths)) >= ENOUGH_STEPS:
-            return self.resampled(own, other, plain, seed=seed)
+            return self.resampled(seconds, other, plain, seed=seed)
         parts: dict[int, Floats] = {}
         if self.robust:
-            for sign, rows in ((1.0, own), (-1.0, other)):
+            for sign, rows in ((1.0, seconds), (-1.0, other)):
                 worst = max(range(len(rows)), key=lambda i: float(rows[i].sum() / plain[i].sum()))
                 trace = self.cases[worst].trace
                 parts[trace] = parts.get(trace, np.zeros(1)) + sign * (_around(rows[worst]) - _around(plain[worst]))
         else:
-            parts[0] = _around(np.concatenate(own)) - _around(np.concatenate(other))
-        estimate = self.score(own, plain) / self.score(other, plain)
+            parts[0] = _around(np.concatenate(seconds)) - _around(np.concatenate(other))
+        estimate = self.score(seconds, plain) / self.score(other, plain)
         fewest = min(map(len, parts.values()))
         if fewest == 1:
             return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
@@ -157,7 +159,7 @@ class Cases:
         return Interval(estimate=estimate, low=estimate / factor, high=estimate * factor, level=_LEVEL, method="t")
 
     def resampled(
-        self, own: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int
+        self, seconds: Sequence[Floats], other: Sequence[Floats], plain: Sequence[Floats], *, seed: int
     ) -> Interval:
         """The ratio's bootstrap interval, however few the RL steps are.
 
@@ -166,9 +168,9 @@ class Cases:
         """
         rng = np.random.default_rng(seed)
         if not self.robust:
-            return paired_interval(np.concatenate(own), np.concatenate(other), level=_LEVEL, rng=rng)
-        estimate = self.score(own, plain) / self.score(other, plain)
-        lengths = {case.trace: len(row) for case, row in zip(self.cases, own, strict=True)}
+            return paired_interval(np.concatenate(seconds), np.concatenate(other), level=_LEVEL, rng=rng)
+        estimate = self.score(seconds, plain) / self.score(other, plain)
+        lengths = {case.trace: len(row) for case, row in zip(self.cases, seconds, strict=True)}
         if max(lengths.values()) == 1:
             return Interval(estimate=estimate, low=math.nan, high=math.nan, level=_LEVEL, method="none")
         chosen = {trace: rng.integers(n, size=(_RESAMPLES, n)) for trace, n in lengths.items()}
@@ -176,7 +178,7 @@ class Cases:
         base = [b[i].sum(axis=1) for b, i in zip(plain, at, strict=True)]
         first, second = (
             np.max([a[i].sum(axis=1) / b for a, i, b in zip(rows, at, base, strict=True)], axis=0)
-            for rows in (own, other)
+            for rows in (seconds, other)
         )
         tail = (1.0 - _LEVEL) / 2.0
         low, high = map(float, np.quantile(first / second, [tail, 1.0 - tail]))
@@ -185,5 +187,5 @@ class Cases:
 
 def _around(seconds: Floats) -> Floats:
     """What each RL step adds to the logarithm of the mean."""
-    found: Floats = seconds / seconds.mean() - 1.0
-    return found
+    deviations: Floats = seconds / seconds.mean() - 1.0
+    return deviations

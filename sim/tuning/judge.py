@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tltlab.policies.policy import Policy
-from tltlab.sim.engine.batch import Floats
+from tltlab.sim.engine.requests import Floats
 from tltlab.strategy import Strategy
 
-from .cases import Cases
+from .cases import TuningCases
 
 ORDER = ("none", "fixed", "elastic", "table", "bandit")
 """From simple to complicated: of policies that are equally good the first is taken."""
@@ -28,7 +28,7 @@ class Finalists:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class JudgedPolicy:
     """A finalist on the held-out steps.
 
     `ratio` of the objective to the best fixed strategy's with its 95 % interval, None where one RL step gives none;
@@ -51,19 +51,19 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """The finalists' rows, the fastest first, and the `name` of the one to take."""
+    """The finalists on held-out RL steps as `candidates`, the fastest first, and the `name` of the one to take."""
 
     name: str
     worth_it: bool
     verdict: str
     best_fixed: str
-    rows: tuple[Row, ...]
+    candidates: tuple[JudgedPolicy, ...]
     oracle_s: float
     bound_s: float
 
 
 def judge(
-    cases: Cases,
+    cases: TuningCases,
     finalists: Finalists,
     scores: Mapping[str, float],
     strategies: Sequence[Strategy],
@@ -78,16 +78,16 @@ def judge(
     the simplest that a bootstrap of the RL steps does not tell from the best one: of all where it is worth it, else of
     those not tuned. From few RL steps a bootstrap tells apart too readily, which here only favours the faster policy.
     """
-    own = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, jobs=jobs)
+    makespans = cases.makespans(finalists.policies, mode="sampled", seeds=seeds, jobs=jobs)
     oracle = cases.oracle(strategies, mode="sampled", seeds=seeds)
     oracle_s, bound_s = cases.mean_s(oracle), cases.bound_s(strategies)
-    plain, fixed = own["none"], finalists.best_fixed
+    plain, fixed = makespans["none"], finalists.best_fixed
     rows = []
-    for name, mine in own.items():
-        interval = cases.ratio(mine, own[fixed], plain, seed=seed)
-        makespan_s = cases.mean_s(mine)
+    for name, seconds in makespans.items():
+        interval = cases.ratio(seconds, makespans[fixed], plain, seed=seed)
+        makespan_s = cases.mean_s(seconds)
         rows.append(
-            Row(
+            JudgedPolicy(
                 name=name,
                 kind=finalists.kind_of[name],
                 makespan_s=makespan_s,
@@ -99,7 +99,7 @@ def judge(
             )
         )
     by_name = {row.name: row for row in rows}
-    eligible = [name for name in own if finalists.kind_of[name] in ORDER]
+    eligible = [name for name in makespans if finalists.kind_of[name] in ORDER]
     tuned = [name for name in eligible if finalists.kind_of[name] in _TUNED]
     champion = min(tuned, key=lambda n: scores[n]) if tuned else fixed
     high = by_name[champion].ratio_high
@@ -107,22 +107,24 @@ def judge(
     if not worth_it:
         eligible = [name for name in eligible if finalists.kind_of[name] not in _TUNED]
     best = champion if worth_it else min(eligible, key=lambda n: scores[n])
-    level = [n for n in eligible if _reaches(cases, own[n], own[best], plain, seed) or n == best]
+    level = [n for n in eligible if _reaches(cases, makespans[n], makespans[best], plain, seed) or n == best]
     name = min(level, key=lambda n: (ORDER.index(finalists.kind_of[n]), scores[n]))
     return Judged(
         name=name,
         worth_it=worth_it,
         verdict=_verdict(by_name, champion, fixed, name, worth_it, "worst case" if cases.robust else "time"),
         best_fixed=fixed,
-        rows=tuple(sorted(rows, key=lambda row: row.makespan_s)),
+        candidates=tuple(sorted(rows, key=lambda row: row.makespan_s)),
         oracle_s=oracle_s,
         bound_s=bound_s,
     )
 
 
-def _reaches(cases: Cases, own: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int) -> bool:
+def _reaches(
+    cases: TuningCases, seconds: Sequence[Floats], best: Sequence[Floats], plain: Sequence[Floats], seed: int
+) -> bool:
     """Whether a policy may be as good as the best one; with a single pair there is no telling, so only if it is."""
-    interval = cases.resampled(own, best, plain, seed=seed)
+    interval = cases.resampled(seconds, best, plain, seed=seed)
     return (interval.estimate if math.isnan(interval.low) else interval.low) <= 1.0
 
 
@@ -130,7 +132,9 @@ def _known(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
-def _verdict(rows: Mapping[str, Row], champion: str, fixed: str, taken: str, worth_it: bool, measure: str) -> str:
+def _verdict(
+    rows: Mapping[str, JudgedPolicy], champion: str, fixed: str, taken: str, worth_it: bool, measure: str
+) -> str:
     row = rows[champion]
     if champion == fixed:
         return f"there was nothing to tune; take {taken}"
@@ -139,10 +143,10 @@ def _verdict(rows: Mapping[str, Row], champion: str, fixed: str, taken: str, wor
             f"one RL step to judge on gives no interval, so tuning is not shown to be worth it: the {measure} of "
             f"{champion} is {row.ratio:.3f} times that of {fixed} (simulated); take {taken}"
         )
-    found = (
+    comparison = (
         f"on held-out RL steps the {measure} of {champion} is {row.ratio:.3f} [{row.ratio_low:.3f}, "
         f"{row.ratio_high:.3f}] times that of {fixed} (simulated)"
     )
     if not worth_it:
-        return f"not worth it: {found}; take {taken}"
-    return f"worth it: {found}" + ("" if taken == champion else f"; {taken} is simpler and within noise of it")
+        return f"not worth it: {comparison}; take {taken}"
+    return f"worth it: {comparison}" + ("" if taken == champion else f"; {taken} is simpler and within noise of it")

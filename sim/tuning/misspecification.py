@@ -24,8 +24,8 @@ class OffCosts(CostModel):
     @classmethod
     def of(cls, costs: CostModel, *, plain: float, speculative: float) -> OffCosts:
         """With the limits, the noise and the notes of `costs`."""
-        kept = {name: getattr(costs, name) for name in CostModel.model_fields}
-        return cls(**kept, costs=costs, plain=plain, speculative=speculative)
+        common = {name: getattr(costs, name) for name in CostModel.model_fields}
+        return cls(**common, costs=costs, plain=plain, speculative=speculative)
 
     @property
     def tensor_parallel(self) -> int:
@@ -34,15 +34,15 @@ class OffCosts(CostModel):
     def iteration(
         self, strategy: Strategy, *, tokens_to_verify: float | None = None, drafter_loaded: bool = False
     ) -> IterationCost:
-        own = self.costs.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
-        return _Times(own, self.speculative if strategy.speculates else self.plain, own.tokens_to_verify)
+        cost = self.costs.iteration(strategy, tokens_to_verify=tokens_to_verify, drafter_loaded=drafter_loaded)
+        return _ScaledCost(cost, self.speculative if strategy.speculates else self.plain, cost.tokens_to_verify)
 
     def prefill_s(self, tokens: float) -> float:
         return self.costs.prefill_s(tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class _Times(IterationCost):
+class _ScaledCost(IterationCost):
     cost: IterationCost
     factor: float
     tokens_to_verify: float
@@ -74,24 +74,24 @@ class OffAcceptance(AcceptanceModel):
         return self.model.outside(strategy)
 
     def at(self, batch: int) -> AcceptanceModel:
-        held = self.model.at(batch)
-        if held is self.model:
+        model = self.model.at(batch)
+        if model is self.model:
             return self
         # One object per band: callers remember models by identity.
-        if id(held) not in self._at:
-            self._at[id(held)] = OffAcceptance(model=held, factor=self.factor)
-        return self._at[id(held)]
+        if id(model) not in self._at:
+            self._at[id(model)] = OffAcceptance(model=model, factor=self.factor)
+        return self._at[id(model)]
 
     def distribution(self, strategy: Strategy) -> FloatArray:
-        known = self.model.distribution(strategy)
-        mean, most = float(known @ np.arange(len(known))), len(known) - 1
+        chances = self.model.distribution(strategy)
+        mean, most = float(chances @ np.arange(len(chances))), len(chances) - 1
         if self.factor <= 1.0:
             share, at = 1.0 - self.factor, 0
         else:
             share, at = min(1.0, (self.factor - 1.0) * mean / (most - mean)) if mean < most else 0.0, most
-        found: FloatArray = (1.0 - share) * known
-        found[at] += share
-        return found
+        shifted: FloatArray = (1.0 - share) * chances
+        shifted[at] += share
+        return shifted
 
     def num_drafted(self, strategy: Strategy) -> float:
         return self.model.num_drafted(strategy)

@@ -13,7 +13,7 @@ from tltlab.planning.graph_pool import GraphPool, plan_for
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .cases import Case
+from .cases import TuningCase
 
 EPSILONS = (0.0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 WINDOWS = (10, 30, 100, 300, 1000)
@@ -48,16 +48,16 @@ class Prices:
     max_batch: int
 
     @classmethod
-    def of(cls, cases: Sequence[Case], strategies: Sequence[Strategy]) -> Prices:
+    def of(cls, cases: Sequence[TuningCase], strategies: Sequence[Strategy]) -> Prices:
         """With NO_SPECULATION first. A batch that no rollout meets counts a little, at its neighbour's context."""
         every = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
         times = [case.batch_times() for case in cases]
         most = max(max(t, default=1) for t in times)
         seconds: dict[tuple[Strategy, int], float] = {}
-        for case, known in zip(cases, times, strict=True):
+        for case, batches in zip(cases, times, strict=True):
             expected, near = case.expected(strategies), (1, 0.0)
             for b in range(1, most + 1):
-                weight, context = known.get(b, (0.0, near[1] * b / near[0]))
+                weight, context = batches.get(b, (0.0, near[1] * b / near[0]))
                 near = (b, context)
                 for s in every:
                     spent = (weight + _LEAST_WEIGHT) * expected.seconds_per_token(s, b, context)
@@ -75,9 +75,9 @@ class Prices:
         Batches above the largest captured one run under the last row, so what they take counts for its choice.
         """
         most = graphs.max_batch if graphs else self.max_batch
-        known = min(most, self.max_batch)
+        largest_met = min(most, self.max_batch)
         plan = plan_buckets(
-            dict.fromkeys(range(1, known + 1), 1.0),
+            dict.fromkeys(range(1, largest_met + 1), 1.0),
             lambda s, b: math.fsum(self.seconds[s, n] for n in range(b, self.max_batch + 1 if b == most else b + 1)),
             self.strategies,
             pool=graphs.pool if graphs else None,
@@ -116,8 +116,8 @@ def elastic(strategies: Sequence[Strategy], max_batch: int) -> dict[str, Policy]
 def tables(prices: Sequence[Prices], max_buckets: int, graphs: GraphMemory | None) -> dict[str, Policy]:
     """Exact tables of two rows or more for each of the prices, those of 1 to `max_buckets` rows."""
     specs = {p.table(k, graphs) for p in prices for k in range(1, max_buckets + 1)}
-    found = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
-    return {f"table {_row_text(spec)}": Policy(selector=spec) for spec in found}
+    of_several_rows = [spec for spec in sorted(specs, key=lambda s: (len(s.rows), str(s.rows))) if len(spec.rows) > 1]
+    return {f"table {_row_text(spec)}": Policy(selector=spec) for spec in of_several_rows}
 
 
 def _row_text(spec: TableSpec) -> str:
@@ -198,33 +198,33 @@ def search(
         sampler = optuna.samplers.TPESampler(seed=seed, multivariate=True, constant_liar=True, n_startup_trials=12)
     study = optuna.create_study(sampler=sampler)
     study.enqueue_trial({name: _nearest(SHIPPED_SETTINGS[name], values) for name, values in choices.items()})
-    known: dict[str, float] = {}
-    done: list[Trial] = []
+    scores: dict[str, float] = {}
+    finished: list[Trial] = []
     for begin in range(0, trials, _TRIALS_AT_ONCE):
-        asked = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
-        settings = [_suggested(trial, choices) for trial in asked]
+        open_trials = [study.ask() for _ in range(min(_TRIALS_AT_ONCE, trials - begin))]
+        settings = [_suggested(trial, choices) for trial in open_trials]
         policies = [bandits.policy(one) for one in settings]
         keys = [policy.model_dump_json() for policy in policies]
-        new = {key: p for key, p in zip(keys, policies, strict=True) if key not in known and fits(p)}
-        known |= score(new) if new else {}
-        for trial, chosen, policy, key in zip(asked, settings, policies, keys, strict=True):
-            if key not in known:
+        new = {key: p for key, p in zip(keys, policies, strict=True) if key not in scores and fits(p)}
+        scores |= score(new) if new else {}
+        for trial, chosen, policy, key in zip(open_trials, settings, policies, keys, strict=True):
+            if key not in scores:
                 study.tell(trial, state=optuna.trial.TrialState.PRUNED)
                 continue
-            study.tell(trial, known[key])
-            done.append(Trial(settings=chosen, policy=policy, score=known[key]))
-    return sorted(done, key=lambda trial: trial.score)
+            study.tell(trial, scores[key])
+            finished.append(Trial(settings=chosen, policy=policy, score=scores[key]))
+    return sorted(finished, key=lambda trial: trial.score)
 
 
 def _suggested(trial: Any, choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """Ordered values are suggested by their place, so that the sampler knows which lie beside one another."""
-    found = {}
+    settings = {}
     for name, values in choices.items():
         if isinstance(values[0], str):
-            found[name] = trial.suggest_categorical(name, values)
+            settings[name] = trial.suggest_categorical(name, values)
         else:
-            found[name] = values[trial.suggest_int(name, 0, len(values) - 1)]
-    return found
+            settings[name] = values[trial.suggest_int(name, 0, len(values) - 1)]
+    return settings
 
 
 def _nearest(value: Any, values: Sequence[Any]) -> Any:

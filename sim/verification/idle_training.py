@@ -42,19 +42,14 @@ class SpotRun:
         """Of each RL step in which a worker trained."""
         return {} if self._rows is None else recorded_updates(self._rows)
 
-    @property
-    def is_told(self) -> bool:
-        """Whether the trace has spot_training.parquet."""
-        return self._rows is not None
-
     @cached_property
     def states(self) -> dict[int, DrafterState]:
         """The learned drafter in service in each RL step whose row in `steps` tells its age and updates."""
         steps = self.trace.steps
         if steps is None:
             return {}
-        known = steps.dropna(subset=["drafter_age", "drafter_updates"])
-        columns = (known[name].astype(np.int64) for name in ("rl_step", "drafter_age", "drafter_updates"))
+        rows = steps.dropna(subset=["drafter_age", "drafter_updates"])
+        columns = (rows[name].astype(np.int64) for name in ("rl_step", "drafter_age", "drafter_updates"))
         return {step: DrafterState(age=age, updates=done) for step, age, done in zip(*columns, strict=True)}
 
     def model(self, step: int, fit_on: Sequence[int]) -> SpotTraining | None:
@@ -80,32 +75,32 @@ class SpotRun:
         return CoordinatorConfig(min_idle_workers=max(1, min(fewest, default=1)))
 
     def acceptance(
-        self, base: BatchAcceptance | None, step: int, fit_on: Sequence[int], known: Sequence[int]
+        self, base: BatchAcceptance | None, step: int, fit_on: Sequence[int], seen_steps: Sequence[int]
     ) -> BatchAcceptance | FreshAcceptance | None:
         """Acceptance of some RL steps as it holds for the drafter of another one.
 
         Each of them is scaled by the level of its drafter, with a freshness fitted to acceptance.parquet in the RL
-        steps `known` but `step`. Without several ages or numbers of updates there, or with an RL step whose drafter is
-        unknown, it is the base itself.
+        steps `seen_steps` but `step`. Without several ages or numbers of updates there, or with an RL step whose
+        drafter is unknown, it is the base itself.
         """
         table, iterations = self.trace.acceptance, self.trace.iterations
         if base is None or table is None or iterations is None or not {*fit_on, step} <= self.states.keys():
             return base
-        seen = table[table["rl_step"].isin([other for other in known if other != step])]
+        seen = table[table["rl_step"].isin([other for other in seen_steps if other != step])]
         drafts = iterations[iterations["rl_step"].isin(fit_on) & (iterations["draft_depth"] > 0)]
         for drafter in sorted(set(base.drafters) & set(seen["drafter"]) & set(drafts["drafter"])):
             try:
-                found = fit_freshness(seen, drafter)
+                fitted = fit_freshness(seen, drafter)
             except ConfigError:
                 continue
-            own = self.states[step]
-            level = {s: found.freshness.level(self.states[s].age, self.states[s].updates) for s in (*fit_on, step)}
+            state = self.states[step]
+            level = {s: fitted.freshness.level(self.states[s].age, self.states[s].updates) for s in (*fit_on, step)}
             ratios = {s: level[step] / level[s] for s in fit_on if level[s] > 0.0}
             return FreshAcceptance(
                 base=rescaled(base, drafter, drafts[drafts["drafter"] == drafter], ratios),
                 drafter=drafter,
-                freshness=found.freshness,
-                measured=Measured(age=own.age, updates=own.updates),
+                freshness=fitted.freshness,
+                measured=Measured(age=state.age, updates=state.updates),
             )
         return base
 
@@ -116,9 +111,10 @@ class SpotRun:
         """
         if self._rows is None:
             return {}
-        found = [result for result in simulated if result is not None]
+        results = [result for result in simulated if result is not None]
         most = self._most(step)
-        wanted = float(np.mean([r.trained.updates for r in found])) if found else float("nan")
+        wanted = float(np.mean([r.trained.updates for r in results])) if results else float("nan")
+        used = float(np.mean([r.used_share for r in results])) if results else float("nan")
         allowed = min(1.0, most / wanted) if wanted > 0 else 1.0
         ends = self._ends(step)
         idle_s = float((ends.max() - ends).sum())
@@ -131,7 +127,7 @@ class SpotRun:
             "updates": self.updates.get(step, 0),
             "predicted_updates": wanted * allowed,
             "used_share": trained_s / idle_s if idle_s > 0 else 0.0,
-            "predicted_used_share": float(np.mean([r.used_share for r in found])) * allowed if found else float("nan"),
+            "predicted_used_share": used * allowed,
         }
 
     def _most(self, step: int) -> float:
@@ -153,9 +149,9 @@ class SpotRun:
         rows = self._last_iterations
         mine = rows[rows["rl_step"] == step]
         last = pd.concat([rows["worker"], self._rows["worker"]]).max()
-        found = np.zeros(max(self.trace.manifest.num_workers or 1, 1 + int(last)))
-        found[mine["worker"].to_numpy(np.int64)] = mine["end"]
-        return found
+        ends = np.zeros(max(self.trace.manifest.num_workers or 1, 1 + int(last)))
+        ends[mine["worker"].to_numpy(np.int64)] = mine["end"]
+        return ends
 
     @cached_property
     def _last_iterations(self) -> pd.DataFrame:
@@ -178,10 +174,10 @@ def rescaled(base: BatchAcceptance, drafter: str, drafts: pd.DataFrame, ratios: 
         for depth, cell in band.drafters_by_depth.get(drafter, {}).items():
             total = np.zeros(depth + 1)
             for ratio, fitted in each:
-                found = None if fitted is None else fitted.bands[at].drafters_by_depth.get(drafter, {}).get(depth)
-                if found is not None:
-                    kept = np.cumsum(np.array(found.accepted)[::-1])[::-1][1:]
-                    total += (found.num_samples or 1) * np.clip(from_survival(scaled(kept, ratio)), 0.0, 1.0)
+                measured = None if fitted is None else fitted.bands[at].drafters_by_depth.get(drafter, {}).get(depth)
+                if measured is not None:
+                    survival = np.cumsum(np.array(measured.accepted)[::-1])[::-1][1:]
+                    total += (measured.num_samples or 1) * np.clip(from_survival(scaled(survival, ratio)), 0.0, 1.0)
             accepted = cell.accepted if total.sum() <= 0 else tuple((total / total.sum()).tolist())
             pooled[depth] = cell.model_copy(update={"accepted": accepted})
         others = {name: cells for name, cells in band.drafters_by_depth.items() if name != drafter}
@@ -193,8 +189,8 @@ def median_error(rows: pd.DataFrame) -> float | None:
     """Median absolute error of predicted updates over RL steps with updates; None where none could be predicted."""
     if "updates" not in rows:
         return None
-    known = rows[(rows["updates"] > 0) & rows["predicted_updates"].notna()]
-    return float((known["predicted_updates"] / known["updates"] - 1).abs().median()) if len(known) else None
+    predicted = rows[(rows["updates"] > 0) & rows["predicted_updates"].notna()]
+    return float((predicted["predicted_updates"] / predicted["updates"] - 1).abs().median()) if len(predicted) else None
 
 
 def text(rows: pd.DataFrame) -> list[str]:
@@ -204,8 +200,8 @@ def text(rows: pd.DataFrame) -> list[str]:
     lines = ["", f"{'step':>4s}{'updates':>9s}{'predicted':>11s}{'idle time used':>16s}{'predicted':>11s}"]
     for row in rows.to_dict("records"):
         ahead = f"{row['predicted_updates']:11.1f}{row['used_share']:16.1%}{row['predicted_used_share']:11.1%}"
-        known = not np.isnan(row["predicted_updates"])
-        lines.append(f"{row['rl_step']:4d}{row['updates']:9d}{ahead if known else ''}")
+        predicted = not np.isnan(row["predicted_updates"])
+        lines.append(f"{row['rl_step']:4d}{row['updates']:9d}{ahead if predicted else ''}")
     error = median_error(rows)
     total = "no RL step's drafter updates could be predicted from the others"
     if error is not None:

@@ -72,7 +72,7 @@ def estimator_errors(
     that the log's state determines.
     """
     everything = tuple(dict.fromkeys(s for p in (logger, *targets.values()) for s in p.strategies))
-    found: dict[tuple[str, str], list[tuple[float, float, float, float, bool]]] = {}
+    rows_of: dict[tuple[str, str], list[tuple[float, float, float, float, bool]]] = {}
     for done, seed in enumerate(seeds, 1):
         result = simulate(
             trace, logger, costs=costs, acceptance=acceptance, mode="sampled", seed=seed, rl_steps=rl_steps,
@@ -83,13 +83,13 @@ def estimator_errors(
         folds = folds_of(log)
         for name, policy in targets.items():
             pi = chances(policy, log, folds)
-            said = estimate(log, pi, folds, level=level, num_resamples=500, rng=np.random.default_rng([seed, 1]))
+            estimation = estimate(log, pi, folds, level=level, num_resamples=500, rng=np.random.default_rng([seed, 1]))
             truth = expected.mean(log, pi)
-            for one in said.estimates:
-                row = (truth, one.value, one.low, one.high, bool(said.warnings))
-                found.setdefault((name, one.name), []).append(row)
+            for one in estimation.estimates:
+                row = (truth, one.value, one.low, one.high, bool(estimation.warnings))
+                rows_of.setdefault((name, one.name), []).append(row)
         on_seed(done)
-    return [_errors(target, name, rows) for (target, name), rows in found.items()]
+    return [_errors(target, name, rows) for (target, name), rows in rows_of.items()]
 
 
 class _Expected:

@@ -21,7 +21,7 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.sim.engine.worker import Rollout
+from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace, read
 
@@ -96,37 +96,33 @@ def verify(
     trace = read(run)
     if trace.iterations is None or trace.steps is None:
         raise ConfigError(f"{run}: only a run with iterations.parquet and steps.parquet can be verified")
-    known = trace.rl_steps
-    if len(known) < 3:
-        raise ConfigError(f"{run}: {len(known)} RL steps are too few: two to fit on and one to predict are needed")
+    recorded = trace.rl_steps
+    if len(recorded) < 3:
+        raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     measured = _measured(trace)
-    spot = SpotRun(trace=trace)
+    prediction = _Prediction(trace=trace, spot=SpotRun(trace=trace), window=window, samples=samples, seed=seed)
     forces = policies_in_force(trace)
     rows = []
-    for step in known if rl_steps is None else rl_steps:
-        if step not in known:
-            raise ConfigError(f"{run}: no RL step {step}; there are {known[0]}..{known[-1]}")
-        rows.append(_row(trace, spot, forces[step], step, measured[step], window, samples, seed))
+    for step in recorded if rl_steps is None else rl_steps:
+        if step not in recorded:
+            raise ConfigError(f"{run}: no RL step {step}; there are {recorded[0]}..{recorded[-1]}")
+        rows.append(prediction.row(forces[step], step, measured[step]))
     if not rows:
         raise ConfigError(f"{run}: no RL step was asked for")
     table = pd.DataFrame(rows)
     bias, spread = repeats(trace)
     errors = table["error"].abs()
     at_step_time = (table["predicted_s"] * table["step_time_ratio"] / table["measured_s"] - 1).abs()
-    seen = table["forecast_s"].notna()
-    foreseen = table[seen]
-    within = (foreseen["forecast_low_s"] <= foreseen["measured_s"]) & (
-        foreseen["measured_s"] <= foreseen["forecast_high_s"]
-    )
+    foreseen = table[table["forecast_s"].notna()]
+    within = foreseen["measured_s"].between(foreseen["forecast_low_s"], foreseen["forecast_high_s"])
+    forecast_errors = (foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs()
     return Verification(
         rows=table,
         median_error=float(errors.median()),
         worst_error=float(errors.max()),
         median_error_at_step_time=float(at_step_time.median()),
-        forecast_median_error=float((foreseen["forecast_s"] / foreseen["measured_s"] - 1).abs().median())
-        if seen.any()
-        else None,
-        forecast_coverage=float(within.mean()) if seen.any() else None,
+        forecast_median_error=float(forecast_errors.median()) if len(foreseen) else None,
+        forecast_coverage=float(within.mean()) if len(foreseen) else None,
         repeat_spread=spread,
         repeat_bias=bias,
     )
@@ -137,78 +133,129 @@ def _measured(trace: Trace) -> dict[int, float]:
     assert trace.steps is not None
     assert trace.iterations is not None
     ran = set(trace.iterations["rl_step"].tolist())
-    told = dict(
+    rollout_s = dict(
         zip(trace.steps["rl_step"].tolist(), trace.steps.get("rollout_s", trace.steps["rl_step"] * np.nan), strict=True)
     )
     for step in trace.rl_steps:
-        if not told.get(step, 0.0) > 0.0 or step not in ran:
+        if not rollout_s.get(step, 0.0) > 0.0 or step not in ran:
             raise ConfigError(
                 f"{trace.path}: RL step {step} has no rollout_s above 0 in steps.parquet, or no row in "
                 "iterations.parquet: leave it out of the trace to verify the others"
             )
-    return {int(step): float(seconds) for step, seconds in told.items()}
+    return {int(step): float(seconds) for step, seconds in rollout_s.items()}
 
 
-def nearest(known: Sequence[int], step: int, window: int) -> list[int]:
+def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
     """The `window` steps nearest to `step`, itself left out; of two equally near the earlier one first.
 
     >>> nearest([0, 1, 2, 3, 4], 2, 3)
     [0, 1, 3]
     """
-    others = sorted((s for s in known if s != step), key=lambda s: (abs(s - step), s))
+    others = sorted((s for s in rl_steps if s != step), key=lambda s: (abs(s - step), s))
     return sorted(others[:window])
 
 
-def _row(
-    trace: Trace,
-    spot: SpotRun,
-    force: InForce,
-    step: int,
-    measured_s: float,
-    window: int,
-    samples: int,
-    seed: int,
-) -> dict[str, Any]:
-    fit_on, fitted = _fitted(trace, nearest(trace.rl_steps, step, len(trace.rl_steps)), window, force.policy, step)
-    # Only a policy that learns or draws lots has a past that matters.
-    since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
-    spans = [s for s in trace.rl_steps if since <= s <= step]
-    past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
-    training = spot.model(step, fit_on)
-    made = [_simulate(past, spot, force, fitted, accepted, seed + k, training) for k in range(samples)]
-    predicted_s = float(np.mean([rollout.makespan_s for rollout in made])) + overhead_s(trace, fit_on)
-    own = trace.select([step])
-    assert own.iterations is not None
-    times = own.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, own))
-    busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
-    forecast = _forecast(trace, spot, force, step, window, seed)
-    return {
-        "rl_step": step,
-        "policy": force.name,
-        "measured_s": measured_s,
-        "predicted_s": predicted_s,
-        "error": predicted_s / measured_s - 1,
-        "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
-        "forecast_s": forecast[0],
-        "forecast_low_s": forecast[1],
-        "forecast_high_s": forecast[2],
-        "fitted_on": fit_on,
-        **spot.columns(step, [rollout.spot for rollout in made]),
-    }
+@dataclass(frozen=True, kw_only=True)
+class _Prediction:
+    """A recorded run, and how its RL steps are predicted from one another."""
 
+    trace: Trace
+    spot: SpotRun
+    window: int
+    samples: int
+    seed: int
 
-def _fitted(
-    trace: Trace, candidates: list[int], window: int, policy: Policy, step: int
-) -> tuple[list[int], Calibration]:
-    """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
-    by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
-    speculates = any(s.speculates for s in policy.strategies)
-    for size in range(min(window, len(by_distance)), len(by_distance) + 1):
-        chosen = sorted(by_distance[:size])
-        fitted = _of_one_shape(calibrate(trace.select(chosen)).without_noise(), trace.select(chosen), policy)
-        if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
-            return chosen, fitted
-    raise ConfigError(f"RL step {step} speculates, and too little in the other steps does: what it costs is not known")
+    def row(self, force: InForce, step: int, measured_s: float) -> dict[str, Any]:
+        """The RL step's row of `Verification.rows`."""
+        trace, spot = self.trace, self.spot
+        fit_on, fitted = self._fitted([s for s in trace.rl_steps if s != step], force.policy, step)
+        # Only a policy that learns or draws lots has a past that matters.
+        since = step if force.policy.build(np.random.default_rng(0)).memoryless else force.since
+        spans = [s for s in trace.rl_steps if since <= s <= step]
+        past, accepted = trace.select(spans), spot.acceptance(fitted.acceptance, step, fit_on, trace.rl_steps)
+        training = spot.model(step, fit_on)
+        rollouts = [self._simulate(past, force, fitted, accepted, k, training) for k in range(self.samples)]
+        predicted_s = float(np.mean([rollout.makespan_s for rollout in rollouts])) + overhead_s(trace, fit_on)
+        this_step = trace.select([step])
+        assert this_step.iterations is not None
+        times = this_step.iterations[["worker", "duration"]].assign(predicted=iteration_times(fitted.costs, this_step))
+        busiest = times.groupby("worker").sum().sort_values("duration").iloc[-1]
+        forecast_s, forecast_low_s, forecast_high_s = self._forecast(force, step)
+        return {
+            "rl_step": step,
+            "policy": force.name,
+            "measured_s": measured_s,
+            "predicted_s": predicted_s,
+            "error": predicted_s / measured_s - 1,
+            "step_time_ratio": float(busiest["duration"] / busiest["predicted"]),
+            "forecast_s": forecast_s,
+            "forecast_low_s": forecast_low_s,
+            "forecast_high_s": forecast_high_s,
+            "fitted_on": fit_on,
+            **spot.columns(step, [rollout.spot for rollout in rollouts]),
+        }
+
+    def _fitted(self, candidates: list[int], policy: Policy, step: int) -> tuple[list[int], Calibration]:
+        """A calibration on the nearest candidates; on as many more as it takes to see what the policy needs."""
+        by_distance = sorted(candidates, key=lambda s: (abs(s - step), s))
+        speculates = any(s.speculates for s in policy.strategies)
+        for size in range(min(self.window, len(by_distance)), len(by_distance) + 1):
+            chosen = sorted(by_distance[:size])
+            trace = self.trace.select(chosen)
+            fitted = _of_one_shape(calibrate(trace).without_noise(), trace, policy)
+            if not speculates or (fitted.acceptance is not None and fitted.costs.per_token_s is not None):
+                return chosen, fitted
+        raise ConfigError(
+            f"RL step {step} speculates, and too little in the other steps does: what it costs is not known"
+        )
+
+    def _simulate(
+        self,
+        trace: Trace,
+        force: InForce,
+        fitted: Calibration,
+        accepted: BatchAcceptance | FreshAcceptance | None,
+        sample: int,
+        training: SpotTraining | None = None,
+    ) -> SimulatedRollout:
+        """The last RL step of `trace`, after those before it."""
+        spot, last = self.spot, trace.rl_steps[-1]
+        scenario = Scenario.of(
+            trace,
+            costs=fitted.costs,
+            acceptance=accepted,
+            placement="recorded",
+            mode="sampled",
+            seed=self.seed + sample,
+            spot=training,
+            coordinator=None if training is None else spot.coordinator(last),
+        )
+        entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
+        # A learning policy's past counts as drafted by today's drafter where it is not told by which.
+        drafter = [spot.states.get(step, spot.states[last]) for step in trace.rl_steps] if last in spot.states else None
+        return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
+
+    def _forecast(self, force: InForce, step: int) -> tuple[float, float, float]:
+        """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
+        trace, unknown = self.trace, (float("nan"),) * 3
+        earlier = [s for s in trace.rl_steps if s < step]
+        if len(earlier) < 2:
+            return unknown
+        try:
+            fit_on, fitted = self._fitted(earlier, force.policy, step)
+        except ConfigError:
+            return unknown
+        beside_s = overhead_s(trace, fit_on)
+        rng = np.random.default_rng([self.seed, step])
+        history, accepted = trace.select(fit_on), self.spot.acceptance(fitted.acceptance, step, fit_on, earlier)
+        # As if the policy was set at this step: a forecast does not replay what it learned before.
+        afresh = replace(force, since=step)
+        makespans = [
+            self._simulate(drawn_lengths(trace.select([step]), history, rng), afresh, fitted, accepted, k).makespan_s
+            for k in range(FORECASTS)
+        ]
+        low, high = np.percentile(makespans, INTERVAL)
+        return float(np.median(makespans)) + beside_s, float(low) + beside_s, float(high) + beside_s
 
 
 def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibration:
@@ -224,33 +271,6 @@ def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibrat
     return replace(fitted, costs=fitted.costs.model_copy(update=inside))
 
 
-def _simulate(
-    trace: Trace,
-    spot: SpotRun,
-    force: InForce,
-    fitted: Calibration,
-    accepted: BatchAcceptance | FreshAcceptance | None,
-    seed: int,
-    training: SpotTraining | None = None,
-) -> Rollout:
-    """The last RL step of `trace`, after those before it."""
-    last = trace.rl_steps[-1]
-    scenario = Scenario.of(
-        trace,
-        costs=fitted.costs,
-        acceptance=accepted,
-        placement="recorded",
-        mode="sampled",
-        seed=seed,
-        spot=training,
-        coordinator=None if training is None else spot.coordinator(last),
-    )
-    entropy = [[force.seed, worker, force.since] for worker in range(scenario.workers)]
-    # A learning policy's past counts as drafted by today's drafter where it is not told by which.
-    drafter = [spot.states.get(step, spot.states[last]) for step in trace.rl_steps] if last in spot.states else None
-    return scenario.rollouts(force.policy, entropy=entropy, drafter=drafter)[-1]
-
-
 def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
     """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
     assert trace.iterations is not None
@@ -258,35 +278,6 @@ def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
     busiest = trace.iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
     beside = trace.steps.set_index("rl_step")["rollout_s"] - busiest
     return float(beside.loc[rl_steps].median())
-
-
-def _forecast(
-    trace: Trace, spot: SpotRun, force: InForce, step: int, window: int, seed: int
-) -> tuple[float, float, float]:
-    """Median and interval of the rollout time as it looks before the step, nan where history is too short."""
-    earlier = [s for s in trace.rl_steps if s < step]
-    if len(earlier) < 2:
-        return (float("nan"),) * 3
-    try:
-        fit_on, fitted = _fitted(trace, earlier, window, force.policy, step)
-    except ConfigError:
-        return (float("nan"),) * 3
-    beside_s = overhead_s(trace, fit_on)
-    rng = np.random.default_rng([seed, step])
-    history, accepted = trace.select(fit_on), spot.acceptance(fitted.acceptance, step, fit_on, earlier)
-    made = [
-        _simulate(
-            drawn_lengths(trace.select([step]), history, rng), spot, force_from(force, step), fitted, accepted, seed + k
-        ).makespan_s
-        for k in range(FORECASTS)
-    ]
-    low, high = np.percentile(made, INTERVAL)
-    return float(np.median(made)) + beside_s, float(low) + beside_s, float(high) + beside_s
-
-
-def force_from(force: InForce, step: int) -> InForce:
-    """The same policy, as if set at `step`: a forecast does not replay what the policy learned before."""
-    return InForce(name=force.name, policy=force.policy, since=step, seed=force.seed)
 
 
 def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trace:
@@ -305,33 +296,33 @@ def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trac
     return Trace.from_tables(step.manifest, {"workload": step.workload, "outcomes": outcomes})
 
 
-def text(found: Verification) -> str:
+def text(verification: Verification) -> str:
     """The table for people."""
     lines = [
         f"{'step':>4s} {'policy':10s}{'measured s':>11s}{'predicted s':>12s}{'error':>8s}{'step time':>11s}"
         f"{'forecast s':>12s}  10-90 %"
     ]
-    for row in found.rows.to_dict("records"):
+    for row in verification.rows.to_dict("records"):
         ahead = f"{row['forecast_s']:12.2f}  {row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}"
         lines.append(
             f"{row['rl_step']:4d} {row['policy']:10s}{row['measured_s']:11.2f}{row['predicted_s']:12.2f}"
             f"{row['error']:+8.1%}{row['step_time_ratio']:10.2f}x{'' if np.isnan(row['forecast_s']) else ahead}"
         )
-    twice = "no rollout was run twice"
-    if found.repeat_spread is not None:
-        twice = (
-            f"a second run of the same rollout takes {found.repeat_bias:+.1%} of the first's time, give or take "
-            f"{found.repeat_spread:.1%}"
+    v, repeated = verification, "no rollout was run twice"
+    if v.repeat_spread is not None:
+        repeated = (
+            f"a second run of the same rollout takes {v.repeat_bias:+.1%} of the first's time, give or take "
+            f"{v.repeat_spread:.1%}"
         )
     lines += [
         "",
-        f"rollout time on steps not fitted on: median error {found.median_error:.1%}, worst {found.worst_error:.1%}",
-        f"{twice}; goal {found.goal:.1%}: {'met' if found.median_error <= found.goal else 'MISSED'}",
-        f"with the machine's speed of each step known: median error {found.median_error_at_step_time:.1%}",
+        f"rollout time on steps not fitted on: median error {v.median_error:.1%}, worst {v.worst_error:.1%}",
+        f"{repeated}; goal {v.goal:.1%}: {'met' if v.median_error <= v.goal else 'MISSED'}",
+        f"with the machine's speed of each step known: median error {v.median_error_at_step_time:.1%}",
     ]
-    if found.forecast_median_error is not None:
+    if v.forecast_median_error is not None:
         lines.append(
             f"forecast from earlier steps alone, lengths drawn from theirs: median error "
-            f"{found.forecast_median_error:.1%}; {found.forecast_coverage:.0%} within their 10-90 % interval"
+            f"{v.forecast_median_error:.1%}; {v.forecast_coverage:.0%} within their 10-90 % interval"
         )
-    return "\n".join([*lines, *verify_spot.text(found.rows)])
+    return "\n".join([*lines, *verify_spot.text(verification.rows)])

@@ -13,7 +13,7 @@ from tltlab.files import read_json
 from tltlab.policies.policy import SHIPPED, Policy
 from tltlab.traces.trace import Trace
 
-_File = TypeVar("_File", bound="_Told")
+_File = TypeVar("_File", bound="_RunFile")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,18 @@ def policies_in_force(trace: Trace) -> dict[int, InForce]:
     Where only names are known, a policy counts as set when its name first came up in a row.
     """
     assert trace.steps is not None
-    told = _beside(trace, "policies.json", _Policies)
-    if told is not None:
-        set_at = {entry.rl_step: entry for entry in told.policies}
-        found = {}
+    file = _beside(trace, "policies.json", _Policies)
+    if file is not None:
+        set_at = {entry.rl_step: entry for entry in file.policies}
+        in_force = {}
         for step in trace.rl_steps:
             since = max((s for s in set_at if s <= step), default=None)
             if since is None:
                 raise ConfigError(f"policies.json: no policy was in force at RL step {step}")
-            found[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=told.seed)
-        return found
+            in_force[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed)
+        return in_force
     names = {int(s): p for s, p in zip(trace.steps["rl_step"].tolist(), trace.steps["policy"].tolist(), strict=True)}
-    found, since, last = {}, 0, None
+    in_force, since, last = {}, 0, None
     for step in trace.rl_steps:
         name = names.get(step)
         if name not in SHIPPED:
@@ -53,14 +53,14 @@ def policies_in_force(trace: Trace) -> dict[int, InForce]:
             )
         since = since if name == last else step
         last = name
-        found[step] = InForce(name=str(name), policy=SHIPPED[str(name)], since=since, seed=trace.manifest.seed or 0)
-    return found
+        in_force[step] = InForce(name=str(name), policy=SHIPPED[str(name)], since=since, seed=trace.manifest.seed or 0)
+    return in_force
 
 
 def repeats(trace: Trace) -> tuple[float | None, float | None]:
     """By how much a second run of the same rollout is slower, and how far that varies; None where there is none."""
-    told = _beside(trace, "repeats.json", _Repeats)
-    twice = [] if told is None else [r for r in told.repeats if r.same_tokens]
+    file = _beside(trace, "repeats.json", _Repeats)
+    twice = [] if file is None else [r for r in file.repeats if r.same_tokens]
     if not twice:
         return None, None
     ratios = np.array([r.repeat_s / r.rollout_s for r in twice])
@@ -68,29 +68,29 @@ def repeats(trace: Trace) -> tuple[float | None, float | None]:
     return typical - 1, float(np.median(np.abs(ratios / typical - 1)))
 
 
-class _Told(BaseModel):
+class _RunFile(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class _SetPolicy(_Told):
+class _SetPolicy(_RunFile):
     rl_step: int
     name: str
     policy: Policy
 
 
-class _Policies(_Told):
+class _Policies(_RunFile):
     seed: NonNegativeInt
     policies: tuple[_SetPolicy, ...]
 
 
-class _Repeat(_Told):
+class _Repeat(_RunFile):
     rl_step: int
     rollout_s: PositiveFloat
     repeat_s: PositiveFloat
     same_tokens: bool
 
 
-class _Repeats(_Told):
+class _Repeats(_RunFile):
     repeats: tuple[_Repeat, ...]
 
 

@@ -17,8 +17,8 @@ from tltlab.errors import ConfigError
 from tltlab.policies.simple import NoSpeculation
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.worker import Engine
-from tltlab.sim.idle_training import SpotTrainer
+from tltlab.sim.engine.worker import RolloutSimulator
+from tltlab.sim.idle_training import SimulatedSpotTrainer
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.schema import SPAN_KINDS, Manifest
@@ -58,7 +58,7 @@ def started(spot, workers=3):
 
 
 def test_one_idle_worker_trains_from_its_set_up_to_the_end_of_the_rollout():
-    result = rollout(SpotTrainer(changed(checkpoint_every=None)), [10.0, 60.0])
+    result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [10.0, 60.0])
     assert result.trained.updates == (60 - 10 - 5) * 4 // 8
     assert result.trained.tokens == 22 * 800
     assert (result.idle_worker_s, result.held_worker_s, result.trained_worker_s) == (50.0, 50.0, 45.0)
@@ -68,7 +68,7 @@ def test_one_idle_worker_trains_from_its_set_up_to_the_end_of_the_rollout():
 
 
 def test_workers_train_and_checkpoints_are_written_on_their_own_lanes():
-    result = rollout(SpotTrainer(SIMPLE), [10.0, 20.0, 60.0])
+    result = rollout(SimulatedSpotTrainer(SIMPLE), [10.0, 20.0, 60.0])
     spans = [(s.lane, s.kind, s.start_s, s.end_s) for s in result.spans]
     # From 21 s on an update takes 1 s; two were done by 20 s, with half of the third.
     assert spans == [
@@ -84,14 +84,14 @@ def test_workers_train_and_checkpoints_are_written_on_their_own_lanes():
 
 
 def test_the_threshold_of_idle_workers_delays_the_training():
-    spot = SpotTrainer(changed(checkpoint_every=None), CoordinatorConfig(min_idle_workers=2))
+    spot = SimulatedSpotTrainer(changed(checkpoint_every=None), CoordinatorConfig(min_idle_workers=2))
     result = rollout(spot, [10.0, 30.0, 60.0])
     assert result.trained.updates == 60 - 30 - 5
     assert (result.idle_worker_s, result.held_worker_s) == (80.0, 60.0)
 
 
 def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages():
-    spot = SpotTrainer(SIMPLE)
+    spot = SimulatedSpotTrainer(SIMPLE)
     assert rollout(spot, [10.0, 60.0]).drafter.age == 0
     done = spot.drafter.updates
     result = rollout(spot, [60.0, 60.0])
@@ -101,19 +101,19 @@ def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages
 
 
 def test_workers_without_a_share_of_the_rollout_have_no_data_before_others_finish():
-    result = rollout(SpotTrainer(changed(checkpoint_every=None)), [0.0, 20.0, 40.0])
+    result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [0.0, 20.0, 40.0])
     assert result.data_wait_s == 20.0 - 5.0
     assert result.trained.updates == 19, "two workers, behind the pause for the second's joining"
 
 
 def test_responses_of_the_rollout_before_are_data_from_the_start():
-    spot = SpotTrainer(changed(checkpoint_every=None, carried_share=0.5))
+    spot = SimulatedSpotTrainer(changed(checkpoint_every=None, carried_share=0.5))
     rollout(spot, [10.0, 60.0])
     assert rollout(spot, [0.0, 40.0]).trained.updates == 17
 
 
 def test_max_epochs_counts_the_tokens_that_have_finished_and_those_carried_over():
-    spot = SpotTrainer(changed(max_epochs=1, carried_share=0.5))
+    spot = SimulatedSpotTrainer(changed(max_epochs=1, carried_share=0.5))
     spot.attach(SimpleNamespace(now=0.0), 2)
     spot.responses_finished([1000.0, 600.0], 10.0)
     spot.worker_idle(0, 10.0)
@@ -130,7 +130,7 @@ def test_max_epochs_counts_the_tokens_that_have_finished_and_those_carried_over(
 
 
 def test_a_second_period_does_not_get_the_first_ones_data_again():
-    spot = SpotTrainer(changed(max_epochs=1))
+    spot = SimulatedSpotTrainer(changed(max_epochs=1))
     spot.attach(SimpleNamespace(now=0.0), 3)
     spot.responses_finished([1600.0], 10.0)
     spot.worker_idle(0, 10.0)
@@ -144,11 +144,11 @@ def test_a_second_period_does_not_get_the_first_ones_data_again():
 
 def test_max_epochs_without_lengths_is_refused():
     with pytest.raises(ConfigError, match="lengths of finished responses"):
-        rollout(SpotTrainer(changed(max_epochs=1)), [10.0, 60.0])
+        rollout(SimulatedSpotTrainer(changed(max_epochs=1)), [10.0, 60.0])
 
 
 def test_a_trainer_that_finishes_its_update_keeps_the_rl_step_waiting_for_it():
-    result = rollout(SpotTrainer(changed(on_stop="finish", checkpoint_every=None)), [10.0, 60.5])
+    result = rollout(SimulatedSpotTrainer(changed(on_stop="finish", checkpoint_every=None)), [10.0, 60.5])
     assert result.trained.updates == 23
     assert result.release_delay_s == 0.5
     assert result.interference_s == (0.5, 0.0)
@@ -157,7 +157,7 @@ def test_a_trainer_that_finishes_its_update_keeps_the_rl_step_waiting_for_it():
 
 
 def test_a_trainer_that_does_not_yield_in_time_is_killed_and_loses_what_was_not_saved():
-    spot = SpotTrainer(changed(yield_s=9.0), CoordinatorConfig(yield_timeout_s=3.0))
+    spot = SimulatedSpotTrainer(changed(yield_s=9.0), CoordinatorConfig(yield_timeout_s=3.0))
     result = rollout(spot, [10.0, 60.0])
     assert result.release_delay_s == 3.0
     assert (result.trained.updates, result.trained.updates_lost) == (20, 2)
@@ -167,12 +167,12 @@ def test_a_trainer_that_does_not_yield_in_time_is_killed_and_loses_what_was_not_
 
 
 def test_yielding_exactly_at_the_bound_is_in_time():
-    result = rollout(SpotTrainer(changed(yield_s=3.0), CoordinatorConfig(yield_timeout_s=3.0)), [10.0, 60.0])
+    result = rollout(SimulatedSpotTrainer(changed(yield_s=3.0), CoordinatorConfig(yield_timeout_s=3.0)), [10.0, 60.0])
     assert (result.release_delay_s, result.trained.updates_lost) == (3.0, 0)
 
 
 def test_a_member_that_gets_work_waits_for_its_trainer_and_the_group_goes_on_without_it():
-    spot = started(SpotTrainer(changed(checkpoint_every=None, yield_s=0.25)))
+    spot = started(SimulatedSpotTrainer(changed(checkpoint_every=None, yield_s=0.25)))
     spot.worker_idle(1, 20.0)
     assert spot.worker_busy(1, 30.0) == 0.25
     spot.worker_idle(2, 50.0)
@@ -187,7 +187,7 @@ def test_a_member_that_gets_work_waits_for_its_trainer_and_the_group_goes_on_wit
 
 
 def test_a_leader_that_gets_work_ends_the_period_and_the_others_open_the_next():
-    spot = started(SpotTrainer(changed(checkpoint_every=None)))
+    spot = started(SimulatedSpotTrainer(changed(checkpoint_every=None)))
     spot.worker_idle(1, 20.0)
     assert spot.worker_busy(0, 30.0) == 0.0
     spot.worker_idle(2, 50.0)
@@ -200,7 +200,7 @@ def test_a_leader_that_gets_work_ends_the_period_and_the_others_open_the_next():
 
 
 def test_a_member_that_dies_takes_the_unsaved_updates_with_it():
-    spot = started(SpotTrainer(SIMPLE))
+    spot = started(SimulatedSpotTrainer(SIMPLE))
     spot.worker_idle(1, 12.0)
     spot.worker_gone(1, 30.0)
     spot.worker_idle(2, 60.0)
@@ -214,7 +214,7 @@ def test_a_member_that_dies_takes_the_unsaved_updates_with_it():
 
 def test_the_same_rollout_gives_the_same_result():
     ends_s = np.random.default_rng(0).lognormal(3, 1, 16).tolist()
-    first, second = (rollout(SpotTrainer(SpotTraining(start_s=0.5)), ends_s) for _ in range(2))
+    first, second = (rollout(SimulatedSpotTrainer(SpotTraining(start_s=0.5)), ends_s) for _ in range(2))
     assert first == second
     assert first.trained.updates > 0
 
@@ -268,7 +268,7 @@ def test_updates_are_those_of_a_clock_that_ticks(ends_s, min_idle, max_members, 
     efficiency = 1 if max_members in (1, 2) else 0
     model = changed(start_s=start_s, checkpoint_every=every, scaling_efficiency=efficiency)
     config = CoordinatorConfig(min_idle_workers=min_idle, max_members=max_members, late_join=late_join)
-    result = rollout(SpotTrainer(model, config), ends_s)
+    result = rollout(SimulatedSpotTrainer(model, config), ends_s)
     assert (result.trained.updates, result.held_worker_s) == ticking(model, config, ends_s)
 
 
@@ -280,7 +280,7 @@ def test_updates_are_those_of_a_clock_that_ticks(ends_s, min_idle, max_members, 
 )
 def test_time_is_neither_made_nor_lost(ends_s, yield_s, on_stop):
     model = SpotTraining(start_s=2.0, yield_s=yield_s, on_stop=on_stop, checkpoint_every=20)
-    result = rollout(SpotTrainer(model), ends_s)
+    result = rollout(SimulatedSpotTrainer(model), ends_s)
     assert result.idle_worker_s == pytest.approx(sum(max(ends_s) - at for at in ends_s))
     assert result.trained_worker_s <= result.held_worker_s + 1e-6
     assert result.held_worker_s <= result.idle_worker_s + 1e-6
@@ -303,14 +303,14 @@ def test_the_engine_trains_on_its_idle_workers_and_the_rollout_does_not_change()
     scenario = Scenario.of(trace, costs="cpu-small")
 
     def run(**idle_use):
-        engine = Engine(
+        engine = RolloutSimulator(
             costs=scenario.costs,
             selectors=[NoSpeculation() for _ in range(4)],
             **idle_use,
         ).prepare(Regimes((NO_SPECULATION,), scenario.costs, None), FluidBatch)
         return [engine.rollout(step, queues) for step, queues in zip(scenario.steps, scenario.queues, strict=True)]
 
-    spot = SpotTrainer(changed(start_s=0.1, join_s=0.1, padded_samples_per_s=100))
+    spot = SimulatedSpotTrainer(changed(start_s=0.1, join_s=0.1, padded_samples_per_s=100))
     alone, beside = run(), run(idle_use=spot)
     assert [r.finish_s.tolist() for r in alone] == [r.finish_s.tolist() for r in beside]
     last = beside[-1]

@@ -17,7 +17,7 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.policies.selector import Selector
-from tltlab.sim import SimResult, simulate
+from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.state import StepOutcome, StepState
@@ -551,3 +551,13 @@ def test_costs_of_nothing_have_no_regret():
     nothing = ONE_SECOND.model_copy(update={"base_s": 0.0})
     summary = simulate(lengths(10), "none", costs=nothing).summary
     assert (summary["makespan_s"], summary["lower_bound_s"], summary["regret"]) == (0.0, 0.0, None)
+
+
+def test_settings_travel_whole_or_one_by_one():
+    config = SimulationConfig(costs=COSTS, acceptance="geometric:0.7", mode="sampled", seed=3, rl_steps=[1])
+    whole = simulate(TRACE, fixed(), config)
+    single = simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.7", mode="sampled", seed=3, rl_steps=[1])
+    assert whole.trace.outcomes.equals(single.trace.outcomes)
+    assert [step.rl_step for step in Scenario.of(TRACE, config, rl_steps=[0, 1]).steps] == [0, 1]
+    with pytest.raises(TypeError, match="workes"):
+        simulate(TRACE, fixed(), config, workes=3)

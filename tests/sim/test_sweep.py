@@ -9,9 +9,8 @@ from tltlab.bench.simulator import COSTS, example_bandit, random_tables
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
-from tltlab.sim.compare import compare
 from tltlab.sim.scenario import Scenario
-from tltlab.sim.sweep import sweep
+from tltlab.sim.sweep import compare, sweep
 
 
 @pytest.fixture(scope="module")

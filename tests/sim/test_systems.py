@@ -22,8 +22,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.planning.system_binding import bind
 from tltlab.planning.systems import SYSTEMS, Rung, System, one_strategy
 from tltlab.sim import Colocated, Separate, run_steps, simulate
-from tltlab.sim.system_run import on_gpus, simulate_system
-from tltlab.sim.systems import compare_systems
+from tltlab.sim.systems import compare_systems, on_gpus, simulate_system
 from tltlab.traces.trace import Trace
 
 TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"

@@ -161,7 +161,7 @@ def test_a_recording_carries_the_rows_through_a_crash(tmp_path: Path):
 
 def test_the_command_writes_files_that_the_simulator_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     from tltlab.sim.cli.simulate import simulate
-    from tltlab.sim.scenario import load_spot_training
+    from tltlab.sim.config import load_spot_training
 
     source = annotated(run())
     source.write(tmp_path / "trace")

@@ -30,7 +30,7 @@ from tltlab.sim.engine.drawn import SampledBatch
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.engine.worker import Engine
+from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -79,7 +79,7 @@ def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
 def run(
     requests: Requests, rates: Rates, chain: Strategy, *, most: int = 99, costs: LinearCosts = COSTS, asks: int = 0
 ):
-    engine = Engine(
+    engine = RolloutSimulator(
         costs=costs,
         selectors=[Deep(chain, most, memoryless=not asks)],
         decision_block=asks or 1,
@@ -212,7 +212,7 @@ def test_without_differences_it_is_the_plain_batch(sampled: bool) -> None:
     regimes = Regimes((NO_SPECULATION, CHAINS[0]), COSTS, model)
     plain: Callable[[Requests], FluidBatch | SampledBatch] = (lambda r: SampledBatch(r, 5)) if sampled else FluidBatch
     queue = [list(range(6))]
-    before = Engine(costs=COSTS, selectors=[Deep(CHAINS[0], 99)]).prepare(regimes, plain)
+    before = RolloutSimulator(costs=COSTS, selectors=[Deep(CHAINS[0], 99)]).prepare(regimes, plain)
     after = run(requests, Rates(model=model, costs=COSTS, seed=5, sampled=sampled), CHAINS[0])
     assert after.finish_s == pytest.approx(before.rollout(requests, queue).finish_s, rel=1e-9)
 

@@ -18,7 +18,7 @@ from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import AcceptanceBudgetSpec, FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
-from tltlab.sim.scenario import load_spot_training
+from tltlab.sim.config import load_spot_training
 from tltlab.state import DrafterState, StepState
 from tltlab.strategy import Strategy
 

@@ -10,7 +10,7 @@ from tltlab.costs.noise import Block, IterationNoise
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.engine.noise import NoiseDraws
+from tltlab.sim.engine.random_numbers import NoiseDraws
 from tltlab.strategy import Strategy
 
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=300, cap=2000, workers=2)

@@ -18,7 +18,7 @@ from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
 from tltlab.sim.engine.requests import Requests
-from tltlab.sim.engine.worker import Engine
+from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -88,7 +88,7 @@ def assert_agree(
     placement: str,
     gain: Callable[..., float] = expected,
 ) -> None:
-    engine = Engine(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
+    engine = RolloutSimulator(costs=cost, selectors=[selector() for _ in range(workers)]).prepare(regimes, new_batch)
     queues = place(req, workers, placement)
     result = engine.rollout(req, queues)
     makespan = 0.0

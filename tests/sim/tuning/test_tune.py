@@ -21,9 +21,9 @@ from tltlab.lengths.generate import log_normal
 from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import Scenario, simulate
-from tltlab.sim.engine.oracle import Expected, OraclePolicy
-from tltlab.sim.tuning.cases import Case, Cases
+from tltlab.sim.tuning.cases import TuningCase, TuningCases
 from tltlab.sim.tuning.misspecification import OffAcceptance, OffCosts, corners
+from tltlab.sim.tuning.oracle import Expected, OraclePolicy
 from tltlab.sim.tuning.search import GraphMemory, Prices
 from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -140,7 +140,7 @@ def test_a_gain_that_two_held_out_steps_share_by_luck_is_not_praised():
 @pytest.mark.parametrize("robust", [False, True])
 def test_intervals_from_few_rl_steps_hold_the_truth_as_often_as_they_say(num_steps: int, robust: bool):
     scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7")
-    cases = Cases(cases=(Case(name="t", trace=0, scenario=scenario),), robust=robust)
+    cases = TuningCases(cases=(TuningCase(name="t", trace=0, scenario=scenario),), robust=robust)
     rng = np.random.default_rng(0)
     held = 0
     for _ in range(1000):
@@ -153,7 +153,7 @@ def test_intervals_from_few_rl_steps_hold_the_truth_as_often_as_they_say(num_ste
 
 def test_a_worst_case_of_one_held_out_step_has_no_interval():
     scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7")
-    cases = Cases(cases=tuple(Case(name=str(i), trace=i, scenario=scenario) for i in range(2)), robust=True)
+    cases = TuningCases(cases=tuple(TuningCase(name=str(i), trace=i, scenario=scenario) for i in range(2)), robust=True)
     plain = [np.ones(1), np.ones(12)]
     found = cases.ratio([np.full(1, 0.8), np.full(12, 0.5)], [np.full(1, 0.9), np.full(12, 0.5)], plain, seed=0)
     assert found.estimate == pytest.approx(0.8 / 0.9)
@@ -231,12 +231,14 @@ def test_robust_tuning_minimises_the_worst_case():
     found = tune(TRACE, **SMALL | {"trials": 0}, robust=True, cost_error=0.3)
     assert len(found.policy.provenance["cases"]) == 5
     best = min(found.searched, key=found.searched.__getitem__)
-    case = Case(name="t", trace=0, scenario=Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7", rl_steps=[0, 2]))
+    case = TuningCase(
+        name="t", trace=0, scenario=Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7", rl_steps=[0, 2])
+    )
     worst = []
     for one in [case, *case.off_by(0.3)]:
         pair = {"none": load_policy("none"), "fixed": Policy.model_validate(
             {"selector": {"kind": "fixed", "strategy": Strategy.chain("ngram", 4)}})}  # fmt: skip
-        made = Cases(cases=(one,), robust=False).makespans(pair, mode="fluid", seeds=[0])
+        made = TuningCases(cases=(one,), robust=False).makespans(pair, mode="fluid", seeds=[0])
         worst.append(made["fixed"][0].sum() / made["none"][0].sum())
     assert found.searched["fixed ngram:4"] == pytest.approx(max(worst))
     assert found.searched[best] <= max(worst)
@@ -269,7 +271,7 @@ def test_several_traces_count_together():
 
 def test_prices_weigh_batches_by_the_time_spent_at_them():
     scenario = Scenario.of(TRACE, costs=CPU, acceptance="geometric:0.7", rl_steps=[0])
-    case = Case(name="t", trace=0, scenario=scenario)
+    case = TuningCase(name="t", trace=0, scenario=scenario)
     plain = scenario.rollouts(load_policy("none"))[0]
     decoding = sum(float(log.columns.seconds.sum()) for log in plain.logs)
     prices = Prices.of([case], [])

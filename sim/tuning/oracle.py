@@ -16,11 +16,10 @@ from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector
+from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.state import DrafterState, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-
-from .regime import Regimes
 
 
 class Expected:

@@ -1,0 +1,127 @@
+"""What a user sets of a simulation, and how a trace fills in what is left open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from tltlab.acceptance.load import Acceptance, TraceAcceptance, load_acceptance
+from tltlab.config import faults_in
+from tltlab.coordination.machine import CoordinatorConfig
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.traces.trace import Trace
+
+Mode = Literal["fluid", "sampled"]
+Source = dict[str, Any] | str | Path
+"""A model as users name it: its values, a shipped name or a file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationConfig:
+    """Everything of a simulation but the trace and the policy.
+
+    Where left open: costs from the trace folder's `costs.json`, else the preset `cpu-small`; acceptance from the
+    trace's acceptance.parquet ("trace"), else the folder's `acceptance.json`; workers from the manifest; placement
+    contiguous, or what a system or a tuning takes; all RL steps.
+
+    In `fluid` mode every request gains the expected tokens in each iteration, in `sampled` mode they are drawn from the
+    seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
+    `decision_block` iterations and told their mean. `max_response_tokens` cuts longer responses.
+
+    `spot` (settings, a file, or "tlt") trains the drafter on idle workers: the next RL step finds it with these
+    updates and age 0, which counts where the acceptance is of kind "fresh"; without it the drafter ages.
+    `coordinator` says which idle workers train.
+
+    Raises ConfigError for an unknown mode, and a decision block or seed out of range.
+
+    >>> SimulationConfig(acceptance="geometric:0.7", workers=8, mode="sampled").seed
+    0
+    """
+
+    costs: CostModel | Source | None = None
+    acceptance: Acceptance | Source | None = None
+    workers: int | None = None
+    placement: str | None = None
+    mode: str = "fluid"
+    seed: int = 0
+    rl_steps: Sequence[int] | None = None
+    decision_block: int = 1
+    max_response_tokens: int | None = None
+    spot: SpotTraining | Source | None = None
+    coordinator: CoordinatorConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"no mode named {self.mode!r}; there are {', '.join(get_args(Mode))}")
+        if self.decision_block < 1:
+            raise ConfigError(f"decision_block must be at least 1, got {self.decision_block}")
+        if self.seed < 0:
+            raise ConfigError(f"seed must be at least 0, got {self.seed}")
+
+    def num_workers(self, trace: Trace) -> int:
+        """The workers to simulate; ConfigError where neither the settings nor the manifest name them."""
+        workers = trace.manifest.num_workers if self.workers is None else self.workers
+        if workers is None:
+            raise ConfigError("the trace's manifest has no num_workers: say how many to simulate with --workers")
+        if workers < 1:
+            raise ConfigError(f"workers must be at least 1, got {workers}")
+        return workers
+
+    def find_costs(self, trace: Trace) -> tuple[CostModel, str]:
+        """The cost model, and what a user calls it."""
+        beside = beside_trace(trace, "costs.json")
+        default = str(beside or "cpu-small (the default: the trace has no costs)")
+        model = load_costs(self.costs if self.costs is not None else beside or "cpu-small")
+        return model, _named(self.costs, default)
+
+    def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
+        """The acceptance model, and what a user calls it; None where nothing is known."""
+        model = find_acceptance(trace, self.acceptance)
+        return model, None if model is None else _named(self.acceptance, "the trace's own")
+
+
+def find_acceptance(trace: Trace, source: Acceptance | Source | None) -> Acceptance | None:
+    """What a simulation takes `source` for: a model, "trace", or None for what the trace has (None: nothing)."""
+    if source == "trace" or source is None:
+        table = trace.acceptance
+        if table is not None and len(table):
+            return TraceAcceptance(table)
+        if source == "trace":
+            raise ConfigError("acceptance 'trace': the trace has no acceptance.parquet; annotate it or name a model")
+        beside = beside_trace(trace, "acceptance.json")
+        return load_acceptance(beside) if beside else None
+    return load_acceptance(source)
+
+
+def load_spot_training(source: SpotTraining | Source) -> SpotTraining:
+    """Spot training from itself, a dict, a JSON file, or "tlt" for the defaults. Raises ConfigError."""
+    if isinstance(source, SpotTraining):
+        return source
+    if source == "tlt":
+        return SpotTraining()
+    value = source if isinstance(source, dict) else read_json(Path(source))
+    with faults_in("spot training"):
+        return SpotTraining.model_validate(value)
+
+
+def beside_trace(trace: Trace, name: str) -> Path | None:
+    """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
+    if trace.path is None:
+        return None
+    folders = [trace.path, trace.path.parent] if trace.path.name == "trace" else [trace.path]
+    return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+
+def _named(source: object, default: str) -> str:
+    """What a user called it, else its kind."""
+    if source is None:
+        return default
+    if isinstance(source, dict):
+        return str(source.get("kind", "linear"))
+    return str(source) if isinstance(source, str | Path) else str(getattr(source, "kind", "trace"))

@@ -1,0 +1,143 @@
+"""Which requests of a worker wait, are prefilled and run, as vLLM's scheduler decides it; without a clock.
+
+A round: preempt the newest while the next iteration does not fit, otherwise admit waiting requests in order while they
+fit. An iteration fits while the contexts plus one token per resident fit into the KV cache (drafted tokens are not
+counted). A preempted request goes to the head of the queue and has its prompt and generated tokens prefilled again.
+
+Where the cost model limits the tokens of an iteration (`max_num_batched_tokens`), prompts are prefilled in chunks: the
+running requests come first, what they leave goes to the admitted prompts in order, and a request decodes from the
+iteration after its prompt is done. Its KV space is taken at admission.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tltlab.costs.base import CostModel
+
+from .batch import TOLERANCE_TOKENS, Batch
+
+
+@dataclass(slots=True)
+class Prefill:
+    """An admitted request: its prompt and what it had generated before a preemption; `left_tokens` are to come."""
+
+    request: int
+    tokens: float
+    left_tokens: float
+
+
+class Scheduler:
+    """A worker's requests: `waiting` with their generated tokens, `prefilling`, and the residents of `batch`.
+
+    `joined` lists the requests that have entered the batch since `take_joined`.
+    """
+
+    def __init__(self, prompt_tokens: Sequence[int], batch: Batch, costs: CostModel) -> None:
+        self.batch = batch
+        self.waiting: deque[tuple[int, float]] = deque()
+        self.prefilling: deque[Prefill] = deque()
+        self.joined: list[int] = []
+        self.kv_capacity_tokens: float = costs.kv_capacity_tokens or math.inf
+        self.max_num_seqs: float = costs.max_num_seqs or math.inf
+        self.max_num_batched_tokens: float = costs.max_num_batched_tokens or math.inf
+        self._prompt_tokens = prompt_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not decode yet."""
+        return len(self.waiting) + len(self.prefilling)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no request is left."""
+        return not (self.waiting or self.prefilling or len(self.batch))
+
+    @property
+    def room_tokens(self) -> float:
+        """Tokens that the contexts may still grow by before the next iteration no longer fits."""
+        if self.kv_capacity_tokens == math.inf:
+            return math.inf
+        taken = sum(prefill.tokens + 1 for prefill in self.prefilling)
+        return self.kv_capacity_tokens - len(self.batch) - self.batch.context_tokens - taken
+
+    @property
+    def prefill_left_tokens(self) -> float:
+        """Tokens of admitted requests that are still to be prefilled."""
+        return sum(prefill.left_tokens for prefill in self.prefilling)
+
+    def schedule(self) -> float:
+        """Preempt or admit, and prefill what comes before the next iteration; returns the tokens of that.
+
+        With nothing to decode, whole iterations go to the prompts until one of them is done.
+        """
+        if self.preempt():
+            return 0.0
+        self.admit()
+        if not len(self.batch):
+            limit = self.max_num_batched_tokens
+            return self.prefill(max(1, math.ceil(self.prefilling[0].left_tokens / limit)) * limit)
+        return self.prefill(math.inf) if self.max_num_batched_tokens == math.inf else 0.0
+
+    def can_fit(self, room_tokens: float) -> bool:
+        """Whether the next iteration fits with this room; the rounding of expected tokens is forgiven."""
+        return room_tokens >= -TOLERANCE_TOKENS
+
+    def preempt(self) -> bool:
+        """Put the newest back to the head of the queue until the next iteration fits; whether any had to go."""
+        preempted = False
+        while len(self.batch) and len(self.batch) + len(self.prefilling) > 1 and not self.can_fit(self.room_tokens):
+            if self.prefilling:
+                newest = self.prefilling.pop()
+                self.waiting.appendleft((newest.request, newest.tokens - self._prompt_tokens[newest.request]))
+            else:
+                self.waiting.appendleft(self.batch.preempt())
+            preempted = True
+        return preempted
+
+    def admit(self) -> None:
+        """Take waiting requests into prefill, in order, while they fit; the first always does."""
+        room_tokens = self.room_tokens
+        while self.waiting and len(self.batch) + len(self.prefilling) < self.max_num_seqs:
+            request, generated = self.waiting[0]
+            tokens = self._prompt_tokens[request] + generated
+            room_tokens -= tokens + 1
+            if not self.can_fit(room_tokens) and (len(self.batch) or self.prefilling):
+                break
+            self.waiting.popleft()
+            self.prefilling.append(Prefill(request, tokens, tokens))
+
+    def prefill(self, tokens: float) -> float:
+        """Spend up to `tokens` on the admitted requests in order, done ones join the batch; returns what was spent."""
+        spent = 0.0
+        while self.prefilling:
+            first = self.prefilling[0]
+            used = min(first.left_tokens, tokens - spent)
+            spent += used
+            if used < first.left_tokens - TOLERANCE_TOKENS:
+                first.left_tokens -= used
+                break
+            self.prefilling.popleft()
+            self.batch.admit(first.request, first.tokens - self._prompt_tokens[first.request])
+            self.joined.append(first.request)
+        return spent
+
+    def chunk(self, tokens_to_verify: float, limit: float) -> tuple[float, float]:
+        """Iterations until a prompt may be done, at most `limit`, and the prompts' tokens in each of them."""
+        if not self.prefilling:
+            return limit, 0.0
+        tokens = max(0.0, self.max_num_batched_tokens - len(self.batch) * tokens_to_verify)
+        if self.kv_capacity_tokens < math.inf and len(self.batch) == 1:
+            limit = 1  # A lone request always fits, but not beside prompts that hold room.
+        left_tokens = self.prefilling[0].left_tokens
+        if tokens == 0.0:
+            return (limit if left_tokens > 0 else min(limit, 1.0)), 0.0
+        return min(limit, max(1.0, (left_tokens + TOLERANCE_TOKENS) // tokens)), tokens
+
+    def take_joined(self) -> list[int]:
+        """Those that have entered the batch since this was last called."""
+        joined, self.joined = self.joined, []
+        return joined
