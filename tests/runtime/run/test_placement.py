@@ -68,6 +68,7 @@ def servers() -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.engine
 def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_blocks_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -102,6 +103,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     return said
 
 
+@pytest.mark.engine
 def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
     with pytest.raises(RunError, match=r"Ray did not start on this machine, 3 times; at last: Timed out"):
