@@ -20,7 +20,7 @@ START_UP = Path(__file__).parent / "start_up"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START_UP), os.environ.get("PYTHONPATH")]))
 gc.set_threshold(100_000, 20, 100)
 
-STARTING = {"cluster", "started_ray", "told"}
+STARTING = {"ray_cluster", "ray_here", "started_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
 
 
