@@ -6,6 +6,7 @@ short. A file's fixtures are made once, in the process that has the file.
 
 import gc
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
 START_UP = Path(__file__).parent / "start_up"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START_UP), os.environ.get("PYTHONPATH")]))
 gc.set_threshold(100_000, 20, 100)
+# More than a hundred processes import the same modules: they are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 STARTING = {"ray_cluster", "ray_here", "started_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
