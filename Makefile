@@ -8,8 +8,9 @@ export HF_HUB_OFFLINE ?= 1
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
+# Two processes, each a file at a time; `.venv/bin/pytest -n 2 -m "not engine"` is what to run after every change.
 test: setup check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.

@@ -1,9 +1,51 @@
-"""Property tests draw the same examples in every run; `TLTLAB_FUZZ=1` draws new ones."""
+"""Property tests draw the same examples in every run; `TLTLAB_FUZZ=1` draws new ones.
 
+With `pytest -n 2` two processes take a file at a time, those that start engines first: what is left for the end is
+short. A file's fixtures are made once, in the process that has the file.
+"""
+
+import gc
 import os
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("same", derandomize=True, print_blob=True, deadline=None)
 settings.register_profile("fuzz", print_blob=True, deadline=None)
 settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
+# Processes that tests start look for garbage as seldom as this one: `start_up` has a `sitecustomize` for them.
+START_UP = Path(__file__).parent / "start_up"
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START_UP), os.environ.get("PYTHONPATH")]))
+gc.set_threshold(100_000, 20, 100)
+# More than a hundred processes import the same modules: they are compiled once.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+STARTING = {"ray_cluster", "ray_here", "started_ray"}
+"""Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if STARTING & set(getattr(item, "fixturenames", ())):
+            item.add_marker("engine")
+    engines = {item.path for item in items if item.get_closest_marker("engine")}
+    items.sort(key=lambda item: item.path not in engines)
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays: every later collection would go through it again.
+    gc.collect()
+    gc.freeze()

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from tltlab.bench.drafter.runs import Sizes
 from tltlab.calibration.api import Calibration, calibrate
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline
 from tltlab.runtime.engine.environment import run_json, versions
-from tltlab.runtime.models.make import make_model
+from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.run.train import GrpoRun
 from tltlab.sim import simulate
@@ -35,14 +36,14 @@ TRIALS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How much of everything: RL steps without speculation, exploring, under the tuned policy, and with a drafter."""
+    """How much of everything: RL steps without speculation, exploring, and under the tuned policy; a drafter's run."""
 
-    size: str
+    size: str | Size
     plain_steps: int
     explore_steps: int
     tuned_steps: int
-    drafter_steps: int
     heldout: int
+    drafter: Sizes
 
     def policies(self) -> list[str]:
         """The policy of each RL step. Plain and exploring steps alternate, so neither owns a stage of training."""
@@ -51,8 +52,12 @@ class Setting:
         return [*mixed, *plain[len(explore) :], *explore[len(plain) :], *[TUNED] * self.tuned_steps]
 
 
-FULL = Setting(size="small", plain_steps=4, explore_steps=6, tuned_steps=6, drafter_steps=12, heldout=512)
-FAST = Setting(size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, drafter_steps=6, heldout=256)
+FULL = Setting(
+    size="small", plain_steps=4, explore_steps=6, tuned_steps=6, heldout=512, drafter=Sizes(steps=12, heldout=0)
+)
+FAST = Setting(
+    size="tiny", plain_steps=2, explore_steps=2, tuned_steps=2, heldout=256, drafter=Sizes(steps=6, heldout=0)
+)
 
 
 def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
     pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, out, seed)
     say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
-    drafter = run_drafter(out / "model", out / "adaptive", steps=setting.drafter_steps, seed=seed, say=say)
+    drafter = run_drafter(out / "model", out / "adaptive", setting.drafter, seed=seed, say=say)
     result = {
         "grpo_steps": len(reports),
         "reward_first": reward_first,

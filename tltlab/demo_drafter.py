@@ -18,18 +18,17 @@ from .errors import RunError
 from .files import write_json
 
 
-def run_drafter(model: Path, out: Path, *, steps: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Warm up a drafter for `model`, run `steps` RL steps of GRPO with it into `out`, and say what its training gave.
+def run_drafter(model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Warm up a drafter for `model`, run GRPO with it into `out`, and say what its training gave.
 
     Four workers, as with two only one is ever idle. Frozen and adaptive drafter are compared on the same responses,
     those of the last third of the RL steps: the one that the run began with, and the one in service.
     """
-    sizes = Sizes(steps=steps, heldout=0)
     head = warmed_up(model, out / "warm-up", sizes, say)
     drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
     policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
-    trace = run_steps(recipe, out, steps, say)
+    trace = run_steps(recipe, out, sizes.steps, say)
     write_json(out / "run.json", run_json(recipe))
     pairs = annotated_drafts(trace)
     if not pairs:

@@ -211,7 +211,7 @@ def test_it_keeps_only_the_newest_verdicts():
 
 def test_watching_a_draft_costs_a_few_microseconds():
     canary = watching(0.8)
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20_000):
         canary.observe(8, 7)
-    assert (time.perf_counter() - start) / 20_000 < 2e-5
+    assert (time.thread_time() - start) / 20_000 < 2e-5

@@ -202,14 +202,14 @@ def test_it_keeps_up_with_an_engine():
     tokens = np.random.default_rng(0).integers(0, 200, 20_000).tolist()
     drafter = NgramDrafter()
     drafter.open(A, [])
-    start = time.perf_counter()
+    start = time.thread_time()
     drafter.extend(A, tokens)
-    inserted = time.perf_counter()
+    inserted = time.thread_time()
     drafted = 0
     for i in range(2_000):
         drafter.open((0, "p", 1 + i, 0), tokens[i : i + 5])
         drafted += len(drafter.propose((0, "p", 1 + i, 0), 8).tokens)
-    proposed = time.perf_counter()
+    proposed = time.thread_time()
     assert drafted > 8_000
     assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine; the design asks for 8"
     assert (proposed - inserted) / drafted < 15e-6, "about 1 us on an idle machine; the design asks for 5"

@@ -364,12 +364,12 @@ def test_it_keeps_up_with_an_engine():
     tokens = np.random.default_rng(0).integers(0, 200, 20_000).tolist()
     drafter = SuffixDrafter()
     drafter.open(A, [])
-    start = time.perf_counter()
+    start = time.thread_time()
     for at in range(0, len(tokens), 4):
         drafter.extend(A, tokens[at : at + 4])
-    inserted = time.perf_counter()
+    inserted = time.thread_time()
     for _ in range(1_000):
         drafter.propose(A, 8)
-    proposed = time.perf_counter()
+    proposed = time.thread_time()
     assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine"
     assert (proposed - inserted) / 1_000 < 60e-6, "about 5 us on an idle machine"

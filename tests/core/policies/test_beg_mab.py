@@ -252,11 +252,11 @@ def test_a_decision_and_its_lesson_take_microseconds():
     play(mab, dict.fromkeys(mab.strategies, 100.0), 1000, batches=(8,))
     state, best_us = at(8), float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.thread_time()
         for i in range(1000):
             strategy = mab.choose(state)
             mab.observe(strategy, outcomes[strategy][i % 64])
-        best_us = min(best_us, (time.perf_counter() - start) * 1e3)
+        best_us = min(best_us, (time.thread_time() - start) * 1e3)
     assert best_us < 60.0, "about 6 us on an idle machine; the design asks for 20"
 
 

@@ -6,6 +6,7 @@ import ast
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -157,8 +158,9 @@ def test_new_weights_for_the_drafter_change_what_is_drafted_and_not_what_is_said
 def test_the_policys_time_is_a_small_part_of_the_run(engine: Engine):
     with pytest.raises(ConfigError, match="depths up to 6"):
         engine.set_policy(load_policy("beg-mab"))
-    rollout = greedy(engine, fixed("ngram"))
-    assert 0 < rollout.recorder_s < 0.05 * rollout.duration_s
+    # A busy machine may stop a process in the middle of anything: the typical rollout counts.
+    rollouts = [greedy(engine, fixed("ngram")) for _ in range(7)]
+    assert 0 < median(rollout.recorder_s / rollout.duration_s for rollout in rollouts) < 0.05
 
 
 def test_only_the_adapter_imports_vllm():

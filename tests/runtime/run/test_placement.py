@@ -68,6 +68,7 @@ def servers() -> set[tuple[str, str]]:
     return found
 
 
+@pytest.mark.engine
 def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_blocks_it(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -102,6 +103,7 @@ def too_late(monkeypatch: pytest.MonkeyPatch, times: int) -> list[str]:
     return said
 
 
+@pytest.mark.engine
 def test_a_ray_that_does_not_start_is_tried_again_and_leaves_nothing_running(monkeypatch: pytest.MonkeyPatch):
     said = too_late(monkeypatch, times=MOST_STARTS)
     with pytest.raises(RunError, match=r"Ray did not start on this machine, 3 times; at last: Timed out"):
@@ -125,7 +127,7 @@ def test_several_nodes_need_a_cluster(address: str, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def ray_cluster() -> Iterator[Cluster]:
     ray.shutdown()
     cluster = Cluster()
     for _ in range(2):
@@ -136,7 +138,7 @@ def cluster() -> Iterator[Cluster]:
     cluster.shutdown()
 
 
-def test_separate_actors_have_gpus_of_their_own_and_a_worker_stays_on_one_node(cluster: Cluster):
+def test_separate_actors_have_gpus_of_their_own_and_a_worker_stays_on_one_node(ray_cluster: Cluster):
     with Placement(recipe(tp=4, workers=3, ranks=2)) as placement:
         seen = started(options_of(placement, 3, 2))
     assert [len(gpus) for _, gpus in seen] == [4, 4, 4, 1, 1]
@@ -145,7 +147,7 @@ def test_separate_actors_have_gpus_of_their_own_and_a_worker_stays_on_one_node(c
     assert len({node for node, _ in seen}) == 2
 
 
-def test_colocated_ranks_share_the_gpus_of_the_workers(cluster: Cluster):
+def test_colocated_ranks_share_the_gpus_of_the_workers(ray_cluster: Cluster):
     with Placement(recipe(tp=8, workers=2, ranks=16, placement="colocated")) as placement:
         workers = [placement.worker_options(n) for n in range(2)]
         ranks = [placement.trainer_options(r) for r in range(16)]
@@ -160,7 +162,7 @@ def test_colocated_ranks_share_the_gpus_of_the_workers(cluster: Cluster):
     assert told == [gpu for _, gpus in seen[:2] for gpu in gpus]
 
 
-def test_shares_of_a_gpu_are_seen_as_one_each(cluster: Cluster):
+def test_shares_of_a_gpu_are_seen_as_one_each(ray_cluster: Cluster):
     asked = recipe(workers=2, ranks=1)
     shared = asked.model_copy(
         update={
@@ -174,7 +176,7 @@ def test_shares_of_a_gpu_are_seen_as_one_each(cluster: Cluster):
     assert [len(gpus) for _, gpus in seen] == [1, 1, 1]
 
 
-def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(cluster: Cluster):
+def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(ray_cluster: Cluster):
     asked = recipe(tp=4, workers=4, ranks=16, placement="colocated")
     with Placement(asked):
         begun = time.monotonic()
@@ -185,7 +187,7 @@ def test_gpus_are_given_back_and_those_that_others_hold_are_not_waited_for_long(
         pass
 
 
-def test_more_than_the_cluster_has_is_refused_at_once(cluster: Cluster):
+def test_more_than_the_cluster_has_is_refused_at_once(ray_cluster: Cluster):
     begun = time.monotonic()
     for asked in (recipe(workers=17, ranks=1, gpus=16), recipe(tp=16, workers=1, ranks=1, gpus=32)):
         with pytest.raises(ConfigError, match=r"Ray's nodes have 8, 8 GPUs, and .* are more than that"):

