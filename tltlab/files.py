@@ -79,11 +79,11 @@ def new_folder(path: Path, *, durable: bool = False, replace: bool = True) -> It
             fsync_folder(new)
         try:
             if replace and path.exists():
-                os.rename(path, old)
-            os.rename(new, path)
+                os.replace(path, old)
+            os.replace(new, path)
         except BaseException:
             if old.exists() and not path.exists():
-                os.rename(old, path)
+                os.replace(old, path)
             raise
     if durable:
         fsync_folder(path.parent)
