@@ -61,7 +61,7 @@ class Scheduler:
         """Tokens that the contexts may still grow by before the next iteration no longer fits."""
         if self.kv_capacity_tokens == math.inf:
             return math.inf
-        taken = sum(prefill.tokens + 1 for prefill in self.prefilling)
+        taken = sum(prefill.tokens + 1 for prefill in self.prefilling) if self.prefilling else 0
         return self.kv_capacity_tokens - len(self.batch) - self.batch.context_tokens - taken
 
     @property
