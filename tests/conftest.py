@@ -49,3 +49,7 @@ def pytest_collection_finish() -> None:
     # What was imported stays: every later collection would go through it again.
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
