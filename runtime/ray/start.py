@@ -18,6 +18,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_NICENESS = "RAY_worker_niceness"
 MOST_STARTS = 3
 """How often Ray is started before that has failed: on a busy machine its servers may answer too late."""
 
@@ -119,13 +120,13 @@ def _workers_as_nice_as_others() -> Iterator[None]:
 
     Its own 15 would have whatever else runs on a busy machine served first, and be measured.
     """
-    before = os.environ.get("RAY_worker_niceness")  # noqa: SIM112 - Ray reads this name
-    os.environ.setdefault("RAY_worker_niceness", "0")
+    chosen = _NICENESS in os.environ
+    os.environ.setdefault(_NICENESS, "0")
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["RAY_worker_niceness"]  # noqa: SIM112
+        if not chosen:
+            del os.environ[_NICENESS]
 
 
 def _line(error: BaseException) -> str:

@@ -82,6 +82,7 @@ def test_a_ray_started_here_listens_on_loopback_alone_and_no_number_of_actors_bl
         listening = servers()
         assert {"gcs_server", "raylet", "ray::Here"} <= {name for name, _ in listening}
         assert {address for _, address in listening} <= LOOPBACK
+        assert "RAY_worker_niceness" not in os.environ, "that is for Ray's processes, not for this one"
         assert not start_ray()
         with pytest.raises(ConfigError, match=r"Ray's nodes have .* 4 rollout workers of 1 GPUs and 2 trainer ranks"):
             Placement(recipe(workers=4, ranks=2, nodes=1)).__enter__()
