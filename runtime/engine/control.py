@@ -24,7 +24,7 @@ from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
 from .drafter_pool import DrafterPool, Response
-from .ledger import NO_CHOICE, Choice, Clock, Ledger, Row, Scheduled, Stopwatch
+from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
 
 _LATELY = 0.2
 """Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
@@ -283,8 +283,8 @@ class Control:
         drafts: list[list[int]] = [[] for _ in request_ids]
         strategy = self.ledger.in_force.strategy
         if strategy.speculates:
-            going = ((n, self.live.get(i)) for n, i in enumerate(request_ids))
-            drafting = [(n, live) for n, live in going if live is not None and live.output]
+            going = [(n, self.live[i]) for n, i in enumerate(request_ids) if i in self.live]
+            drafting = [(n, live) for n, live in going if live.output]
             with self.inside, self.seat.deciding:
                 shares = self.allot([live for _, live in drafting])
             for (n, live), share in zip(drafting, shares, strict=True):
@@ -301,18 +301,17 @@ class Control:
                     if counts[request_id]:
                         self.speechless.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
+            iteration = self.ledger.verified(what, counts)
             if what.drafts:
-                self._verified(what, counts)
-            self.ledger.sampled(what, counts)
+                self._learn(what.request_ids, iteration)
+            self.ledger.sampled(iteration)
 
-    def _verified(self, what: Scheduled, counts: Mapping[str, int]) -> None:
+    def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Count what was kept of each request's draft, and let its drafter know."""
-        drafter = self.ledger.verifying.drafter
-        for request_id, draft in what.drafts.items():
-            live = self.live.get(request_id)
-            if not draft or live is None:
+        drafter = iteration.verified.strategy.drafter
+        for request_id, drafted, kept in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
+            if not drafted or (live := self.live.get(request_id)) is None:
                 continue
-            drafted, kept = len(draft), max(counts[request_id] - 1, 0)
             live.drafted += drafted
             live.accepted += kept
             recent = live.recent_acceptance

@@ -104,13 +104,13 @@ class Stopwatch:
 class Ledger:
     """Writes down iterations as an engine runs them, and tells each choice's outcome once its iteration is over.
 
-    Per iteration: `start`, `schedule`, `choose` where somebody chooses, `sampled`, and `drafted` where drafts are made
-    beside the scheduler. An iteration lasts from its start to the next one's, the last before a pause to its own end.
-    With `overlapped` the engine schedules an iteration before it knows the last one's outcome (asynchronous
-    scheduling): durations then run from output to output, and drafting time is unknown.
+    Per iteration: `start`, `schedule`, `choose` where somebody chooses, `verified`, `sampled`, and `drafted` where
+    drafts are made beside the scheduler. An iteration lasts from its start to the next one's, the last before a pause
+    to its own end. With `overlapped` the engine schedules an iteration before it knows the last one's outcome
+    (asynchronous scheduling): durations then run from output to output, and drafting time is unknown.
 
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. Times in
-    rows are seconds since `origin`, the moment of `begin`. `sampled` takes O(batch), everything else O(1), and a
+    rows are seconds since `origin`, the moment of `begin`. `verified` takes O(batch), everything else O(1), and a
     rollout holds O(batch) per iteration that verified drafts.
     """
 
@@ -181,12 +181,7 @@ class Ledger:
         if self.is_open:
             self.first_token_s[key] = self.clock() - self.origin
 
-    @property
-    def verifying(self) -> Strategy:
-        """The strategy whose drafts the oldest iteration in flight verifies."""
-        return self._in_flight[0].verified.strategy
-
-    def sampled(self, what: Scheduled, counts: Mapping[str, int]) -> None:
+    def verified(self, what: Scheduled, counts: Mapping[str, int]) -> Iteration:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         iteration = self._in_flight.popleft()
         if what.drafts:
@@ -197,6 +192,10 @@ class Ledger:
         else:
             iteration.drafted = iteration.accepted = [0] * iteration.batch
         iteration.num_generated = sum(counts.values())
+        return iteration
+
+    def sampled(self, iteration: Iteration) -> None:
+        """What came of the `iteration` that is back has been taken in; overlapped, it is over."""
         iteration.sampled = True
         self._busy_until_s = self.clock()
         if not self.overlapped:
