@@ -34,10 +34,9 @@ from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
 from .data import RunData
 from .events import RunEvents
-from .manifest import run_manifest
 from .metrics import step_metrics
 from .recovery import Recovery
-from .rows import StepReport, step_rows
+from .rows import StepReport, run_manifest, step_rows
 from .state import RunState
 
 Done = TypeVar("Done")
