@@ -31,7 +31,7 @@ from tltlab.runtime.drafter.heads.kinds import check_fit, load_head, new_head
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
 from .null import NoDrafter, Rows
