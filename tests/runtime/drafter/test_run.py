@@ -27,7 +27,7 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter import processes as trainer_processes
-from tltlab.runtime.drafter.buffer_file import read_data
+from tltlab.runtime.drafter.buffer import read_data
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.null import NoDrafter
