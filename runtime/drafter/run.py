@@ -34,9 +34,9 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
+from .checkpoint import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .null import NoDrafter, Rows
 from .processes import TrainerProcesses
-from .state import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .worker import SpotPlace
 
 MOST_LETTERS = 85
