@@ -49,7 +49,8 @@ class Trajectory:
 def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:
     """Write a safetensors file of columns, each whole, and the lengths to cut them by.
 
-    The columns have equally many arrays; array i of every column has the same length N_i, [N_i] or [N_i, V]."""
+    The columns have equally many arrays; array i of every column has the same length N_i, [N_i] or [N_i, V].
+    """
     whole = {
         name: np.concatenate(list(arrays)) if len(arrays) else np.empty(0, np.int32) for name, arrays in columns.items()
     }
