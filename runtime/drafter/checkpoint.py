@@ -1,4 +1,4 @@
-"""Checkpoints of what a trainer trains, written while it goes on training.
+"""Checkpoints of a drafter: of what a trainer trains, written while it goes on training, and as a part of the run's.
 
 TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
 written beside training, so that a step is held up for the copy alone. `tltlab.bench.drafter.checkpoint` measures ours.
@@ -12,16 +12,24 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from tltlab.coordination.canary import Verdict
+from tltlab.errors import ConfigError
+
 PARTIAL = ".partial"
+WEIGHTS = "drafter.safetensors"
+TRAINING = "drafter_training.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
+Tensors = Mapping[str, Tensor]
 # A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
@@ -181,3 +189,32 @@ def _sentence(error: BaseException) -> str:
         root = root.__cause__ or root.__context__
     error = root or error
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def write_drafter(folder: Path, weights: Tensors, training: Tensors) -> None:
+    """Write the weights that vLLM loads, and the trained state with its optimizer's (`DrafterTraining.state_dict`)."""
+    for name, tensors in ((WEIGHTS, weights), (TRAINING, training)):
+        save_file({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}, folder / name)
+
+
+def read_drafter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What `write_drafter` wrote. Raises ConfigError where it is not there or damaged."""
+    try:
+        return load_file(folder / WEIGHTS), load_file(folder / TRAINING)
+    except Exception as error:  # safetensors has an error of its own beside OSError
+        said = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {said}") from error
+
+
+def verdicts_state(verdicts: Mapping[int, tuple[Verdict, ...]]) -> dict[str, Any]:
+    """The canaries' verdicts by worker as JSON types."""
+    return {str(worker): [asdict(verdict) for verdict in found] for worker, found in verdicts.items()}
+
+
+def verdicts_of(state: Mapping[str, Any]) -> dict[int, tuple[Verdict, ...]]:
+    """What `verdicts_state` gave, after JSON."""
+    return {int(worker): tuple(_verdict(row) for row in rows) for worker, rows in state.items()}
+
+
+def _verdict(row: Mapping[str, Any]) -> Verdict:
+    return Verdict(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})

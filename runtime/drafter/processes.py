@@ -19,9 +19,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tltlab.errors import RunError
 from tltlab.runtime.ray.calls import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
-from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.state import RunEvents
 
-from .buffer_file import PARTIAL
+from .buffer import PARTIAL
 from .worker import SpotPlace, SpotTrainer
 
 MOST_RESTARTS = 3

@@ -31,12 +31,12 @@ from tltlab.runtime.drafter.heads.kinds import check_fit, load_head, new_head
 from tltlab.runtime.engine.drafter_pool import DrafterPool, DrafterReport
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
+from .checkpoint import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .null import NoDrafter, Rows
 from .processes import TrainerProcesses
-from .state import read_drafter, verdicts_of, verdicts_state, write_drafter
 from .worker import SpotPlace
 
 MOST_LETTERS = 85

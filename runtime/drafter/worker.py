@@ -30,8 +30,7 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
-from .buffer import DataBuffer, prompt_of
-from .buffer_file import TrainerData, data_path, read_data, write_data
+from .buffer import DataBuffer, TrainerData, data_path, prompt_of, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
 from .group import DrafterGroup, GroupLost

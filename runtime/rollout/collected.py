@@ -136,3 +136,26 @@ def _joined(part: Rollout, new: Rollout, begun: float) -> Rollout:
 
 def _later(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {**row, "iteration": row["iteration"] + number}
+
+
+def left_behind(state: Mapping[str, Any], *, own: str = "") -> list[str]:
+    """What of a checkpoint of another way to roll out is lost: a sentence for each kind of responses in the `state` of
+    `Rollouts.state_dict`, but for those under the key `own`, which the run goes on with.
+
+    >>> left_behind({"earlier": [["p0", 0, False], ["p0", 1, True]]})
+    ['2 responses of the checkpoint are not used again: the run goes on without rollout.reuse']
+    """
+    said = []
+    if own != "pending" and state.get("pending"):
+        groups = state["pending"]
+        whole = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
+        said.append(
+            f"{len(groups)} groups that were under way in the checkpoint are dropped, {whole} whole responses with "
+            "them: the run goes on without rollout.partial"
+        )
+    if own != "earlier" and state.get("earlier"):
+        said.append(
+            f"{len(state['earlier'])} responses of the checkpoint are not used again: the run goes on without "
+            "rollout.reuse"
+        )
+    return said

@@ -14,13 +14,11 @@ import numpy as np
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
 from tltlab.runtime.engine.engine import GenerationRequest, Response
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
-from tltlab.runtime.run.left_behind import left_behind
 
-from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .samples import Trajectory
+from .collected import Collected, Key, RolloutTools, Rounds, left_behind, rewarded, rewards_by_key
+from .samples import Trajectory, load_ragged, save_ragged
 
 PENDING_FILE = "pending-responses.safetensors"
 

@@ -33,10 +33,9 @@ from tltlab.runtime.engine.engine import Rollout as Part
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.events import RunEvents
-from tltlab.runtime.run.manifest import run_manifest
 from tltlab.runtime.run.placement import Placement
-from tltlab.runtime.run.rows import StepReport, step_rows
+from tltlab.runtime.run.rows import StepReport, run_manifest, step_rows
+from tltlab.runtime.run.state import RunEvents
 from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read

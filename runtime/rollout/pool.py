@@ -19,7 +19,7 @@ from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response
 from tltlab.runtime.ray.actor_env import actor_env
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 

@@ -15,13 +15,11 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.drafter.ragged import load_ragged, save_ragged
 from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
-from tltlab.runtime.run.left_behind import left_behind
 
-from .collected import Collected, Key, RolloutTools, Rounds, rewarded, rewards_by_key
-from .samples import Trajectory
+from .collected import Collected, Key, RolloutTools, Rounds, left_behind, rewarded, rewards_by_key
+from .samples import Trajectory, load_ragged, save_ragged
 
 MAX_ROWS_BYTES = 2 << 30
 """What the distributions of all kept responses may take on the host."""

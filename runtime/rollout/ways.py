@@ -10,9 +10,8 @@ from typing import Any, Protocol
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.left_behind import left_behind
 
-from .collected import Collected, Key, RolloutTools, Rounds, requests_of, rewarded, rewards_by_key
+from .collected import Collected, Key, RolloutTools, Rounds, left_behind, requests_of, rewarded, rewards_by_key
 from .partial import PartialRollouts
 from .prefix_reuse import ReusingRollouts
 from .samples import Trajectory

@@ -17,8 +17,8 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
 
-from .events import RunEvents
 from .placement import Placement
+from .state import RunEvents
 
 
 class RunActors:

@@ -33,12 +33,10 @@ from tltlab.traces.trace import Trace, read
 from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
 from .data import RunData
-from .events import RunEvents
-from .manifest import run_manifest
 from .metrics import step_metrics
 from .recovery import Recovery
-from .rows import StepReport, step_rows
-from .state import RunState
+from .rows import StepReport, run_manifest, step_rows
+from .state import RunEvents, RunState
 
 Done = TypeVar("Done")
 

@@ -17,8 +17,7 @@ from tltlab.traces.trace import Trace
 from .actors import RunActors
 from .checkpoints import RunCheckpoints
 from .data import RunData
-from .events import RunEvents
-from .state import RunState, read_state, read_workers, write_state
+from .state import RunEvents, RunState, read_state, read_workers, write_state
 
 
 class Recovery:

@@ -1,12 +1,17 @@
-"""One RL step as rows of the trace's tables."""
+"""What a run writes into its trace: one RL step as rows of the tables, and the manifest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.traces.schema import Manifest
 
 Row = dict[str, Any]
 
@@ -16,7 +21,7 @@ class StepReport:
     """What one RL step did; seconds per stage and means over its responses.
 
     `recorder_s` is the engines' time for keeping the book, `record_s` the driver's for the trace, `step_s` that of all.
-    `measures` are for loggers, by name (`run_metrics.step_metrics`); `notes`: what else happened.
+    `measures` are for loggers, by name (`metrics.step_metrics`); `notes`: what else happened.
     """
 
     rl_step: int
@@ -169,3 +174,23 @@ def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, b
     return {
         "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
     }  # fmt: skip
+
+
+def run_manifest(recipe: Recipe, name: str, notes: str | None) -> Manifest:
+    """The manifest of a run by `recipe` that begins now, recorded as `name`."""
+    rollout = recipe.rollout
+    return Manifest(
+        kind="recorded",
+        name=name,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        model=Path(recipe.model).name,
+        hardware=hardware(),
+        engine=f"vllm {versions()['vllm']}",
+        num_workers=rollout.num_workers,
+        max_response_tokens=rollout.max_response_tokens,
+        group_size=rollout.group_size,
+        license="Apache-2.0",
+        source="tltlab",
+        seed=recipe.seed,
+        notes=notes,
+    )

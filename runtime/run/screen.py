@@ -28,7 +28,7 @@ _FIGURES = (
 
 def step_text(report: StepReport, measures: Mapping[str, float], left: str) -> str:
     """What is said of an RL step: reward, tokens and time; seconds by stage; what else `measures`
-    (`run_metrics.step_metrics`) has, in lines of about 80 columns; notes. `left` is the time that the run still takes.
+    (`metrics.step_metrics`) has, in lines of about 80 columns; notes. `left` is the time that the run still takes.
 
     >>> print(step_text(report, report.measures, "0:01:20"))  # doctest: +SKIP
     step 3: reward 0.250, 652 tokens in 2.72 s, policy beg-mab, 0:01:20 left

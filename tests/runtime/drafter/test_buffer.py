@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, stretch
-from tltlab.runtime.drafter.buffer_file import TrainerData, read_data, write_data
+from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, stretch, write_data
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import BufferConfig
 from tltlab.runtime.trainer.packing import pack

@@ -27,7 +27,7 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter import processes as trainer_processes
-from tltlab.runtime.drafter.buffer_file import read_data
+from tltlab.runtime.drafter.buffer import read_data
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.null import NoDrafter
@@ -38,7 +38,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
-from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.run.train import GrpoRun, train
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy

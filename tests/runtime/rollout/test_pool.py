@@ -26,7 +26,7 @@ from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.pool import WorkerPool, later, why_lost
 from tltlab.runtime.rollout.worker import engine_args, enough
-from tltlab.runtime.run.events import RunEvents
+from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -15,7 +15,6 @@ import pytest
 from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.ragged import save_ragged
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.rollout.collected import RolloutTools
 from tltlab.runtime.rollout.prefix_reuse import (
@@ -26,7 +25,7 @@ from tltlab.runtime.rollout.prefix_reuse import (
     kept_prefix,
     residual,
 )
-from tltlab.runtime.rollout.samples import Trajectory
+from tltlab.runtime.rollout.samples import Trajectory, save_ragged
 from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe

@@ -14,10 +14,9 @@ from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter.null import NoDrafter
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.checkpoints import RunCheckpoints
-from tltlab.runtime.run.events import RunEvents
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.recovery import Recovery
-from tltlab.runtime.run.state import RunState
+from tltlab.runtime.run.state import RunEvents, RunState
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -1,9 +1,11 @@
-"""The JSON part of a checkpoint."""
+"""The JSON part of a checkpoint, and events of a run on a disk that fills up."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import NoneSpec, Policy
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.rows import StepReport
-from tltlab.runtime.run.state import RunState, read_state, write_state
+from tltlab.runtime.run.state import RunEvents, RunState, read_state, write_state
 from tltlab.strategy import Strategy
 
 
@@ -60,3 +62,24 @@ def test_an_rl_step_of_which_nothing_is_known_comes_back_from_json(tmp_path: Pat
     assert math.isnan(again.metrics["drift_kl"])
     assert again.metrics["lr"] == 1.0
     assert (read.rl_step, read.policies, parts["order"]) == (1, [], {"taken": 3})
+
+
+def test_a_full_disk_costs_lines_and_leaves_no_half_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    events = RunEvents(tmp_path / "events.jsonl")
+    write = os.write
+
+    def half(file: int, line: bytes) -> int:
+        return write(file, line[:10])
+
+    def full(file: int, line: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    events.note("before")
+    for fails in (half, full):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "write", fails)
+            events.note("lost")
+    events.note("after", worker=1)
+    found = [json.loads(line) for line in events.path.read_text().splitlines()]
+    assert [row["event"] for row in found] == ["before", "after"]
+    assert events.take() == ["before", "lost", "lost", "after"]
