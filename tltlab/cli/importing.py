@@ -11,7 +11,7 @@ from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
 from tltlab.importers.token_counts import token_counter
-from tltlab.traces.describe import count
+from tltlab.traces.stream import count
 
 
 def import_trace(

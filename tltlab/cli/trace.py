@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from tltlab.console import Json, emit
-from tltlab.traces.describe import count
-from tltlab.traces.describe import describe as describe_trace
 from tltlab.traces.recorder import repair as repair_recording
+from tltlab.traces.stream import count
+from tltlab.traces.stream import describe as describe_trace
 from tltlab.traces.trace import Trace, read
 
 from .annotate import annotate_trace
