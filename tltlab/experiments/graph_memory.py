@@ -38,9 +38,7 @@ from tltlab.traces.trace import Trace, read
 
 from . import EXPERIMENTS
 from .graph_memory_measured import cuda, measured_rows
-from .panels import finish
-from .result import ExperimentResult
-from .settings import as_json
+from .result import ExperimentResult, as_json, finish
 
 GIB = tlt.GIB
 Count = Annotated[int, Field(ge=1)]

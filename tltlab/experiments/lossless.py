@@ -26,9 +26,7 @@ from tltlab.errors import ConfigError
 from tltlab.stats import student_margin
 
 from . import EXPERIMENTS, trained_drafter
-from .panels import finish, whole_numbers, with_interval
-from .result import ExperimentResult
-from .settings import as_json
+from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
 from .trained_drafter import Count, RunSettings, on_devices, prepared
 
 Part = Literal["rewards", "tokens"]

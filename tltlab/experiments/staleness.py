@@ -25,9 +25,7 @@ from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace, read
 
 from . import EXPERIMENTS, trained_drafter
-from .panels import finish, whole_numbers, with_interval
-from .result import ExperimentResult
-from .settings import as_json
+from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
 from .trained_drafter import Count, Prepared, RunSettings, on_devices, prepared
 
 FROZEN, STOPPED, ADAPTIVE = "frozen", "stopped", "adaptive"
