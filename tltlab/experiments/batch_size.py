@@ -26,7 +26,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import EXPERIMENTS
 from .batch_size_measured import Visit, Work, measure
-from .own_model import own_model
+from .models import own_model
 from .result import ExperimentResult, as_json, finish, with_interval
 
 Count = Annotated[int, Field(ge=1)]
