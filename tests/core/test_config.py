@@ -1,6 +1,7 @@
 """What people read where a file holds what it should not."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,11 @@ def test_heads_that_cannot_be_shared_out_are_refused(tp: int):
 def test_with_more_gpus_than_kv_heads_several_hold_the_same():
     assert per_gpu_heads(model("Qwen2.5-7B"), 28) == (1, 1)
     assert per_gpu_heads(model("Qwen2.5-7B"), 4) == (7, 1)
+
+
+@pytest.mark.parametrize("load", [load_costs, load_acceptance, load_stages])
+def test_a_file_is_named_once(load: Callable[[Path], object], tmp_path: Path):
+    path = file(tmp_path, {"kind": "magic"})
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert str(refused.value).count(str(path)) == 1

@@ -161,8 +161,8 @@ def fresh(model: Acceptance, drafters: Mapping[str, DrafterState]) -> Settled:
 
 
 def _validated(value: Any, where: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:
-    try:
-        with faults_in(where):
+    with faults_in(where):
+        try:
             return cast(AcceptanceModel | RequestAcceptance | FreshAcceptance, _FILE.validate_python(value))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error

@@ -41,12 +41,12 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
         value = _read(source)
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
-    try:
-        # The first part of a place is the kind.
-        with faults_in(where, lambda place: dotted(place[1:])):
+    # The first part of a place is the kind.
+    with faults_in(where, lambda place: dotted(place[1:])):
+        try:
             return _FILE.validate_python({"kind": "linear"} | value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
 
 
 def _read(source: str | Path) -> Any:

@@ -271,8 +271,8 @@ def end_to_end_speedup(rollout_share: float, rollout_speedup: float) -> float:
 
 def checked(adapter: TypeAdapter[Any], value: dict[str, Any], where: str) -> Any:
     """Validate a dict; ConfigError lists all that is wrong with it, each with its path."""
-    try:
-        with faults_in(where):
+    with faults_in(where):
+        try:
             return adapter.validate_python(value)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
