@@ -76,10 +76,10 @@ def buckets(
 
     Example: tltlab bench buckets --rounds 5
     """
-    from .buckets import bench, text
+    from .policies import bench_buckets, buckets_text
 
-    found = bench(rounds)
-    emit(found, as_json=as_json, text=text(found))
+    found = bench_buckets(rounds)
+    emit(found, as_json=as_json, text=buckets_text(found))
 
 
 @app.command()

@@ -15,9 +15,8 @@ import numpy as np
 import pyarrow as pa
 
 from tltlab.errors import ConfigError
-from tltlab.traces.describe import describe_stream, validate_stream
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter, iter_rl_steps
+from tltlab.traces.stream import StreamWriter, describe_stream, iter_rl_steps, validate_stream
 
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")

@@ -12,8 +12,7 @@ import typer
 from tltlab.console import Json, emit, made_by, progress
 from tltlab.errors import ConfigError
 from tltlab.experiments import EXPERIMENTS, find
-from tltlab.experiments.result import check_replaceable
-from tltlab.experiments.settings import describe, read_settings
+from tltlab.experiments.result import check_replaceable, describe_settings, read_settings
 
 
 def experiment(
@@ -51,7 +50,7 @@ def experiment(
         asked.append(f"model={model}")
     settings = read_settings(module.Settings, module.FAST if fast else None, asked)
     check_replaceable(out / name)
-    progress(f"{name}: {describe(settings)}")
+    progress(f"{name}: {describe_settings(settings)}")
     found = module.run(settings, folder=out, seed=seed, progress=progress)
     result = replace(found, **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"))
     result.write(out / name)

@@ -23,9 +23,8 @@ from tltlab.files import read_json
 
 from . import EXPERIMENTS
 from .baseline_predicted import LONG_TAIL, PAPER_RANGE, Published, predicted_rows
-from .own_model import own_model
-from .result import ExperimentResult
-from .settings import as_json
+from .models import own_model
+from .result import ExperimentResult, as_json
 
 Count = Annotated[int, Field(ge=1)]
 Part = Literal["measured", "predicted"]

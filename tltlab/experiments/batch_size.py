@@ -26,10 +26,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from . import EXPERIMENTS
 from .batch_size_measured import Visit, Work, measure
-from .own_model import own_model
-from .panels import finish, with_interval
-from .result import ExperimentResult
-from .settings import as_json
+from .models import own_model
+from .result import ExperimentResult, as_json, finish, with_interval
 
 Count = Annotated[int, Field(ge=1)]
 _LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))

@@ -25,11 +25,9 @@ from tltlab.charts import COLORS
 from tltlab.errors import ConfigError
 from tltlab.stats import student_margin
 
-from . import EXPERIMENTS, trained_drafter
-from .panels import finish, whole_numbers, with_interval
-from .result import ExperimentResult
-from .settings import as_json
-from .trained_drafter import Count, RunSettings, on_devices, prepared
+from . import EXPERIMENTS, models
+from .models import Count, RunSettings, on_devices, prepared
+from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
 
 Part = Literal["rewards", "tokens"]
 POWER = 0.9
@@ -56,7 +54,7 @@ class Settings(RunSettings):
     false_alarm_rate: Annotated[float, Field(gt=0, le=0.5)] = 1e-3
 
 
-FAST: Mapping[str, Any] = trained_drafter.FAST | {
+FAST: Mapping[str, Any] = models.FAST | {
     "steps": 2, "seeds": 2, "heldout": 16, "drafters": ("ngram",), "samples": 512,
 }  # fmt: skip
 

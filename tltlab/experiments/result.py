@@ -1,17 +1,21 @@
-"""What an experiment ends in: a verdict, a table and a picture, written as one folder."""
+"""What an experiment begins with and ends in: settings from key=value; verdict, table and picture, one folder."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_origin, get_type_hints
 
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from pydantic import TypeAdapter
 
 from tltlab.charts import save_figure
+from tltlab.config import faults_in
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import new_folder, write_json
 
@@ -98,3 +102,79 @@ def _plain(value: Any) -> Any:
     """A number of numpy's as Python's; None for one that JSON does not know."""
     plain = value.item() if hasattr(value, "item") else value
     return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def finish(
+    axes: Axes, *, title: str, xlabel: str, ylabel: str = "", grid: Literal["x", "y", "both"] | None = "y"
+) -> None:
+    """Title, labels, grid and type sizes, as in `tltlab.charts`."""
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.tick_params(labelsize=8)
+    if grid is not None:
+        axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def whole_numbers(axes: Axes) -> None:
+    """Ticks of the horizontal axis at whole numbers only, also where there is a single one."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+
+
+def with_interval(estimate: float | None, low: float | None, high: float | None, form: str = ".2f") -> str:
+    """An estimate with its ends where they are known.
+
+    >>> with_interval(1.5, 1.4, 1.6)
+    '1.50 [1.40, 1.60]'
+    """
+    if estimate is None or not math.isfinite(estimate):
+        return "an unknown number of"
+    if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        return f"{estimate:{form}} (no interval)"
+    return f"{estimate:{form}} [{low:{form}}, {high:{form}}]"
+
+
+S = TypeVar("S")
+
+
+def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> S:
+    """The defaults of the dataclass `kind`, with `changes` (those of --fast), then with key=value `overrides`.
+
+    Values are checked against the field's type and its pydantic constraints; those of a tuple are separated by commas.
+    ConfigError for an unknown key, which lists the known ones with their values, and for a value that is none.
+
+    >>> read_settings(Settings, overrides=["rounds=3", "depths=2,4"]).depths
+    (2, 4)
+    """
+    hints = get_type_hints(kind)
+    given: dict[str, Any] = dict(changes or {})
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise ConfigError(f"{override!r} is not key=value; settings: {_known(kind)}")
+        if key not in hints:
+            raise ConfigError(f"no setting named {key!r}; settings: {_known(kind)}")
+        given[key] = value.split(",") if get_origin(hints[key]) is tuple else value
+    with faults_in("settings"):
+        return TypeAdapter(kind).validate_python(given)
+
+
+def as_json(settings: Any, **more: Any) -> dict[str, Any]:
+    """The settings as JSON values, with `more` of them behind."""
+    adapter: TypeAdapter[Any] = TypeAdapter(type(settings))
+    return {**adapter.dump_python(settings, mode="json"), **more}
+
+
+def describe_settings(settings: Any) -> str:
+    """Settings as the command line takes them, one after the other."""
+    return " ".join(f"{field.name}={_written(getattr(settings, field.name))}" for field in fields(settings))
+
+
+def _known(kind: type[Any]) -> str:
+    return describe_settings(read_settings(kind))
+
+
+def _written(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -24,11 +24,9 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace, read
 
-from . import EXPERIMENTS, trained_drafter
-from .panels import finish, whole_numbers, with_interval
-from .result import ExperimentResult
-from .settings import as_json
-from .trained_drafter import Count, Prepared, RunSettings, on_devices, prepared
+from . import EXPERIMENTS, models
+from .models import Count, Prepared, RunSettings, on_devices, prepared
+from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
 
 FROZEN, STOPPED, ADAPTIVE = "frozen", "stopped", "adaptive"
 _ENOUGH_STEPS = 5
@@ -50,7 +48,7 @@ class Settings(RunSettings):
     annotate: Count = 8
 
 
-FAST: Mapping[str, Any] = trained_drafter.FAST | {"steps": 3, "stop_after": 1, "workers": 2}
+FAST: Mapping[str, Any] = models.FAST | {"steps": 3, "stop_after": 1, "workers": 2}
 
 
 def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str], None]) -> ExperimentResult:

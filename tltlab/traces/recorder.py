@@ -21,8 +21,7 @@ import pyarrow as pa
 from tltlab.errors import ConfigError, RunError, TraceError
 
 from .recording import cut, lock, new_recording, recording_of, write_chunk
-from .recovery import reopen
-from .repair import finish, flushed, repair
+from .recovery import finish, flushed, reopen, repair
 from .schema import TABLES, Manifest
 from .trace import Trace, refuse_foreign_target
 from .validate import Part, check_values, conform

@@ -1,4 +1,4 @@
-"""Traces larger than memory: written RL step by RL step, and read the same way."""
+"""Traces larger than memory: written RL step by RL step, read the same way, and described in numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import pandas as pd
 import pyarrow as pa
@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 from tltlab.errors import InputError, TraceError
 from tltlab.files import fsync_file, write_durably
 
+from . import metrics
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .storage import parquet_writer
-from .trace import cannot_write, checked, new_trace_folder, read
+from .trace import Trace, cannot_write, checked, new_trace_folder, read
 
 GROUP_BYTES = 8 << 20
 """A row group holds whole RL steps of at least this many bytes in memory: small RL steps share one, since every row
@@ -141,3 +142,33 @@ class _TableWriter:
         if len(rows):
             self._file.write_table(rows, row_group_size=len(rows))
         self._waiting, self._bytes = [], 0
+
+
+def describe(trace: Trace) -> dict[str, Any]:
+    """The keys of `tltlab trace describe --json`: manifest, rows of each table, one dict per RL step, prompt share."""
+    return {
+        "manifest": trace.manifest.model_dump(),
+        "tables": {name: trace.num_rows(name) for name in trace.names},
+        "rl_steps": metrics.per_step(trace),
+        "prompt_share": metrics.prompt_share(trace),
+    }
+
+
+def count(trace: Trace) -> dict[str, Any]:
+    """RL steps, responses and tokens of a trace, and the names of its tables."""
+    return {
+        "num_rl_steps": len(trace.rl_steps),
+        "num_responses": trace.num_rows("outcomes"),
+        "num_tokens": metrics.num_tokens(trace),
+        "tables": list(trace.names),
+    }
+
+
+def describe_stream(path: str | Path) -> dict[str, Any]:
+    """Check a trace and `describe` it in bounded memory. Raises TraceError."""
+    return describe(read(path))
+
+
+def validate_stream(path: str | Path) -> dict[str, Any]:
+    """Check a trace and `count` it in bounded memory. Raises TraceError for the first fault."""
+    return count(read(path))

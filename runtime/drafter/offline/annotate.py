@@ -28,7 +28,7 @@ from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.traces.token_times import RecordedResponse
+from tltlab.traces.drafts import RecordedResponse
 
 from .chains import CHUNK, kept_along
 from .data import load_target

@@ -7,7 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tltlab.calibration.api import calibrate, command, iteration_times, parse_rl_steps
+from tltlab.calibration.api import calibrate, iteration_times, parse_rl_steps
+from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import FAR_TOKENS, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError

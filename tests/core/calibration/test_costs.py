@@ -11,11 +11,11 @@ import pytest
 from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_acceptance
 from tltlab.calibration.acceptance.fits import fit_kind
-from tltlab.calibration.api import command
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.estimators import Hardware
 from tltlab.calibration.measurements.steps import checked, read_step_times
 from tltlab.calibration.residuals import folds, held_out_errors
+from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.costs.roofline import Constants, RooflineCosts

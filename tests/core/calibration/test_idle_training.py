@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 
 from tltlab.acceptance.load import FreshAcceptance, load_acceptance
-from tltlab.calibration.api import command
 from tltlab.calibration.idle_training import fit_spot, recorded_updates
+from tltlab.cli.calibrate import calibrate as command
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal

@@ -91,6 +91,11 @@ def test_a_policy_and_the_reports_of_an_actor_load_neither_pictures_nor_commands
     assert loaded_by(code).isdisjoint({"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"})
 
 
+def test_the_simulator_loads_neither_pictures_nor_commands():
+    pytest.importorskip("simpy")
+    assert loaded_by("import tltlab.sim").isdisjoint({"matplotlib", "typer"})
+
+
 def test_the_plugin_loads_no_policy():
     pytest.importorskip("torch")
     loaded = loaded_by("import tltlab.runtime.engine.vllm.plugin")

@@ -19,9 +19,8 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
-from tltlab.experiments.graph_memory_measured import measured_rows
-from tltlab.experiments.result import ExperimentResult
-from tltlab.experiments.settings import as_json, read_settings
+from tltlab.experiments.graph_memory import measured_rows
+from tltlab.experiments.result import ExperimentResult, as_json, read_settings
 
 
 @dataclass(frozen=True, kw_only=True)

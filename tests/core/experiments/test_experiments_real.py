@@ -19,7 +19,7 @@ from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.experiments import batch_size, lossless, staleness
 from tltlab.experiments.batch_size_measured import Visit, _seconds
-from tltlab.experiments.settings import read_settings
+from tltlab.experiments.result import read_settings
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 DEEP, SHALLOW = Strategy.chain("ngram", 8), Strategy.chain("ngram", 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from tltlab.cli import app as cli
-from tltlab.cli.importing import import_trace
+from tltlab.cli.trace import import_trace
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from tltlab.cli import app as cli
-from tltlab.cli.generate import generate as command
+from tltlab.cli.trace import generate as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.fit import _survival, fit_lengths, statistics
 from tltlab.lengths.generate import generate, generate_steps

@@ -344,7 +344,7 @@ def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypa
     recorder.append("workload", workload(0))
     recorder.append("outcomes", outcomes(0))
     with monkeypatch.context() as patched:
-        patched.setattr("tltlab.traces.repair._remove", lambda folder: None)
+        patched.setattr("tltlab.traces.recovery._remove", lambda folder: None)
         recorder.close()
     assert (tmp_path / "t.recording").exists()
     assert repair(tmp_path / "t").manifest.notes is None

@@ -21,9 +21,8 @@ from tltlab.bench.streams import bench_stream, write
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.traces import metrics, storage, stream
 from tltlab.traces import trace as trace_module
-from tltlab.traces.describe import describe, describe_stream, validate_stream
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter, iter_rl_steps
+from tltlab.traces.stream import StreamWriter, describe, describe_stream, iter_rl_steps, validate_stream
 from tltlab.traces.trace import Trace, read
 
 MANIFEST = Manifest(kind="synthetic", num_workers=2)

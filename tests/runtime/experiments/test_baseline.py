@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tltlab.cli import app as cli
-from tltlab.experiments.own_model import own_model
+from tltlab.experiments.models import own_model
 
 
 @pytest.mark.engine

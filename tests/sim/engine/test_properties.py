@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.bench.baselines import closed_form_makespan_s, per_iteration_makespan_s
+from tltlab.bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.costs.base import LinearCosts
 from tltlab.importers.lengths import of_lengths
 from tltlab.lengths.generate import log_normal

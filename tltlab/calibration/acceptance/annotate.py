@@ -21,8 +21,8 @@ import pyarrow as pa
 
 from tltlab.drafters.base import Drafter
 from tltlab.errors import ConfigError
+from tltlab.traces.drafts import RecordedResponse, recorded_responses
 from tltlab.traces.schema import TABLES, UNIQUE
-from tltlab.traces.token_times import RecordedResponse, recorded_responses
 from tltlab.traces.trace import Trace
 
 MAX_DEPTH = 255

@@ -24,8 +24,8 @@ from tltlab.cli.trace import app
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
+from tltlab.traces.drafts import RecordedResponse, recorded_responses
 from tltlab.traces.schema import KEY, Manifest
-from tltlab.traces.token_times import RecordedResponse, recorded_responses
 from tltlab.traces.trace import Trace, read
 
 TINY = Path(__file__).resolve().parents[4] / "traces" / "tiny"

@@ -42,7 +42,7 @@ from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.packing import pack
 from tltlab.strategy import Strategy
-from tltlab.traces.token_times import RecordedResponse
+from tltlab.traces.drafts import RecordedResponse
 
 from ..small_heads import made_head, made_sequence, made_target
 

@@ -26,8 +26,8 @@ from tltlab.runtime.drafter.heads.eagle import EagleHead, random_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.strategy import Strategy
+from tltlab.traces.drafts import RecordedResponse
 from tltlab.traces.schema import Manifest
-from tltlab.traces.token_times import RecordedResponse
 from tltlab.traces.trace import Trace
 
 WORDS = 24

@@ -1,4 +1,4 @@
-"""What experiments with GRPO runs and a trained drafter start from: a model, a warmed-up head, a place to run in."""
+"""What experiments start from: a model, given or trained once and kept; a warmed-up drafter; a place to run in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,25 @@ from pydantic import Field
 
 from tltlab.errors import ConfigError
 
-from .own_model import own_model
+
+def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable[[str], None]) -> Path:
+    """The folder `given`, or `folder`/models/subset-sum-SIZE, trained first where it is not there yet.
+
+    ConfigError where `given` is no folder that `tltlab make-model` wrote.
+    """
+    if given is not None:
+        for file in ("config.json", "train.jsonl"):
+            if not (given / file).is_file():
+                raise ConfigError(f"{given}: {file} is missing; name a folder that `tltlab make-model` wrote")
+        return given
+    found = folder / "models" / f"subset-sum-{size}"
+    if not (found / "config.json").is_file():
+        from tltlab.runtime.models.make import make_model
+
+        progress(f"no model was given: training a {size} one into {found}")
+        make_model(found, size=size, task="subset-sum", seed=0, progress=progress)
+    return found
+
 
 Count = Annotated[int, Field(ge=1)]
 

@@ -1,0 +1,275 @@
+"""`tltlab calibrate`: costs, acceptance, stages and drafter training from a trace; costs from a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import typer
+
+from tltlab.acceptance.load import FreshAcceptance, Freshness
+from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
+from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
+from tltlab.calibration.api import parse_rl_steps
+from tltlab.calibration.costs import CostFit, fit_points, fit_trace
+from tltlab.calibration.estimators import KINDS, Hardware
+from tltlab.calibration.idle_training import SpotFit, fit_spot
+from tltlab.calibration.measurements.steps import read_step_times
+from tltlab.calibration.residuals import held_out_table, table
+from tltlab.calibration.stages import StageFit, fit_stages
+from tltlab.console import Json, emit
+from tltlab.coordination.progress import SpotTraining
+from tltlab.costs.base import CostModel
+from tltlab.costs.roofline import RooflineCosts
+from tltlab.costs.table import TableCosts
+from tltlab.errors import ConfigError
+from tltlab.files import write_json
+from tltlab.traces.trace import read
+
+
+def calibrate(
+    source: Annotated[
+        Path, typer.Argument(help="A recorded trace or RUN folder; or a .csv or .parquet of measured iterations.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Where the cost model goes (JSON).")] = None,
+    acceptance_out: Annotated[
+        Path | None, typer.Option(help="Where the acceptance model goes. [default: acceptance.json beside --out]")
+    ] = None,
+    rl_steps: Annotated[
+        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
+    ] = None,
+    kind: Annotated[str, typer.Option(help=f"Kind of costs: {', '.join(KINDS)}.")] = "linear",
+    gpu: Annotated[str | None, typer.Option(help="GPU of the data, such as H100; a roofline needs it.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model of the data, such as Qwen2.5-32B.")] = None,
+    tp: Annotated[int | None, typer.Option(help="GPUs that each worker ran on.")] = None,
+    acceptance: Annotated[str, typer.Option(help=f"Kind of acceptance: {', '.join(ACCEPTANCE_KINDS)}.")] = "by-batch",
+    stages_out: Annotated[
+        Path | None, typer.Option(help="Fit inference, reward, train and sync times too, and write them here.")
+    ] = None,
+    spot_out: Annotated[
+        Path | None, typer.Option(help="Fit drafter training on idle workers too, for simulate --spot-training.")
+    ] = None,
+    freshness_out: Annotated[
+        Path | None,
+        typer.Option(help="Fit acceptance by the drafter's age and updates too, for simulate --acceptance."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit costs, acceptance and drafter training to a trace, costs to a table; print residuals and held-out errors.
+
+    A table has the columns batch, tokens_to_verify, context_tokens (of the whole batch) and seconds; draft_depth,
+    top_k and prefill_tokens where not 0, 1 and 0.
+
+    Example: tltlab calibrate run/trace --out run/costs.json
+    """
+    outs = _Outs(
+        out=out,
+        acceptance_out=acceptance_out,
+        stages_out=stages_out,
+        spot_out=spot_out,
+        freshness_out=freshness_out,
+    )
+    if outs == _Outs():
+        raise ConfigError(
+            "nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out, --stages-out, --spot-out or "
+            "--freshness-out"
+        )
+    known = hardware(gpu, model, tp)
+    if source.is_file():
+        if out is None or outs != _Outs(out=out) or acceptance != "by-batch":
+            raise ConfigError(f"{source} is a table of measured iterations: it tells costs (--out), nothing else")
+        fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, known))
+    else:
+        trace = read(source)
+        chosen = parse_rl_steps(rl_steps, trace.rl_steps)
+        trace = trace if chosen is None else trace.select(chosen)
+        if out is not None and trace.iterations is None and trace.acceptance is not None:
+            raise ConfigError(
+                f"{source} has no iterations.parquet to fit costs to, but an acceptance.parquet: leave --out away "
+                "and say where acceptance goes with --acceptance-out"
+            )
+        if out is not None and acceptance_out is None:
+            outs = replace(outs, acceptance_out=out.parent / "acceptance.json")
+        fits = _Fits(
+            costs=None if out is None else fit_trace(trace, kind, known),
+            acceptance=None if outs.acceptance_out is None else fit_kind(trace, acceptance),
+            stages=None if stages_out is None else fit_stages(trace),
+            spot=None if spot_out is None else fit_spot(trace),
+            freshness=None if freshness_out is None else fit_kind(trace, "fresh"),
+        )
+        if fits.acceptance is not None and fits.acceptance.model is None:
+            if out is None:
+                raise ConfigError(f"{source}: {'; '.join(fits.acceptance.notes)}")
+            outs = replace(outs, acceptance_out=None)
+    fits.write(outs)
+    emit(fits.json(outs), as_json=as_json, text=fits.text())
+
+
+def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | None:
+    """What was measured on, None where nothing was named; ConfigError for a part of it or an unknown name."""
+    if gpu is None and model is None and tp is None:
+        return None
+    if gpu is None or model is None or tp is None:
+        missing = [f"--{name}" for name, value in (("gpu", gpu), ("model", model), ("tp", tp)) if value is None]
+        raise ConfigError(f"GPU, model and tp belong together: give {' and '.join(missing)} too")
+    return Hardware(gpu=gpu, model=model, tp=tp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outs:
+    """Where each fit goes; None is what was not asked for."""
+
+    out: Path | None = None
+    acceptance_out: Path | None = None
+    stages_out: Path | None = None
+    spot_out: Path | None = None
+    freshness_out: Path | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Fits:
+    """What one call fitted; None is what it did not ask for."""
+
+    costs: CostFit | None = None
+    acceptance: AcceptanceFit | None = None
+    stages: StageFit | None = None
+    spot: SpotFit | None = None
+    freshness: AcceptanceFit | None = None
+
+    def write(self, to: _Outs) -> None:
+        if self.costs is not None and to.out is not None:
+            self.costs.costs.write(to.out)
+        if self.acceptance is not None and self.acceptance.model is not None and to.acceptance_out is not None:
+            self.acceptance.model.write(to.acceptance_out)
+        if self.stages is not None and to.stages_out is not None:
+            self.stages.costs.write(to.stages_out)
+        if self.spot is not None and to.spot_out is not None:
+            write_json(to.spot_out, self.spot.model.model_dump(mode="json"))
+        if self.freshness is not None and self.freshness.model is not None and to.freshness_out is not None:
+            self.freshness.model.write(to.freshness_out)
+
+    @property
+    def notes(self) -> list[str]:
+        costs = self.costs.costs.notes if self.costs else ()
+        others = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
+        return list(dict.fromkeys([*costs, *(note for notes in others for note in notes)]))
+
+    def json(self, to: _Outs) -> dict[str, Any]:
+        """The keys of `tltlab calibrate --json`."""
+        keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages",
+                "spot", "freshness")  # fmt: skip
+        told: dict[str, Any] = dict.fromkeys(keys)
+        if (fit := self.costs) is not None:
+            told |= {
+                "kind": fit.kind,
+                "costs": fit.costs.model_dump(mode="json", exclude={"notes"}),
+                "residuals": _records(fit.residuals),
+                "sums": _records(fit.sums),
+                "cross_validation": _records(fit.cross_validation),
+                "held_out_error": fit.held_out_error,
+            }
+        if (accepted := self.acceptance) is not None:
+            told["acceptance"] = _accepted(accepted)
+        if (stages := self.stages) is not None:
+            told["stages"] = {"costs": stages.costs.model_dump(mode="json"), "held_out": _records(stages.residuals)}
+        if (spot := self.spot) is not None:
+            told["spot"] = {
+                "model": spot.model.model_dump(mode="json"),
+                "residuals": _records(spot.residuals),
+                "median_error": spot.median_error,
+            }
+        if (fresh := self.freshness) is not None:
+            assert isinstance(fresh.model, FreshAcceptance)
+            told["freshness"] = fresh.model.freshness.model_dump(mode="json") | _accepted(fresh)
+        return told | {"notes": self.notes} | {name: None if p is None else str(p) for name, p in asdict(to).items()}
+
+    def text(self) -> str:
+        """The same for people."""
+        parts = []
+        if (fit := self.costs) is not None:
+            parts += [
+                "\n".join(_terms(fit.costs)),
+                table(fit.residuals, fit.sums),
+                held_out_table(fit.cross_validation),
+            ]
+        if (accepted := self.acceptance) is not None and accepted.model is not None:
+            error, constant = accepted.held_out_error, accepted.constant_error
+            known = "not tested, there is one RL step only"
+            if error is not None:
+                known = f"tokens per draft on RL steps left out: error {error:.1%}; by the others' mean {constant:.1%}"
+            parts.append(f"acceptance {accepted.kind}: {known}")
+        if self.stages is not None:
+            parts.append(self.stages.table())
+        if (spot := self.spot) is not None:
+            parts += [_settings(spot.model, _SPOT_TERMS), spot.table()]
+        if (fresh := self.freshness) is not None:
+            assert isinstance(fresh.model, FreshAcceptance)
+            parts += [_settings(fresh.model.freshness, tuple(Freshness.model_fields)), _by_state(fresh.held_out)]
+        return "\n\n".join(parts) + "".join(f"\nnote: {note}" for note in self.notes)
+
+
+def _accepted(fit: AcceptanceFit) -> dict[str, Any]:
+    return {
+        "kind": fit.kind,
+        "held_out": _records(fit.held_out),
+        "held_out_error": fit.held_out_error,
+        "constant_error": fit.constant_error,
+    }
+
+
+_SPOT_TERMS = (
+    "samples_per_s", "samples_per_update", "sample_tokens", "scaling_efficiency", "start_s", "join_s",
+    "checkpoint_every", "checkpoint_s", "yield_s",
+)  # fmt: skip
+
+
+def _settings(model: SpotTraining | Freshness, names: Sequence[str]) -> str:
+    values = [(name, getattr(model, name)) for name in names]
+    return "\n".join(f"{name:32s}{'never' if value is None else format(value, '.4g')}" for name, value in values)
+
+
+def _by_state(held_out: pd.DataFrame) -> str:
+    """Tokens per draft on RL steps left out, by the drafter's age."""
+    if held_out.empty:
+        return "freshness: not tested, there is one RL step only"
+    means = ["measured_tokens", "predicted_tokens", "constant_tokens"]
+    lines = [f"{'drafter age':>11s}{'drafts':>9s}{'measured':>10s}{'predicted':>11s}{'constant':>10s}"]
+    for age, rows in held_out.groupby("age"):
+        mean = rows[means].mul(rows["num_drafts"], axis=0).sum() / rows["num_drafts"].sum()
+        lines.append(
+            f"{age!s:>11s}{rows['num_drafts'].sum():9d}{mean['measured_tokens']:10.3f}{mean['predicted_tokens']:11.3f}"
+            f"{mean['constant_tokens']:10.3f}"
+        )
+    return "\n".join(lines)
+
+
+def _points(source: Path, rl_steps: str | None) -> pd.DataFrame:
+    points = read_step_times(source)
+    if rl_steps is None:
+        return points
+    if "rl_step" not in points:
+        raise ConfigError(f"--rl-steps {rl_steps}: {source} has no column rl_step")
+    chosen = parse_rl_steps(rl_steps, sorted(points["rl_step"].unique().tolist()))
+    return points[points["rl_step"].isin(chosen or [])].reset_index(drop=True)
+
+
+def _records(found: pd.DataFrame) -> list[dict[Any, Any]]:
+    """Rows for JSON: what is not known is null."""
+    return found.astype(object).where(found.notna(), None).to_dict("records")
+
+
+def _terms(costs: CostModel) -> list[str]:
+    if isinstance(costs, TableCosts):
+        knots = [(f"{k.tokens:g} tokens", k.seconds) for k in costs.forward]
+        knots += [(f"batch {k.batch}, attention fixed_s", k.fixed_s) for k in costs.attention]
+        knots += [(f"batch {k.batch}, per_context_s", k.per_context_s) for k in costs.attention]
+        named: dict[str, float | None] = dict(knots)
+    else:
+        named = costs.constants.model_dump() if isinstance(costs, RooflineCosts) else {}
+    named |= {name: value for name, value in costs.model_dump().items() if name.endswith("_s") and name != "switch_s"}
+    if costs.noise is not None:
+        named["noise (spread, relative)"] = costs.noise.spread
+    return [f"{name:32s}{'not identified' if value is None else format(value, '.4g')}" for name, value in named.items()]
