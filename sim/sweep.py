@@ -131,10 +131,10 @@ def _backend(ray_address: str | None, jobs: int) -> Iterator[int]:
             reason = " ".join(str(error).split())[:200]
             raise ConfigError(f"no Ray cluster at {ray_address!r} ({reason}); 'local' starts one here") from error
     try:
-        register_ray()  # type: ignore[no-untyped-call]
+        register_ray()
         with parallel_config(backend="ray"):
             # One job is no parallel work for joblib: it would stay in this process.
-            yield max(2, jobs if jobs > 1 else int(ray.cluster_resources().get("CPU", 2)))  # type: ignore[no-untyped-call]
+            yield max(2, jobs if jobs > 1 else int(ray.cluster_resources().get("CPU", 2)))
     finally:
         if started:
             ray.shutdown()

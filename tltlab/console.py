@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.metadata import PackageNotFoundError, version
@@ -34,6 +34,29 @@ def __getattr__(name: str) -> Any:
 def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
     """Print a command's result: JSON for machines, `text` for people."""
     print(json.dumps(result, allow_nan=False) if as_json else text)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1, indent: int = 0) -> str:
+    """Lines of a table: the first `left` columns begin at the left, the others (numbers) end at the right.
+
+    A cell is written as `str` does; an empty `header` leaves the heading out. No line is cut or ends in a space.
+    """
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [[Text(str(cell)) for cell in row] for row in rows]
+    drawing = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(header))
+    for number in range(len(header) or max(map(len, cells), default=0)):
+        name = Text(header[number]) if header else ""
+        drawing.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+    for row in cells:
+        drawing.add_row(*row)
+    page = StringIO()
+    Console(file=page, width=10_000, color_system=None).print(drawing)
+    return "\n".join(" " * indent + line.rstrip() for line in page.getvalue().splitlines())
 
 
 def made_by(*packages: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ class DataConfig(FiniteModel):
     answer_column: str = "answer"
     chat: bool = False
     system: str | None = None
-    max_prompt_tokens: int | None = Field(None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
 
 
 class RewardTerm(FiniteModel):
@@ -60,8 +60,8 @@ class RewardPoolConfig(FiniteModel):
     in the driver, without a time limit.
     """
 
-    processes: int = Field(1, ge=0)
-    timeout_s: float = Field(10.0, gt=0)
+    processes: int = Field(default=1, ge=0)
+    timeout_s: float = Field(default=10.0, gt=0)
     on_failure: float = 0.0
 
 
@@ -73,7 +73,7 @@ class PartialConfig(FiniteModel):
     """
 
     concurrency: int = Field(ge=1)
-    max_age: int | None = Field(None, ge=1)
+    max_age: int | None = Field(default=None, ge=1)
 
 
 class ReuseConfig(FiniteModel):
@@ -84,7 +84,7 @@ class ReuseConfig(FiniteModel):
     keeps the distribution at every token, so it is for small vocabularies. "none" is the paper's: off-policy.
     """
 
-    leniency: float = Field(1.0, gt=0)
+    leniency: float = Field(default=1.0, gt=0)
     residual: Literal["none", "exact"] = "none"
 
 
@@ -97,20 +97,20 @@ class RolloutConfig(FiniteModel):
     (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
     """
 
-    num_workers: int = Field(2, ge=1)
-    prompts_per_step: int = Field(24, ge=1)
-    group_size: int = Field(8, ge=2, le=512)
-    temperature: float = Field(1.0, gt=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, lt=1)
-    max_response_tokens: int = Field(768, ge=1)
-    max_draft_depth: int = Field(8, ge=0)
+    num_workers: int = Field(default=2, ge=1)
+    prompts_per_step: int = Field(default=24, ge=1)
+    group_size: int = Field(default=8, ge=2, le=512)
+    temperature: float = Field(default=1.0, gt=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    max_response_tokens: int = Field(default=768, ge=1)
+    max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
     drafters: dict[str, DrafterSpec] = Field(default={})
-    repeat_every: int = Field(0, ge=0)
-    tensor_parallel_size: int = Field(1, ge=1)
-    gpus_per_worker: float | None = Field(None, ge=0)
+    repeat_every: int = Field(default=0, ge=0)
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    gpus_per_worker: float | None = Field(default=None, ge=0)
     partial: PartialConfig | None = None
     reuse: ReuseConfig | None = None
     vllm: dict[str, Any] = Field(default={})
@@ -157,33 +157,33 @@ class TrainConfig(FiniteModel):
     tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
     """
 
-    steps: int = Field(12, ge=1)
+    steps: int = Field(default=12, ge=1)
     algorithm: Literal["grpo", "dr-grpo", "dapo", "dler"] | None = None
-    lr: float = Field(5e-4, gt=0)
-    warmup_steps: int = Field(0, ge=0)
+    lr: float = Field(default=5e-4, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
     betas: tuple[Beta, Beta] = (0.9, 0.99)
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
-    minibatches: int = Field(2, ge=1)
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    kl_coef: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    minibatches: int = Field(default=2, ge=1)
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    clip_high: float = Field(default=0.28, gt=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     advantage_scale: Literal["group", "batch", "none"] = "group"
     aggregation: Literal["token", "sequence", "constant"] = "token"
     overlong: Literal["keep", "filter", "penalty", "zero"] = "keep"
-    overlong_buffer: int = Field(0, ge=0)
-    sampling_rounds: int = Field(1, ge=1)
+    overlong_buffer: int = Field(default=0, ge=0)
+    sampling_rounds: int = Field(default=1, ge=1)
     correction: Literal["truncated", "behaviour", "none"] = "truncated"
-    correction_cap: float = Field(2.0, ge=1)
+    correction_cap: float = Field(default=2.0, ge=1)
     accept_biased_sampling: bool = False
-    tokens_per_microbatch: int = Field(8192, ge=1)
-    ranks: int = Field(1, ge=1)
+    tokens_per_microbatch: int = Field(default=8192, ge=1)
+    ranks: int = Field(default=1, ge=1)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     activation_checkpointing: bool = False
     offload: bool = False
-    threads: int = Field(1, ge=1)
-    gpus: float | None = Field(None, ge=0)
+    threads: int = Field(default=1, ge=1)
+    gpus: float | None = Field(default=None, ge=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -198,8 +198,8 @@ class EvalConfig(FiniteModel):
     Also after every `every` steps; 0 is never.
     """
 
-    num_prompts: int = Field(256, ge=0)
-    every: int = Field(0, ge=0)
+    num_prompts: int = Field(default=256, ge=0)
+    every: int = Field(default=0, ge=0)
 
 
 class ClusterConfig(FiniteModel):
@@ -210,8 +210,8 @@ class ClusterConfig(FiniteModel):
     """
 
     placement: Literal["separate", "colocated"] = "separate"
-    num_nodes: int = Field(1, ge=1)
-    gpus_per_node: int = Field(0, ge=0)
+    num_nodes: int = Field(default=1, ge=1)
+    gpus_per_node: int = Field(default=0, ge=0)
     gpu: str | None = None
     host: str = "127.0.0.1"
 
@@ -219,8 +219,8 @@ class ClusterConfig(FiniteModel):
 class CheckpointConfig(FiniteModel):
     """A checkpoint after every `every` RL steps (0: none but the last), of which the newest `keep` stay."""
 
-    every: int = Field(10, ge=0)
-    keep: int = Field(2, ge=1)
+    every: int = Field(default=10, ge=0)
+    keep: int = Field(default=2, ge=1)
 
 
 class LogConfig(FiniteModel):
@@ -238,9 +238,9 @@ class FaultConfig(FiniteModel):
     tensors gives up: longer than the slowest rank may work or write alone, as dead ranks are noticed without it.
     """
 
-    max_restarts: int = Field(3, ge=0)
-    start_timeout_s: float = Field(600.0, gt=0)
-    collective_timeout_s: float = Field(3600.0, gt=0)
+    max_restarts: int = Field(default=3, ge=0)
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    collective_timeout_s: float = Field(default=3600.0, gt=0)
 
 
 class Recipe(FiniteModel):
@@ -259,7 +259,7 @@ class Recipe(FiniteModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     faults: FaultConfig = FaultConfig()
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
