@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import LlamaForCausalLM
 
-Floats = npt.NDArray[np.float64]
+from tltlab.arrays import Flags, Floats
 
 _CUT_MARGIN = 1e-5
 """Cumulative probabilities this close to top_p may fall on either side of it by rounding."""
@@ -26,7 +25,7 @@ class Sampling:
     top_k: int = 0
 
 
-def probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[Floats, Flags]:
     """Next-token probabilities [..., V] of `logits` as vLLM processes them: temperature, then top-k, then top-p.
 
     Top-p keeps the likeliest tokens until their sum reaches it. Also whether that cut is sure [...]: False where
