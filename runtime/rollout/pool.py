@@ -120,7 +120,7 @@ class WorkerPool:
         if decisions is None:
             raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
         for number, known in enumerate(self._known):
-            known.replayed = decisions[decisions["worker"] == number].to_dict("records")
+            known.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
         self._tell(lambda n, handle: handle.replay.remote(self._known[n].replayed))
 
     def generate(

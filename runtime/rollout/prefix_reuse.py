@@ -58,7 +58,8 @@ class Prefix:
 def keep_chances(now: np.ndarray, then: np.ndarray, leniency: float) -> np.ndarray:
     """min(1, leniency * pi_now / pi_then) of each token, from natural log-probs [N] and [N]."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.minimum(1.0, leniency * np.exp(np.subtract(now, then, dtype=np.float64)))
+        ratio: np.ndarray = np.exp(np.subtract(now, then, dtype=np.float64))
+    return np.minimum(1.0, leniency * ratio)
 
 
 def kept_prefix(now: np.ndarray, then: np.ndarray, leniency: float, draws: np.ndarray) -> int:
@@ -74,8 +75,9 @@ def residual(now: np.ndarray, then: np.ndarray) -> np.ndarray:
     arXiv 2211.17192, theorem 1). pi_now itself where the two do not differ.
     """
     p, q = np.exp(now, dtype=np.float64), np.exp(then, dtype=np.float64)
-    more = np.maximum(p - q, 0.0)
-    return more / more.sum() if more.any() else p / p.sum()
+    more: np.ndarray = np.maximum(p - q, 0.0)
+    wanted = more if more.any() else p
+    return np.divide(wanted, wanted.sum())
 
 
 class ReusingRollouts:

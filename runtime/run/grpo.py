@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -206,11 +206,11 @@ class GrpoRun:
         start = time.perf_counter()
         self.actors.trainers_turn()
         samples = _samples(collected)
-        metrics = self.trainers.old_logprobs(samples)
+        metrics = asdict(self.trainers.old_logprobs(samples))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
-        metrics = metrics | self.trainers.update(rl_step)
+        metrics |= asdict(self.trainers.update(rl_step))
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
