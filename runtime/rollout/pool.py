@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -24,13 +24,13 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
+from .collected import Shares, later
 from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
 """Stands for the RL step in an evaluation's seed: no RL step has this number."""
 
 Ask = Callable[[int, Any], Any]
-Shares = Sequence[Sequence[GenerationRequest]]
 
 
 class WorkerLost(RunError):
@@ -368,19 +368,6 @@ def _finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
         return asyncio.run(answers)
     with ThreadPoolExecutor(1) as aside:
         return aside.submit(asyncio.run, answers).result()
-
-
-def later(rollout: Rollout, seconds: float) -> Rollout:
-    """The same rollout with its clock set back: all happened `seconds` later."""
-    return replace(
-        rollout,
-        responses=[
-            replace(r, t_first_token=r.t_first_token + seconds, t_finish=r.t_finish + seconds)
-            for r in rollout.responses
-        ],
-        iterations=[row | {"t_start": row["t_start"] + seconds} for row in rollout.iterations],
-        duration_s=rollout.duration_s + seconds,
-    )
 
 
 def _texts(shares: Shares, parts: Sequence[Rollout]) -> list[list[Remembered]]:

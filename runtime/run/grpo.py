@@ -22,9 +22,9 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import check_policy, check_replay
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.rollout.samples import Sample, Trajectory
-from tltlab.runtime.rollout.ways import Collected, RolloutTools
+from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
@@ -411,7 +411,6 @@ def _samples(collected: Collected) -> list[Sample]:
             logprobs=t.logprobs,
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
-            token_versions=t.token_versions,
             truncated=t.truncated,
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)
