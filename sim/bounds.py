@@ -47,11 +47,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tltlab.acceptance.load import RequestAcceptance, Settled, TraceAcceptance
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
-from tltlab.sim.engine.requests import Floats, Ints, Requests
+from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
 

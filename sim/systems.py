@@ -23,6 +23,7 @@ from tltlab.acceptance.load import (
     fresh,
     load_acceptance,
 )
+from tltlab.arrays import Floats
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
@@ -34,7 +35,7 @@ from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace
 
 from .config import SimulationConfig, Source
-from .engine.requests import Floats, Requests
+from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from safetensors.torch import load_file
 
+from tltlab.arrays import Array, Flags, Floats
 from tltlab.policies.policy import Policy
 
 from .cases import TEMPERATURES, Case
-from .exact import ExactModel, Floats, Sampling, probabilities
+from .exact import ExactModel, Sampling, probabilities
 from .models import TinyModels
 from .statistics import Check, cells_check, ranks_check, together
 
@@ -174,11 +174,11 @@ class Auditor:
         check = ranks_check(ranks[sure], np.take_along_axis(p, order, 1)[sure], positions[sure])
         return check, float(error)
 
-    def _conditionals(self, sampling: Sampling, answers: Sequence[Answer]) -> tuple[npt.NDArray[Any], ...]:
+    def _conditionals(self, sampling: Sampling, answers: Sequence[Answer]) -> tuple[Array, ...]:
         """Per token of the answers: its distribution [N, V], itself, its log-prob, its position, whether it is sure."""
         prompt = PROMPTS[answers[0].asked.prompt]
         model = self.after if answers[0].asked.updated else self.before
-        found: list[tuple[Floats, npt.NDArray[np.bool_]]] = []
+        found: list[tuple[Floats, Flags]] = []
         logits = model.logits(prompt, [answer.tokens for answer in answers])
         for row, answer in zip(logits, answers, strict=True):
             if answer.num_before is not None and answer.num_before < len(answer.tokens):

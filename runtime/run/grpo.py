@@ -20,8 +20,9 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
-from tltlab.runtime.recipe.checks import check_policy, check_replay
+from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.rollout.samples import Sample
@@ -55,14 +56,14 @@ class GrpoRun:
         self, recipe: Recipe, out: Path, *, notes: str | None = None, resume: bool = False, replay: Path | None = None
     ) -> None:
         if replay is not None:
-            check_replay(recipe)
+            refuse(exact_replay(recipe))
         self.recipe = recipe
         self.out = Path(out)
         self.reward_pool = RewardPool(recipe)
         self.tokenizer = load_tokenizer(recipe.model)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = load_policy(recipe.rollout.policy)
-        check_policy(recipe, self.policy)
+        refuse(policy_on_engines(recipe, self.policy))
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
         self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)

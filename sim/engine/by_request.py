@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tltlab.acceptance.load import AcceptanceModel, RequestAcceptance, per_request
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError
@@ -27,7 +28,7 @@ from tltlab.strategy import Strategy
 from .batch import TOLERANCE_TOKENS, ArrayBatch, MacroStep, iterations_that_fit, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
-from .requests import Floats, Ints, Requests
+from .requests import Requests
 
 REFRESH_ITERATIONS = 32
 RECENT_ITERATIONS = 16.0

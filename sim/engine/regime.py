@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tltlab.acceptance.load import AcceptanceModel, FloatArray, RequestAcceptance, Settled, TraceAcceptance, reach
+from tltlab.acceptance.load import AcceptanceModel, RequestAcceptance, Settled, TraceAcceptance, reach
+from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -26,7 +27,7 @@ class Regime:
     tokens: float
     num_drafted: float
     most: int
-    cdf: FloatArray | None
+    cdf: Floats | None
     _fixed_s: dict[int, float] = field(default_factory=dict)
 
     def fixed_s(self, batch: int) -> float:

@@ -8,7 +8,8 @@ from functools import cached_property
 import numpy as np
 from pydantic import SerializeAsAny
 
-from tltlab.acceptance.load import Acceptance, AcceptanceModel, FloatArray, FreshAcceptance
+from tltlab.acceptance.load import Acceptance, AcceptanceModel, FreshAcceptance
+from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -82,14 +83,14 @@ class OffAcceptance(AcceptanceModel):
             self._at[id(model)] = OffAcceptance(model=model, factor=self.factor)
         return self._at[id(model)]
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         chances = self.model.distribution(strategy)
         mean, most = float(chances @ np.arange(len(chances))), len(chances) - 1
         if self.factor <= 1.0:
             share, at = 1.0 - self.factor, 0
         else:
             share, at = min(1.0, (self.factor - 1.0) * mean / (most - mean)) if mean < most else 0.0, most
-        shifted: FloatArray = (1.0 - share) * chances
+        shifted: Floats = (1.0 - share) * chances
         shifted[at] += share
         return shifted
 

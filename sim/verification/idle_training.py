@@ -9,12 +9,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from tltlab.acceptance.base import from_survival, scaled
 from tltlab.acceptance.freshness import Measured
 from tltlab.acceptance.load import Band, BatchAcceptance, FreshAcceptance
+from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.idle_training import fit_spot, recorded_updates
@@ -24,8 +24,6 @@ from tltlab.errors import ConfigError
 from tltlab.sim.idle_training import SpotResult
 from tltlab.state import DrafterState
 from tltlab.traces.trace import Trace
-
-Floats = npt.NDArray[np.float64]
 
 _AT_ONCE_S = 0.05
 """Clocks of workers and of the coordinator agree within this."""

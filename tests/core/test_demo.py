@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(800)]
 SHORTER = """
 from dataclasses import replace
 from tltlab import demo
-from tltlab.bench.drafter.runs import Sizes
+from tltlab.runtime.models.runs import Sizes
 from tltlab.cli.app import main
 from tltlab.runtime.models.make import SIZES
 

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, SerializeAsAny
 
+from tltlab.arrays import Floats
 from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.strategy import Strategy
 
 Key = tuple[int, str, int, int]
-FloatArray = npt.NDArray[np.float64]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -62,17 +61,17 @@ class AcceptanceModel(StoredModel, ABC):
         return []
 
     @abstractmethod
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         """P(accepted = j) for j = 0..reach. Raises ConfigError for a strategy that the model does not cover."""
 
     def at(self, batch: int) -> AcceptanceModel:
         """The model that holds at a batch size: itself, unless it tells batch sizes apart."""
         return self
 
-    def survival(self, strategy: Strategy) -> FloatArray:
+    def survival(self, strategy: Strategy) -> Floats:
         """P(accepted >= i) for i = 1..reach."""
         tail = np.cumsum(self.distribution(strategy)[::-1])[::-1][1:]
-        kept: FloatArray = np.clip(tail, 0.0, 1.0)
+        kept: Floats = np.clip(tail, 0.0, 1.0)
         return kept
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
@@ -97,13 +96,11 @@ class RequestAcceptance(StoredModel, ABC):
         return self
 
     @abstractmethod
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         """One level per request, known or drawn from (seed, key) alone: order and company do not matter."""
 
     @abstractmethod
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         """P(accepted >= i) for i = 1..reach, shape (requests, reach).
 
         The three arrays have one entry per request; `num_siblings` counts finished samples of the same group. Raises
@@ -114,9 +111,7 @@ class RequestAcceptance(StoredModel, ABC):
         """Expected tokens really drafted per request and iteration."""
         return float(strategy.tokens_to_verify - 1)
 
-    def most_tokens(
-        self, strategy: Strategy, levels: FloatArray, num_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
         """Expected tokens per iteration that a response of `num_tokens` never exceeds, whatever finishes when.
 
         `num_siblings` is how many there are. Holds for models that are monotone in progress and in siblings.
@@ -127,7 +122,7 @@ class RequestAcceptance(StoredModel, ABC):
             for at in (none, num_tokens)
             for beside in (none, num_siblings)
         ]
-        most: FloatArray = 1.0 + np.max(corners, axis=0)
+        most: Floats = 1.0 + np.max(corners, axis=0)
         return most
 
 
@@ -153,12 +148,10 @@ class Alike(RequestAcceptance):
     def _at(self) -> dict[int, Alike]:
         return {}
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         return np.zeros(len(keys))
 
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         kept = self.model.survival(strategy)
         return np.broadcast_to(kept, (len(levels), len(kept)))
 
@@ -183,7 +176,7 @@ class ConstantAcceptance(AcceptanceModel):
     def tokens_per_iteration(self, strategy: Strategy) -> float:
         return min(self.tokens, reach(strategy) + 1.0)
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         accepted = self.tokens_per_iteration(strategy) - 1.0
         low = math.floor(accepted)
         p = np.zeros(reach(strategy) + 1)
@@ -202,26 +195,26 @@ class GeometricAcceptance(AcceptanceModel):
     kind: Literal["geometric"] = "geometric"
     alpha: Share
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "geometric acceptance")
         return from_survival(np.power(self.alpha, np.arange(1, reach(strategy) + 1, dtype=np.float64)))
 
 
-def from_survival(survival: FloatArray) -> FloatArray:
+def from_survival(survival: Floats) -> Floats:
     """P(accepted = j), j = 0..reach, from P(accepted >= i), i = 1..reach."""
     bounds = np.concatenate([[1.0], survival, [0.0]])
-    p: FloatArray = bounds[:-1] - bounds[1:]
+    p: Floats = bounds[:-1] - bounds[1:]
     return p
 
 
-def scaled(survival: FloatArray, ratio: float) -> FloatArray:
+def scaled(survival: Floats, ratio: float) -> Floats:
     """The survival when each drafted token's chance, given those before it, is `ratio` times as large, at most 1.
 
     The last axis runs over the draft's tokens.
     """
     before = np.concatenate([np.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
     chance = np.divide(survival, before, out=np.zeros_like(before), where=before > 0)
-    made: FloatArray = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
+    made: Floats = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, SerializeAsAny, model_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
@@ -17,7 +18,6 @@ from tltlab.strategy import Strategy
 from .base import (
     AcceptanceModel,
     ConstantAcceptance,
-    FloatArray,
     GeometricAcceptance,
     Key,
     RequestAcceptance,
@@ -103,11 +103,11 @@ class ScaledAcceptance(AcceptanceModel):
     def _at(self) -> dict[int, ScaledAcceptance]:
         return {}
 
-    def survival(self, strategy: Strategy) -> FloatArray:
+    def survival(self, strategy: Strategy) -> Floats:
         kept = self.base.survival(strategy)
         return scaled(kept, self.ratio) if strategy.drafter == self.drafter else kept
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         return from_survival(self.survival(strategy))
 
     def num_drafted(self, strategy: Strategy) -> float:
@@ -125,12 +125,10 @@ class ScaledRequests(RequestAcceptance):
     def drafters(self) -> tuple[str, ...]:
         return self.base.drafters
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         return self.base.levels(drafter, keys, seed)
 
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         kept = self.base.survival(strategy, levels, generated_tokens, num_siblings)
         return scaled(kept, self.ratio) if strategy.drafter == self.drafter else kept
 

@@ -8,9 +8,9 @@ from statistics import NormalDist
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -20,7 +20,6 @@ from .load import (
     AcceptanceModel,
     BatchAcceptance,
     CurveAcceptance,
-    FloatArray,
     FreshAcceptance,
     SiblingAcceptance,
 )
@@ -40,7 +39,7 @@ class Way(Generic[Fitted]):
     """
 
     fit: Callable[[pd.DataFrame], Fitted]
-    tokens: Callable[[Fitted, pd.DataFrame], FloatArray]
+    tokens: Callable[[Fitted, pd.DataFrame], Floats]
     by: tuple[str, ...] = ("rl_step", "drafter")
 
     @property
@@ -88,7 +87,7 @@ def _span(rows: pd.DataFrame) -> str:
     return ", ".join(str(step) for step in sorted(rows["rl_step"].unique()))
 
 
-def tokens_at_batch(model: BatchAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_at_batch(model: BatchAcceptance, rows: pd.DataFrame) -> Floats:
     """Of rows that know their `batch`."""
     cells = rows[["batch", "drafter", "reach"]].astype({"drafter": str})
     known = {
@@ -98,7 +97,7 @@ def tokens_at_batch(model: BatchAcceptance, rows: pd.DataFrame) -> FloatArray:
     return np.array([known[key] for key in cells.itertuples(index=False, name=None)], np.float64)
 
 
-def tokens_of_strangers(model: CurveAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_of_strangers(model: CurveAcceptance, rows: pd.DataFrame) -> Floats:
     """Of responses whose levels are unknown: averaged over levels as drafts meet them.
 
     A response with a higher level needs fewer drafts for its tokens, so the mean over drafts is the harmonic one.
@@ -113,7 +112,7 @@ def tokens_of_strangers(model: CurveAcceptance, rows: pd.DataFrame) -> FloatArra
     return found
 
 
-def tokens_beside_siblings(model: SiblingAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_beside_siblings(model: SiblingAcceptance, rows: pd.DataFrame) -> Floats:
     """Of rows that know how many siblings had finished."""
     found = np.empty(len(rows))
     for at, strategy in _groups(rows):
@@ -122,7 +121,7 @@ def tokens_beside_siblings(model: SiblingAcceptance, rows: pd.DataFrame) -> Floa
     return found
 
 
-def tokens_at_age(model: FreshAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_at_age(model: FreshAcceptance, rows: pd.DataFrame) -> Floats:
     """Of rows that know the drafter's `age` and `updates`; the base is one for all batches."""
     found = np.empty(len(rows))
     for at, strategy in _groups(rows):
@@ -135,7 +134,7 @@ def tokens_at_age(model: FreshAcceptance, rows: pd.DataFrame) -> FloatArray:
     return found
 
 
-def _groups(rows: pd.DataFrame) -> Iterator[tuple[npt.NDArray[np.int64], Strategy]]:
+def _groups(rows: pd.DataFrame) -> Iterator[tuple[Ints, Strategy]]:
     """Positions of the rows of each drafter and reach, and the chain that these are of."""
     drafters, reaches = rows["drafter"].to_numpy(str), rows["reach"].to_numpy(np.int64)
     for drafter, reach in sorted(set(zip(drafters.tolist(), reaches.tolist(), strict=True))):

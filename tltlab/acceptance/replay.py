@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
@@ -13,7 +13,7 @@ from tltlab.strategy import Strategy
 from .base import Key, known_drafter, only_chains, reach
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
-_Row = tuple[int, npt.NDArray[np.uint8]]
+_Row = tuple[int, Bytes]
 
 
 class TraceAcceptance:
@@ -74,7 +74,7 @@ class TraceAcceptance:
                 f"{strategy} is deeper: annotate the trace with a larger max_depth"
             )
 
-    def positions(self, drafter: str, key: Key, num_tokens: int) -> npt.NDArray[np.uint8]:
+    def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
         """Acceptable tokens at positions 0..num_tokens-1 of one request; ConfigError where the trace has none."""
         if (drafter, key) not in self._rows:
             raise ConfigError(f"acceptance.parquet has no row for drafter {drafter!r} and response {key}")

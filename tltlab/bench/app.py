@@ -166,7 +166,7 @@ def drafter(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         from tltlab.bench.drafter.run import bench_learned
         from tltlab.bench.drafter.run import text as text_of_learned
-        from tltlab.bench.drafter.runs import sizes_of
+        from tltlab.runtime.models.runs import sizes_of
 
         sizes = sizes_of(
             fast=fast,
@@ -222,8 +222,8 @@ def runtime(
     """
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .runtime import bench_runtime, trained_model
-    from .speedups import text
+    from tltlab.experiments.baseline_measured import bench_runtime, trained_model
+    from tltlab.experiments.speedups import text
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")

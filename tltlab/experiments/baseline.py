@@ -131,7 +131,7 @@ def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[s
         if not isinstance(found, dict) or not {"modes", "speedups", "goals", "policies"} <= set(found):
             raise ConfigError(f"{settings.measured} is not what `tltlab bench runtime --out` writes")
         return found
-    from tltlab.bench.runtime import bench_runtime
+    from .baseline_measured import bench_runtime
 
     return dict(
         bench_runtime(

@@ -79,7 +79,7 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
     progress(f"starting an engine on {model}")
     engine = Engine(
         str(model),
-        drafters=DEFAULT_DRAFTERS | work.policy.drafters,
+        drafters={**DEFAULT_DRAFTERS, **work.policy.drafters},
         max_draft_depth=depth,
         seed=seed,
         vllm_args={"max_num_seqs": max(work.batches), "max_model_len": room, "gpu_memory_utilization": 0.4},
@@ -95,8 +95,8 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
 
 def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     """Token ids to go on from: prompts, each with the first half of a response among the longest."""
-    from tltlab.bench.drafter.texts import prompts_of
     from tltlab.runtime.engine.engine import GenerationRequest
+    from tltlab.runtime.models.runs import prompts_of
 
     prompts = prompts_of(model, "train", 4 * max(work.batches))
     cap = min(4 * work.tokens, room // 2)

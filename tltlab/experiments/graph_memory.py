@@ -22,7 +22,6 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.acceptance.load import AcceptanceModel, load_acceptance
-from tltlab.bench import graph_pool as tlt
 from tltlab.charts import COLORS
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
@@ -38,6 +37,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
 from . import EXPERIMENTS
+from . import graph_readings as tlt
 from .result import ExperimentResult, as_json, finish
 
 GIB = tlt.GIB

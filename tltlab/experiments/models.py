@@ -86,7 +86,7 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
     import ray
     import torch
 
-    from tltlab.bench.drafter.runs import sizes_of, warmed_up
+    from tltlab.runtime.models.runs import sizes_of, warmed_up
     from tltlab.runtime.ray.start import start_ray
 
     # Two threads on a busy machine stall for seconds.

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from tltlab.arrays import Ints
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
 BatchPlacement = Literal["contiguous", "round_robin", "recorded"]
 
 
-def weights_of(lengths: Sequence[int] | npt.NDArray[np.int64]) -> dict[int, float]:
+def weights_of(lengths: Sequence[int] | Ints) -> dict[int, float]:
     """w_b of one worker with responses of these lengths, batch sizes ascending; those that never run are left out.
 
     >>> weights_of([10, 4, 4])
@@ -70,14 +70,12 @@ def mean_contexts(
     return {b: total[b] / weights[b] for b in sorted(total)}
 
 
-def _drain(
-    lengths: npt.NDArray[np.int64], prompts: npt.NDArray[np.int64], max_batch: int | None
-) -> Iterator[tuple[int, float, float]]:
+def _drain(lengths: Ints, prompts: Ints, max_batch: int | None) -> Iterator[tuple[int, float, float]]:
     """(batch, plain iterations, mean context) of each stretch between two changes of a worker's batch."""
     waiting = list(range(len(lengths)))[::-1]
     slots = len(lengths) if max_batch is None else max_batch
-    left: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-    context: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    left: Ints = np.zeros(0, np.int64)
+    context: Ints = np.zeros(0, np.int64)
     while waiting or len(left):
         new = [waiting.pop() for _ in range(min(slots - len(left), len(waiting)))]
         left, context = np.append(left, lengths[new]), np.append(context, prompts[new])
@@ -88,9 +86,7 @@ def _drain(
         left, context = left[left > 0], context[left > 0]
 
 
-def _loads(
-    trace: Trace, workers: int | None, placement: BatchPlacement | None
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _loads(trace: Trace, workers: int | None, placement: BatchPlacement | None) -> Iterator[tuple[Ints, Ints]]:
     """Response and prompt lengths of each worker in each RL step."""
     number = workers or trace.manifest.num_workers
     if number is None or number < 1:

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .bucket_bounds import Floats, Problem
+from .bucket_bounds import Problem
 from .bucket_labels import cheapest
 from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
 

@@ -12,7 +12,6 @@ from pydantic import SerializeAsAny
 from tltlab.acceptance.load import (
     Acceptance,
     AcceptanceModel,
-    FloatArray,
     FreshAcceptance,
     Key,
     RequestAcceptance,
@@ -21,6 +20,7 @@ from tltlab.acceptance.load import (
     TreeAcceptance,
     fresh,
 )
+from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
@@ -227,17 +227,15 @@ class PerDrafter(RequestAcceptance):
     learned: SerializeAsAny[AcceptanceModel | RequestAcceptance]
     model_free: SerializeAsAny[AcceptanceModel | RequestAcceptance]
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         model = self._of(drafter)
         return model.levels(drafter, keys, seed) if isinstance(model, RequestAcceptance) else np.zeros(len(keys))
 
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         model = self._of(strategy.drafter)
         if isinstance(model, RequestAcceptance):
             return model.survival(strategy, levels, generated_tokens, num_siblings)
-        best: FloatArray = np.max([held.survival(strategy) for held in self._bands[id(model)]], axis=0)
+        best: Floats = np.max([held.survival(strategy) for held in self._bands[id(model)]], axis=0)
         return np.broadcast_to(best, (len(levels), len(best)))
 
     def _of(self, drafter: str) -> AcceptanceModel | RequestAcceptance:

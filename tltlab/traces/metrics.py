@@ -17,12 +17,11 @@ import numpy.typing as npt
 import pandas as pd
 import pyarrow.compute as pc
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import TraceError
 from tltlab.stats import intraclass_correlation
 
 from .trace import Trace
-
-Floats = npt.NDArray[np.float64]
 
 ROLLOUT_KINDS = ("prefill", "decode", "speculative_decode", "switch")
 """Spans in which a worker works for the rollout. Spot training fills a bubble, so the bubble is still one."""
@@ -141,7 +140,7 @@ def mean_accept_length(trace: Trace) -> float | None:
     return 1.0 + num_accepted / num_pairs if num_pairs else None
 
 
-def running_requests(trace: Trace, rl_step: int) -> tuple[Floats, npt.NDArray[np.int64]]:
+def running_requests(trace: Trace, rl_step: int) -> tuple[Floats, Ints]:
     """Requests submitted and not finished over time, as a step curve: counts[i] from times[i] until times[i + 1].
 
     Raises TraceError where no finish time is known. Two requests from 0, done at 2 and 5: ([0, 2, 5], [2, 1, 0]).

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tltlab.arrays import Ints
 from tltlab.errors import TraceError
 from tltlab.files import fsync_file
 
 from .schema import TABLES
-from .validate import Ints, Part, check_columns, conform
+from .validate import Part, check_columns, conform
 
 _STRING_BYTES = 16
 """Of one string in memory: its offset and about a dozen characters."""
@@ -219,7 +219,7 @@ def parquet_writer(path: Path, name: str) -> pq.ParquetWriter:
     return pq.ParquetWriter(path, TABLES[name], compression="zstd", write_page_checksum=True)
 
 
-def _runs(steps: npt.NDArray[np.integer]) -> tuple[Ints, Ints]:
+def _runs(steps: Ints) -> tuple[Ints, Ints]:
     """Runs of equal RL steps: their RL steps (n) and their bounds (n + 1). [4, 4, 7]: [4, 7] and [0, 2, 3]."""
     starts = np.flatnonzero(np.diff(steps, prepend=steps[:1] - 1)) if len(steps) else np.arange(0)
     return steps[starts].astype(np.int64), np.append(starts, len(steps)).astype(np.int64)

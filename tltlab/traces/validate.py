@@ -11,17 +11,14 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tltlab.arrays import Flags, Ints
 from tltlab.errors import TraceError
 
 from .schema import FINISH_REASONS, KEY, TABLES, TRAINING_ENDS, UNIQUE
-
-Mask = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
 
 _AT_LEAST_ONE = {"max_response_tokens", "tokens_to_verify", "max_depth", "members"}
 _ANY_SIGN = {"reward", "reward_mean", "drift_kl", "loss"}
@@ -43,7 +40,7 @@ class Part:
         """Raise the TraceError for the `row`-th row of this part."""
         raise TraceError(f"{self.file}: column {column}, row {self.rows[row]}{self._key(row)}: {message}")
 
-    def require(self, ok: Mask, column: str, message: str) -> None:
+    def require(self, ok: Flags, column: str, message: str) -> None:
         """Every row must be ok; `{}` in the message is the offending value."""
         if not ok.all():
             row = int(np.argmin(ok))
@@ -53,9 +50,9 @@ class Part:
         """A numeric column as an array, null as 0."""
         return self.table[column].fill_null(0).to_numpy()
 
-    def known(self, column: str) -> Mask:
+    def known(self, column: str) -> Flags:
         """Where a column is not null."""
-        known: Mask = pc.is_valid(self.table[column]).to_numpy()
+        known: Flags = pc.is_valid(self.table[column]).to_numpy()
         return known
 
     def _key(self, row: int) -> str:
@@ -217,7 +214,7 @@ def _check_column(part: Part, field: pa.Field) -> None:
     if pa.types.is_string(kind) or not len(column):
         return
     values = column.fill_null(0).to_numpy() if column.null_count else column.to_numpy()
-    ok: Mask = np.ones(len(values), bool)
+    ok: Flags = np.ones(len(values), bool)
     rule = ""
     if column.null_count and lengths is not None:
         ok, rule = pc.is_valid(column).to_numpy(), "null in a list"

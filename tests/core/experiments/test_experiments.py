@@ -14,12 +14,12 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.bench.graph_pool import MEASURED_GB
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
 from tltlab.experiments.graph_memory import measured_rows
+from tltlab.experiments.graph_readings import MEASURED_GB
 from tltlab.experiments.result import ExperimentResult, as_json, read_settings
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.bench.graph_pool import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.errors import ConfigError
+from tltlab.experiments.graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.planning.graph_pool import (
     CapturePlan,
     GraphPool,

@@ -9,10 +9,19 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
+from tltlab.runtime.models.runs import (
+    Progress,
+    Sizes,
+    fixed_depth,
+    kept,
+    prompts_of,
+    recipe_of,
+    run_steps,
+    trained_beside,
+)
 
 from .intervals import decimals
-from .runs import Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside
-from .texts import judged, prompts_of
+from .texts import judged
 
 TRAINED, OTHER = "subset-sum", "gcd"
 BEGINS = {TRAINED: "nums ", OTHER: "gcd "}

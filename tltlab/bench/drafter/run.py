@@ -16,6 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.models.runs import Progress, Sizes, made_model, prompts_of, warmed_up, written
 from tltlab.traces.trace import read
 
 from . import adaptive as bench_adaptive
@@ -25,8 +26,6 @@ from . import coordination as bench_coordination
 from . import packing as bench_packing
 from . import recipes as bench_recipes
 from . import reward as bench_reward
-from .runs import Progress, Sizes, made_model, warmed_up
-from .texts import prompts_of, written
 
 RESULT = "drafter.json"
 PACKED_RESPONSES = 192

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.arrays import Array
 from tltlab.stats import paired_interval
 
 Kind = Literal["off", "static", "table", "adaptive"]
@@ -179,7 +179,7 @@ def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, An
     }
 
 
-def _finite(value: float | np.floating[Any] | npt.NDArray[Any]) -> float | None:
+def _finite(value: float | np.floating[Any] | Array) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from transformers import AutoTokenizer
+
 from tltlab.coordination.schedule import ScheduleConfig
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json
-from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter.offline.data import TextConfig, load_target
+from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
+from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.drafter.offline.data import Text, TextConfig, load_target
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
-from tltlab.runtime.models.make import make_model
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.run.train import GrpoRun
-from tltlab.strategy import Strategy
+from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-from .texts import prompts_of, write_texts, written
+from .make import make_model
+from .measure import sample
 
 DRAFTER = "learned"
 LOSS = LossConfig(token_weight=1.0)
@@ -90,6 +94,43 @@ FAST = Sizes(
 def sizes_of(*, fast: bool, **changed: Any) -> Sizes:
     """The sizes of a full or of a fast benchmark, changed where a value is not None."""
     return replace(FAST if fast else Sizes(), **{name: value for name, value in changed.items() if value is not None})
+
+
+def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Prompt]:
+    """The first prompts of `train` or `heldout` in a folder of `tltlab make-model` that begin with a word.
+
+    ConfigError where there are none.
+    """
+    source = model / f"{split}.jsonl"
+    if not source.is_file():
+        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
+    found = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
+    kept = [prompt for prompt in found if prompt.text.startswith(begins)][:count]
+    if not kept:
+        raise ConfigError(f"{source} has no prompt that begins with {begins!r}")
+    return kept
+
+
+def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[Text]:
+    """One response to each prompt, sampled from a Hugging Face model at temperature 1; those of one token are left out.
+
+    The same seed and weights give the same texts.
+    """
+    responses = sample(
+        target, [prompt.token_ids for prompt in prompts], temperature=1.0, max_tokens=max_tokens, seed=seed
+    )
+    return [
+        Text(prompt_token_ids=prompt.token_ids, token_ids=response.token_ids)
+        for prompt, response in zip(prompts, responses, strict=True)
+        if len(response.token_ids) > 1
+    ]
+
+
+def write_texts(path: Path, texts: Sequence[Text]) -> None:
+    """Texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
+    rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(rows) + "\n")
 
 
 def made_model(out: Path, task: str, sizes: Sizes, progress: Progress) -> Path:
@@ -177,6 +218,15 @@ def fixed_depth(path: Path, depth: int) -> Path:
     """A policy file: the learned drafter at one depth throughout."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
+    return path
+
+
+def adaptive_policy(path: Path, depth: int) -> Path:
+    """A policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
+    arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
+    buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Policy(selector=BegMabSpec(buckets=buckets)).write(path)
     return path
 
 
