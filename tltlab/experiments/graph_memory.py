@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.acceptance.load import AcceptanceModel, load_acceptance
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, finish
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
@@ -30,15 +30,14 @@ from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
-from tltlab.planning.batch_times import batch_weights, mean_contexts
+from tltlab.planning.batch_times import batch_times
 from tltlab.planning.buckets import plan_buckets
-from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-from . import EXPERIMENTS
 from . import graph_readings as tlt
-from .result import ExperimentResult, as_json, finish
+from .result import ExperimentResult
 
 GIB = tlt.GIB
 KV_CACHE_BYTES = 4 << 30
@@ -95,17 +94,11 @@ class _Pools:
         if reading not in known:
             raise ConfigError(f"no reading named {reading!r}; there are: {'; '.join(known)}")
         model = {
-            "num_layers": shape.layers,
-            "hidden_size": shape.hidden,
-            "vocab_size": shape.vocab,
-            "context_tokens": context_tokens,
-            "tensor_parallel": tensor_parallel,
-        }
-        self._pools: dict[str, GraphPool] = {}
-        for name, each in known.items():
-            single, _, _ = tlt.validation((each,))
-            if single.fitted:
-                self._pools[name] = each.pool(single.bytes_per_layer).model_copy(update=model)
+            "num_layers": shape.layers, "hidden_size": shape.hidden, "vocab_size": shape.vocab,
+            "context_tokens": context_tokens, "tensor_parallel": tensor_parallel,
+        }  # fmt: skip
+        fitted = {name: each.fitted() for name, each in known.items()}
+        self._pools = {name: pool.model_copy(update=model) for name, pool in fitted.items() if pool is not None}
         if reading not in self._pools:
             raise ConfigError(
                 f"the reading {reading!r} cannot be fitted to Table 5; take another of {list(self._pools)}"
@@ -131,8 +124,8 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         raise ConfigError(f"acceptance {settings.acceptance}: take a model that treats all requests alike")
     trace = _trace(settings, seed)
     strategies = _strategies(settings)
-    weights = {b: w for b, w in batch_weights(trace, settings.workers).items() if b <= settings.max_batch}
-    contexts = mean_contexts(trace, settings.workers)
+    weights, contexts = batch_times(trace, settings.workers)
+    weights = {b: w for b, w in weights.items() if b <= settings.max_batch}
     per_token_s = _seconds_per_token(strategies, costs, acceptance, contexts)
     pools = _Pools(
         find_model(settings.shape), costs.tensor_parallel, settings.cap + tlt.RL_CONTEXT - 32_768, settings.reading
@@ -158,13 +151,10 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     if measured:
         frame = pd.concat([frame, pd.DataFrame(measured)], ignore_index=True)
     return ExperimentResult(
-        name="graph-memory",
-        question=EXPERIMENTS["graph-memory"].question,
         verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans)), measured),
         rows=frame,
         figure=_picture(frame.iloc[: len(rows)], settings),
         prediction=not measured,
-        settings=as_json(settings, seed=seed),
         notes=tuple(_notes(settings, strategies, acceptance)),
     )
 
@@ -240,7 +230,7 @@ def _plans(
     plain: Rows = ((1, NO_SPECULATION),)
     plans = [
         fixed("no speculation", plain, plan_bucketed(plain, top, sizes)),
-        fixed("single", ((1, tlt.DEFAULT),), plan_single(tlt.DEFAULT, top, sizes)),
+        fixed("single", ((1, tlt.DEFAULT),), plan_naive([tlt.DEFAULT], top, sizes)),
         fixed("naive", tuple((1, s) for s in four), plan_naive(four, top, sizes), four),
         fixed("buckets as released", shipped, released),
         exact("exact, memory as released", pool.memory_bytes(released)),
