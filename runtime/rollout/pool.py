@@ -24,13 +24,14 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
-from .collected import Shares, later
+from .collected import later
 from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
 """Stands for the RL step in an evaluation's seed: no RL step has this number."""
 
 Ask = Callable[[int, Any], Any]
+Shares = Sequence[Sequence[GenerationRequest]]
 
 
 class WorkerLost(RunError):
