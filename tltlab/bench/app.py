@@ -166,7 +166,7 @@ def drafter(
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         from tltlab.bench.drafter.run import bench_learned
         from tltlab.bench.drafter.run import text as text_of_learned
-        from tltlab.runtime.models.runs import sizes_of
+        from tltlab.bench.drafter.runs import sizes_of
 
         sizes = sizes_of(
             fast=fast,
