@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -24,9 +24,9 @@ from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.rules import exact_replay, refuse
+from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.rollout.samples import Sample, Trajectory
-from tltlab.runtime.rollout.ways import Collected, RolloutTools
+from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
@@ -259,11 +259,11 @@ class GrpoRun:
 
         start = time.perf_counter()
         self.actors.trainers_turn()
-        metrics = self.trainers.old_logprobs(_samples(collected))
+        metrics = asdict(self.trainers.old_logprobs(_samples(collected)))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
-        metrics = metrics | self.trainers.update(rl_step)
+        metrics |= asdict(self.trainers.update(rl_step))
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -454,7 +454,6 @@ def _samples(collected: Collected) -> list[Sample]:
             logprobs=t.logprobs,
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
-            token_versions=t.token_versions,
             truncated=t.truncated,
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tltlab.errors import ConfigError
-from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
 from tltlab.strategy import Strategy
 
 GIB = 2**30
@@ -36,22 +36,22 @@ TOP_KS = tuple((1, Strategy("learned", 8, top_k, 48)) for top_k in (4, 6, 8, 10)
 RL_CONTEXT = 2048 + 32_768
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Reading:
-    """What one reading assumes: model facts and engine, strategies by batch, how drafters are captured, and `why`."""
+    """What one reading assumes: strategies by batch, model facts and engine, how drafters are captured, and `why`."""
 
     name: str
     rows: tuple[tuple[int, Strategy], ...]
-    keeps_logits: bool
+    why: str
+    keeps_logits: bool = False
     context_tokens: int = 8192
     tensor_parallel: int = 4
     bucket_drafters: bool = True
-    why: str
 
     def plans(self) -> dict[str, CapturePlan]:
         sizes = sglang_sizes(MAX_BATCH)
         return {
-            "single": plan_single(DEFAULT, MAX_BATCH, sizes),
+            "single": plan_naive([DEFAULT], MAX_BATCH, sizes),
             "naive": plan_naive([strategy for _, strategy in self.rows], MAX_BATCH, sizes),
             "bucketed": plan_bucketed(self.rows, MAX_BATCH, sizes, bucket_drafters=self.bucket_drafters),
         }
@@ -59,91 +59,48 @@ class Reading:
     def pool(self, bytes_per_layer: float = 0.0) -> GraphPool:
         """Llama-3-8B under this reading."""
         return GraphPool(
-            num_layers=32,
-            hidden_size=4096,
-            vocab_size=128_256,
-            context_tokens=self.context_tokens,
-            tensor_parallel=self.tensor_parallel,
-            keeps_logits=self.keeps_logits,
-            bytes_per_layer=bytes_per_layer,
-        )
+            num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=self.context_tokens,
+            tensor_parallel=self.tensor_parallel, keeps_logits=self.keeps_logits, bytes_per_layer=bytes_per_layer,
+        )  # fmt: skip
+
+    def fitted(self) -> GraphPool | None:
+        """Its pool with the overhead that makes a single strategy take what TLT measured; None where the buffers alone
+        exceed that."""
+        try:
+            return self.pool().fitted(self.plans()["single"], MEASURED_GB["single"] * GIB)
+        except ConfigError:
+            return None
 
 
 READINGS = (
-    Reading(
-        name="depths share a target, logits kept",
-        rows=DEPTHS,
-        keeps_logits=True,
-        why="an SGLang before July 2025: its buffers alone explain the single figure within 3 %",
-    ),
-    Reading(
-        name="top_ks share a target, logits kept",
-        rows=TOP_KS,
-        keeps_logits=True,
-        why="as the first, with wider instead of deeper drafts",
-    ),
-    Reading(
-        name="depths share a target, logits kept, context 34K",
-        rows=DEPTHS,
-        keeps_logits=True,
-        context_tokens=RL_CONTEXT,
-        why="the context of the RL runs instead of Llama-3's 8,192; leaves 1 MB per graph",
-    ),
-    Reading(
-        name="top_ks share a target, logits kept, context 34K",
-        rows=TOP_KS,
-        keeps_logits=True,
-        context_tokens=RL_CONTEXT,
-        why="wider drafts and the context of the RL runs; leaves 1 MB per graph",
-    ),
-    Reading(
-        name="depths share a target, logits kept, context 128K",
-        rows=DEPTHS,
-        keeps_logits=True,
-        context_tokens=131_072,
-        why="Llama-3.1's context: the buffers alone exceed the single figure",
-    ),
-    Reading(
-        name="depths share a target, one logits buffer",
-        rows=DEPTHS,
-        keeps_logits=False,
-        why="the released code's engine; needs 225 MB per graph, several times what engines log",
-    ),
-    Reading(
-        name="shipped strategies, one logits buffer",
-        rows=SHIPPED,
-        keeps_logits=False,
-        why="the released code, its strategies and thresholds 1, 2, 5, 21; the same overhead",
-    ),
-    Reading(
-        name="shipped strategies, one logits buffer, context 128K",
-        rows=SHIPPED,
-        keeps_logits=False,
-        context_tokens=131_072,
-        why="as above with page tables for Llama-3.1's context",
-    ),
-    Reading(
-        name="shipped strategies, one logits buffer, drafters at all sizes",
-        rows=SHIPPED,
-        keeps_logits=False,
-        bucket_drafters=False,
-        why="as if only the target were bucketed, which the released code does not do",
-    ),
-    Reading(
-        name="shipped strategies, logits kept",
-        rows=SHIPPED,
-        keeps_logits=True,
-        why="few tokens to verify take little, so four strategies cannot take four times one",
-    ),
-)
+    Reading("depths share a target, logits kept", DEPTHS, keeps_logits=True,
+            why="an SGLang before July 2025: its buffers alone explain the single figure within 3 %"),
+    Reading("top_ks share a target, logits kept", TOP_KS, keeps_logits=True,
+            why="as the first, with wider instead of deeper drafts"),
+    Reading("depths share a target, logits kept, context 34K", DEPTHS, keeps_logits=True, context_tokens=RL_CONTEXT,
+            why="the context of the RL runs instead of Llama-3's 8,192; leaves 1 MB per graph"),
+    Reading("top_ks share a target, logits kept, context 34K", TOP_KS, keeps_logits=True, context_tokens=RL_CONTEXT,
+            why="wider drafts and the context of the RL runs; leaves 1 MB per graph"),
+    Reading("depths share a target, logits kept, context 128K", DEPTHS, keeps_logits=True, context_tokens=131_072,
+            why="Llama-3.1's context: the buffers alone exceed the single figure"),
+    Reading("depths share a target, one logits buffer", DEPTHS,
+            why="the released code's engine; needs 225 MB per graph, several times what engines log"),
+    Reading("shipped strategies, one logits buffer", SHIPPED,
+            why="the released code, its strategies and thresholds 1, 2, 5, 21; the same overhead"),
+    Reading("shipped strategies, one logits buffer, context 128K", SHIPPED, context_tokens=131_072,
+            why="as above with page tables for Llama-3.1's context"),
+    Reading("shipped strategies, one logits buffer, drafters at all sizes", SHIPPED, bucket_drafters=False,
+            why="as if only the target were bucketed, which the released code does not do"),
+    Reading("shipped strategies, logits kept", SHIPPED, keeps_logits=True,
+            why="few tokens to verify take little, so four strategies cannot take four times one"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationRow:
     """One figure under one reading; `error` is predicted / measured - 1, `num_free` the parameters that were fitted.
 
-    Where the buffers alone exceed the fitted figure, nothing can be fitted: `num_free` is 0 and the overhead per layer
-    is zero.
+    Where nothing can be fitted, `num_free` is 0 and the overhead per layer is zero.
     """
 
     reading: str
@@ -158,26 +115,22 @@ class ValidationRow:
 
 def validation(readings: tuple[Reading, ...] = READINGS) -> list[ValidationRow]:
     """Measured and predicted memory of the three pools, for each reading; gigabytes are GiB."""
-    found = []
+    rows = []
     for reading in readings:
-        plans = reading.plans()
-        pool, num_free = reading.pool(), 1
-        try:
-            pool = pool.fitted(plans["single"], MEASURED_GB["single"] * GIB)
-        except ConfigError:
-            num_free = 0
-        for name, plan in plans.items():
-            predicted = pool.memory_bytes(plan) / GIB
-            found.append(
+        fitted = reading.fitted()
+        pool = fitted or reading.pool()
+        for name, plan in reading.plans().items():
+            predicted_gb = pool.memory_bytes(plan) / GIB
+            rows.append(
                 ValidationRow(
                     reading=reading.name,
                     name=name,
                     measured_gb=MEASURED_GB[name],
-                    predicted_gb=predicted,
-                    error=predicted / MEASURED_GB[name] - 1.0,
-                    fitted=num_free == 1 and name == "single",
-                    num_free=num_free,
+                    predicted_gb=predicted_gb,
+                    error=predicted_gb / MEASURED_GB[name] - 1.0,
+                    fitted=fitted is not None and name == "single",
+                    num_free=int(fitted is not None),
                     bytes_per_layer=pool.bytes_per_layer,
                 )
             )
-    return found
+    return rows

@@ -22,13 +22,13 @@ from pydantic import Field
 from scipy.optimize import brentq
 from scipy.stats import nct
 
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, finish
 from tltlab.errors import ConfigError
 from tltlab.stats import interval_json, mean_of_few, student_margin
 
-from . import EXPERIMENTS, models
+from . import models
 from .models import Count, RunSettings, on_devices, prepared
-from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
+from .result import ExperimentResult, whole_numbers, with_interval
 
 Part = Literal["rewards", "tokens"]
 POWER = 0.9
@@ -68,13 +68,10 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     rewards, curves = _rewards(settings, folder, seed, progress) if "rewards" in settings.parts else ([], _NO_CURVES)
     rows = [*rewards, *map(token_row, tokens["cases"])]
     return ExperimentResult(
-        name="lossless",
-        question=EXPERIMENTS["lossless"].question,
         verdict=verdict(rows),
         rows=pd.DataFrame(rows),
         figure=_picture(curves, rows, settings),
         prediction=False,
-        settings=as_json(settings, seed=seed),
         notes=_notes(settings, rewards, tokens["cases"]),
     )
 

@@ -18,15 +18,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, finish
 from tltlab.coordination.schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError, RunError
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace, read
 
-from . import EXPERIMENTS, models
+from . import models
 from .models import Count, Prepared, RunSettings, on_devices, prepared
-from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
+from .result import ExperimentResult, whole_numbers, with_interval
 
 FROZEN, STOPPED, ADAPTIVE = "frozen", "stopped", "adaptive"
 _ENOUGH_STEPS = 5
@@ -69,13 +69,10 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     found = summary(rows, settings.stop_after, np.random.default_rng(seed))
     frame = pd.DataFrame(rows)
     return ExperimentResult(
-        name="staleness",
-        question=EXPERIMENTS["staleness"].question,
         verdict=verdict(found, settings.stop_after),
         rows=frame,
         figure=_picture(frame, settings.stop_after),
         prediction=False,
-        settings=as_json(settings, seed=seed),
         notes=_notes(settings, model, found),
     )
 
