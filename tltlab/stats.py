@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Literal, get_args
 
@@ -36,6 +36,13 @@ class Interval:
     high: float
     level: float
     method: Method
+
+
+def interval_json(interval: Interval | None) -> dict[str, Any] | None:
+    """An interval for JSON, which knows no NaN: ends that are unknown are None."""
+    if interval is None:
+        return None
+    return {name: None if value != value else value for name, value in asdict(interval).items()}
 
 
 def paired_interval(

@@ -90,7 +90,7 @@ class RewardPool:
     def close(self) -> None:
         """End the processes, whatever they do."""
         if self._pool is not None:
-            self._pool.stop()
+            self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
             self._pool = None
 
@@ -147,10 +147,10 @@ class RewardPool:
             done, _ = wait(tasks, patience + limit, FIRST_COMPLETED)
             if tasks and not done:
                 raise RunError(f"reward processes did not start within faults.start_timeout_s, {patience:g} s")
-            for task in done:
-                slot, chunk = tasks.pop(task)
+            for ended in done:
+                slot, chunk = tasks.pop(ended)
                 try:
-                    outcomes.update(zip(chunk, task.result(), strict=False))
+                    outcomes.update(zip(chunk, ended.result(), strict=False))
                     breaks = 0
                 except TimeoutError:
                     self._blame(slot, chunk, outcomes, f"took more than {limit:g} s")

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,11 +20,12 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
-from tltlab.runtime.recipe.checks import check_policy, check_replay
+from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.rules import exact_replay, refuse
+from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.rollout.samples import Sample, Trajectory
-from tltlab.runtime.rollout.ways import Collected, RolloutTools
+from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
@@ -55,14 +56,14 @@ class GrpoRun:
         self, recipe: Recipe, out: Path, *, notes: str | None = None, resume: bool = False, replay: Path | None = None
     ) -> None:
         if replay is not None:
-            check_replay(recipe)
+            refuse(exact_replay(recipe))
         self.recipe = recipe
         self.out = Path(out)
         self.reward_pool = RewardPool(recipe)
         self.tokenizer = load_tokenizer(recipe.model)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = load_policy(recipe.rollout.policy)
-        check_policy(recipe, self.policy)
+        refuse(policy_on_engines(recipe, self.policy))
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
         self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)
@@ -206,11 +207,11 @@ class GrpoRun:
         start = time.perf_counter()
         self.actors.trainers_turn()
         samples = _samples(collected)
-        metrics = self.trainers.old_logprobs(samples)
+        metrics = asdict(self.trainers.old_logprobs(samples))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
-        metrics = metrics | self.trainers.update(rl_step)
+        metrics |= asdict(self.trainers.update(rl_step))
         train_s = time.perf_counter() - start
 
         start = time.perf_counter()
@@ -411,7 +412,6 @@ def _samples(collected: Collected) -> list[Sample]:
             logprobs=t.logprobs,
             reward=t.reward if t.reward is not None else 0.0,
             group=group,
-            token_versions=t.token_versions,
             truncated=t.truncated,
         )
         for t, group in zip(collected.trajectories, collected.groups, strict=True)

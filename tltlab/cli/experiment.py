@@ -12,7 +12,7 @@ import typer
 from tltlab.console import Json, emit, made_by, progress, table
 from tltlab.errors import ConfigError
 from tltlab.experiments import EXPERIMENTS, find
-from tltlab.experiments.result import check_replaceable, describe_settings, read_settings
+from tltlab.experiments.result import check_replaceable, describe_settings, read_settings, settings_json
 
 
 def experiment(
@@ -51,8 +51,13 @@ def experiment(
     settings = read_settings(module.Settings, module.FAST if fast else None, asked)
     check_replaceable(out / name)
     progress(f"{name}: {describe_settings(settings)}")
-    found = module.run(settings, folder=out, seed=seed, progress=progress)
-    result = replace(found, **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"))
+    result = replace(
+        module.run(settings, folder=out, seed=seed, progress=progress),
+        name=name,
+        question=chosen.question,
+        settings=settings_json(settings, seed=seed),
+        **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"),
+    )
     result.write(out / name)
     emit(
         result.json() | {"out": str(out / name)},

@@ -24,7 +24,8 @@ from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
-from tltlab.runtime.rollout.pool import WorkerPool, later, why_lost
+from tltlab.runtime.rollout.collected import later
+from tltlab.runtime.rollout.pool import WorkerPool, why_lost
 from tltlab.runtime.rollout.worker import engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied

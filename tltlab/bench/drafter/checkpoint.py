@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
@@ -105,7 +105,7 @@ def bench_checkpoint(
     if failures:
         raise RunError(f"a checkpoint of the benchmark was not written: {failures[0]}")
     kept = {way: times[1:] for way, times in measured.items()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "way": way,
             "bytes": sum(value.nbytes for value in ways[way].values()),
@@ -168,5 +168,5 @@ def _state(shape: Shape, numbers: int, seed: int) -> dict[str, Tensor]:
 
 def _save_all(state: Mapping[str, Tensor], folder: Path) -> float:
     began = time.perf_counter()
-    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+    save(dict(state), checkpoint_id=folder, no_dist=True)
     return time.perf_counter() - began

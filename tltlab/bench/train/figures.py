@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.bench.drafter.intervals import as_text, decimals, to_json
-from tltlab.stats import Interval, mean_of_few
+from tltlab.bench.drafter.intervals import as_text, decimals
+from tltlab.stats import Interval, interval_json, mean_of_few
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
@@ -78,9 +78,10 @@ def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] 
     `difference` has Student's interval over seeds; each reward is a mean over `heldout` prompts, whose chance is known,
     and no interval is narrower than that. `equal` says whether it holds 0, and is None from one seed.
     """
-    ended = {(block.side, block.seed): block.heldout_reward for block in blocks}
-    ours = {seed: reward for (name, seed), reward in ended.items() if name == "tltlab" and reward is not None}
-    pairs = [(ours[seed], ended[side, seed]) for seed in ours if ended.get((side, seed)) is not None]
+    ended = {(block.side, block.seed): block.heldout_reward for block in blocks if block.heldout_reward is not None}
+    pairs = [
+        (ours, ended[side, seed]) for (name, seed), ours in ended.items() if name == "tltlab" and (side, seed) in ended
+    ]
     if not pairs:
         return None
     chance = sum(reward * (1 - reward) / heldout for pair in pairs for reward in pair)
@@ -88,7 +89,7 @@ def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] 
     return {
         "against": side,
         "seeds": len(pairs),
-        "difference": to_json(found),
+        "difference": interval_json(found),
         "equal": found.low <= 0 <= found.high if len(pairs) > 1 else None,
     }
 
@@ -110,12 +111,12 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int
             {
                 "side": side,
                 "runs": len(ran),
-                "seconds": to_json(median_of(seconds)) if seconds else None,
+                "seconds": interval_json(median_of(seconds)) if seconds else None,
                 "whole_seconds": float(np.mean(wholes)) if wholes else None,
                 "first_seconds": float(np.mean([block.seconds[0] for block in ran])) if ran else None,
                 "mean_response_tokens": float(np.mean(tokens)) if tokens else None,
                 "rewards": np.mean([block.rewards for block in ran], axis=0).tolist() if ran else [],
-                "heldout_reward": to_json(mean_of_few(ended)) if ended else None,
+                "heldout_reward": interval_json(mean_of_few(ended)) if ended else None,
                 "stages": {
                     name: float(np.mean([value for block in ran for value in block.stages[name][1:]]))
                     for name in (ran[0].stages if seconds else {})
@@ -134,7 +135,7 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int
             goals.append(
                 {
                     "against": side,
-                    "ratio": to_json(ratio),
+                    "ratio": interval_json(ratio),
                     "wanted": wanted,
                     "met": None if ratio is None else ratio.estimate >= wanted,
                 }
