@@ -18,9 +18,9 @@ from tltlab.report.timeline import timeline
 from tltlab.runtime.drafter.figures import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
-from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, run_steps, trained_beside, warmed_up
+from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.run.train import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.sim import simulate
 from tltlab.sim.tuning.tune import tune
 from tltlab.sim.verification.rollouts import nearest, verify
@@ -256,7 +256,11 @@ def run_drafter(model: Path, out: Path, sizes: Sizes, *, seed: int, say: Callabl
     drafter = trained_beside(head, sizes).model_copy(update={"annotate": 8})
     policy = fixed_depth(out / "fixed.json", sizes.draft_depth)
     recipe = recipe_of(model, sizes, seed=seed, policy=policy, drafter=drafter)
-    trace = run_steps(recipe, out, sizes.steps, say)
+    with GrpoRun(recipe, out) as run:
+        for _ in range(sizes.steps):
+            say(str(run.step()))
+        run.save()
+    trace = read(out / "trace")
     write_json(out / "run.json", run_json(recipe))
     pairs = annotated_drafts(trace)
     if not pairs:

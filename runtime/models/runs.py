@@ -1,18 +1,17 @@
-"""The GRPO runs of the drafter's benchmark: how large they are, their recipes, and the head they begin with."""
+"""GRPO runs on models of our own: how large they are, their prompts and recipes, and the drafter they begin with."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
 from tltlab.coordination.schedule import ScheduleConfig
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
 from tltlab.runtime.data.prompts import Prompt, load_prompts
@@ -20,11 +19,8 @@ from tltlab.runtime.drafter.offline.data import Text, TextConfig, load_target
 from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.run.train import GrpoRun
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace, read
 
-from .make import make_model
 from .measure import sample
 
 DRAFTER = "learned"
@@ -35,17 +31,16 @@ CHECK_EVERY = 10
 
 Progress = Callable[[str], None]
 Kind = Literal["never", "always", "every", "acceptance-drops"]
+"""When idle workers train the drafter, as a schedule says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much of everything.
+    """How large runs on a model of our own are.
 
-    `model` is a size of `tltlab make-model`. RL steps of the runs: `steps` frozen and adaptive, `pairs` of
-    coordination, `reward_steps` with and without everything, over `reward_seeds` seeds. `warm_up_length` is the accept
-    length, bonus included, at which a warm-up ends, after `warm_up_updates` at the latest. `texts`: fresh responses on
-    which drafters are judged. `updates`: of each recipe. `tokens_per_update`: of a trainer beside a rollout, which
-    finishes the one under way before it yields.
+    `model` is a size of `tltlab make-model`. `warm_up_length` is the accept length, bonus included, at which a
+    drafter's warm-up ends, after `warm_up_updates` at the latest. `tokens_per_update` is of a trainer beside a rollout,
+    which finishes the update under way before it yields.
     """
 
     model: str = "small"
@@ -56,44 +51,10 @@ class Sizes:
     draft_depth: int = 4
     tokens_per_update: int = 1024
     steps: int = 12
-    seeds: int = 1
     warm_up_texts: int = 256
     warm_up_length: float = 2.1
     warm_up_updates: int = 400
-    texts: int = 96
-    updates: int = 200
-    pairs: int = 16
-    reward_steps: int = 8
-    reward_seeds: int = 3
     heldout: int = 512
-    checkpoint_megabytes: int = 240
-    rounds: int = 8
-
-
-FAST = Sizes(
-    model="tiny",
-    prompts_per_step=6,
-    group_size=4,
-    max_response_tokens=128,
-    steps=4,
-    warm_up_texts=48,
-    warm_up_length=1.5,
-    warm_up_updates=60,
-    texts=16,
-    tokens_per_update=512,
-    updates=8,
-    pairs=3,
-    reward_steps=2,
-    reward_seeds=2,
-    heldout=32,
-    checkpoint_megabytes=20,
-    rounds=2,
-)
-
-
-def sizes_of(*, fast: bool, **changed: Any) -> Sizes:
-    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    return replace(FAST if fast else Sizes(), **{name: value for name, value in changed.items() if value is not None})
 
 
 def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Prompt]:
@@ -131,13 +92,6 @@ def write_texts(path: Path, texts: Sequence[Text]) -> None:
     rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(rows) + "\n")
-
-
-def made_model(out: Path, task: str, sizes: Sizes, progress: Progress) -> Path:
-    """The folder `out` with a model of our own, trained first where it is not there."""
-    if not (out / "config.json").is_file():
-        make_model(out, size=sizes.model, task=task, seed=0, progress=progress)
-    return out
 
 
 def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress, loss: LossConfig = LOSS) -> Path:
@@ -228,30 +182,3 @@ def adaptive_policy(path: Path, depth: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Policy(selector=BegMabSpec(buckets=buckets)).write(path)
     return path
-
-
-def run_steps(
-    recipe: Recipe, out: Path, steps: int, progress: Progress, *, keep: bool = False, made: type[GrpoRun] = GrpoRun
-) -> Trace:
-    """Run RL steps into the folder `out`. Returns the trace; the policy is saved at the end.
-
-    `keep`: policy and drafter after each step are kept too, in the folders of `kept`.
-    """
-    with made(recipe, out) as run:
-        for number in range(steps):
-            progress(str(run.step()))
-            if keep or number == steps - 1:
-                saved = run.save()
-            if keep:
-                target, head = kept(out, number + 1)
-                shutil.copytree(saved, target)
-                shutil.copytree(out / "drafter" / "final", head)
-    trace = read(out / "trace")
-    if trace.steps is None:
-        raise RunError(f"{out}: the run recorded no RL step")
-    return trace
-
-
-def kept(out: Path, step: int) -> tuple[Path, Path]:
-    """Where `run_steps` keeps the policy and the drafter after so many RL steps."""
-    return out / "kept" / str(step) / "policy", out / "kept" / str(step) / "drafter"

@@ -18,6 +18,7 @@ from tltlab.bench.drafter import recipes as bench_recipes
 from tltlab.bench.drafter import reward as bench_reward
 from tltlab.bench.drafter.intervals import as_text
 from tltlab.bench.drafter.run import PARTS, bench_learned
+from tltlab.bench.drafter.runs import FAST, BenchSizes, sizes_of
 from tltlab.bench.drafter.texts import policy_kl
 from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
@@ -31,7 +32,7 @@ from tltlab.runtime.drafter.figures import (
     live_drafts,
 )
 from tltlab.runtime.drafter.offline.data import Text, load_target
-from tltlab.runtime.models.runs import FAST, Sizes, prompts_of, recipe_of, sizes_of, written
+from tltlab.runtime.models.runs import prompts_of, recipe_of, written
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import interval_json, mean_of_few, mean_over_orders
 from tltlab.traces.schema import TABLES
@@ -169,7 +170,9 @@ def test_a_run_in_which_nothing_was_trained_has_no_slow_down():
     with pytest.raises(RunError, match="never idle long enough"):
         bench_coordination.figures(trace.replace(spot_training=trace.spot_training.assign(updates=0)), {})
     with pytest.raises(ConfigError, match="at least 4"):
-        bench_coordination.bench_coordination(Path("m"), Path("h"), Path("o"), Sizes(workers=3), seed=0, progress=quiet)
+        bench_coordination.bench_coordination(
+            Path("m"), Path("h"), Path("o"), BenchSizes(workers=3), seed=0, progress=quiet
+        )
 
 
 def run_of(lengths: dict[str, list[int]], lost: float) -> dict:

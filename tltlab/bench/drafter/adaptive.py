@@ -12,22 +12,12 @@ import numpy as np
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.runtime.drafter.offline.data import Text
-from tltlab.runtime.models.runs import (
-    DRAFTER,
-    Kind,
-    Progress,
-    Sizes,
-    fixed_depth,
-    kept,
-    prompts_of,
-    recipe_of,
-    run_steps,
-    trained_beside,
-)
+from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 from tltlab.stats import interval_json, paired_interval
 from tltlab.traces.trace import Trace
 
 from .intervals import as_text, decimals
+from .runs import BenchSizes, kept, run_steps
 from .texts import judged, policy_kl
 
 GOAL = 1.15
@@ -38,7 +28,7 @@ KL_TEXTS = 64
 
 
 def bench_adaptive(
-    model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
 ) -> dict[str, Any]:
     """Two GRPO runs per seed from the same model, head, seed and prompts, drafting at the same fixed depth.
 
@@ -96,7 +86,7 @@ def compared(frozen: Trace, adaptive: Trace) -> dict[str, Any]:
     }
 
 
-def around_updates(model: Path, head: Path, run: Path, sizes: Sizes, seed: int) -> list[dict[str, Any]]:
+def around_updates(model: Path, head: Path, run: Path, sizes: BenchSizes, seed: int) -> list[dict[str, Any]]:
     """The first token's acceptance around each update of the policy, on fresh responses to the same held-out prompts.
 
     `before`: the drafter that training left, on the policy it was trained for; `after`: the same on the updated policy;

@@ -9,18 +9,10 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
-from tltlab.runtime.models.runs import (
-    Progress,
-    Sizes,
-    fixed_depth,
-    kept,
-    prompts_of,
-    recipe_of,
-    run_steps,
-    trained_beside,
-)
+from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 
 from .intervals import decimals
+from .runs import BenchSizes, kept, run_steps
 from .texts import judged
 
 TRAINED, OTHER = "subset-sum", "gcd"
@@ -28,7 +20,7 @@ BEGINS = {TRAINED: "nums ", OTHER: "gcd "}
 
 
 def bench_by_product(
-    model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
 ) -> dict[str, Any]:
     """GRPO, and drafter training, on prompts of one of the two tasks that a model and its drafter know.
 

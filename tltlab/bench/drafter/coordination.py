@@ -14,15 +14,16 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.drafter.figures import IdleTime, idle_times
-from tltlab.runtime.models.runs import Progress, Sizes, fixed_depth, recipe_of, run_steps, trained_beside
+from tltlab.runtime.models.runs import Progress, fixed_depth, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
-from tltlab.runtime.run.train import GrpoRun
 from tltlab.stats import interval_json, mean_over_orders
 from tltlab.traces.trace import Trace
 
 from .intervals import as_text
+from .runs import BenchSizes, run_steps
 
 GOAL = 0.05
 FEWEST_WORKERS = 4
@@ -66,7 +67,7 @@ class PairedRun(GrpoRun):
 
 
 def bench_coordination(
-    model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
 ) -> dict[str, Any]:
     """One GRPO run, each rollout done twice: with idle workers training, and with none of the drafter's machinery.
 

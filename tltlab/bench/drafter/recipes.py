@@ -17,12 +17,13 @@ from tltlab.runtime.drafter.offline.data import Epochs, TargetStates, load_targe
 from tltlab.runtime.drafter.offline.evaluate import acceptance_along
 from tltlab.runtime.drafter.offline.warm_up import FIT_TOKENS
 from tltlab.runtime.drafter.training import DrafterTraining
-from tltlab.runtime.models.runs import Progress, Sizes, prompts_of, written
+from tltlab.runtime.models.runs import Progress, prompts_of, written
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 from tltlab.stats import interval_json, paired_interval
 
 from .intervals import as_text, decimals
+from .runs import BenchSizes
 from .texts import MAX_BYTES
 
 Kind = Literal["eagle", "hass", "eagle3"]
@@ -56,7 +57,7 @@ class _Student:
         self.seconds.append(self.training.update(sequences).seconds)
 
 
-def bench_recipes(model: Path, sizes: Sizes, *, seed: int, progress: Progress) -> dict[str, Any]:
+def bench_recipes(model: Path, sizes: BenchSizes, *, seed: int, progress: Progress) -> dict[str, Any]:
     """Train a fresh head by each recipe on the model's own responses, `sizes.updates` updates in turn.
 
     All see the same texts in the same order. Then those that took less time go on until all have had the same seconds

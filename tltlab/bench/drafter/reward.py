@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.experiments.lossless import differences
-from tltlab.runtime.models.runs import Progress, Sizes, adaptive_policy, recipe_of, trained_beside
+from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.train import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun
 
 from .intervals import as_text
+from .runs import BenchSizes
 
 WORKERS = 2
 
 
-def bench_reward(model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress) -> dict[str, Any]:
+def bench_reward(
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
+) -> dict[str, Any]:
     """Held-out reward after some GRPO steps, several seeds: speculation by a bandit among the trained drafter, suffix
     drafts and none, with training in idle time, against plain decoding.
 

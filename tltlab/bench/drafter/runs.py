@@ -1,0 +1,95 @@
+"""The GRPO runs of the drafter's benchmark: how large they are, and what is kept of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tltlab.errors import RunError
+from tltlab.runtime.models.make import make_model
+from tltlab.runtime.models.runs import Progress, Sizes
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.grpo import GrpoRun
+from tltlab.traces.trace import Trace, read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchSizes(Sizes):
+    """How much of everything.
+
+    RL steps of the runs: `steps` frozen and adaptive, over `seeds` seeds, `pairs` of coordination, `reward_steps` with
+    and without everything, over `reward_seeds` seeds. `texts`: fresh responses on which drafters are judged. `updates`:
+    of each recipe.
+    """
+
+    seeds: int = 1
+    texts: int = 96
+    updates: int = 200
+    pairs: int = 16
+    reward_steps: int = 8
+    reward_seeds: int = 3
+    checkpoint_megabytes: int = 240
+    rounds: int = 8
+
+
+FAST = BenchSizes(
+    model="tiny",
+    prompts_per_step=6,
+    group_size=4,
+    max_response_tokens=128,
+    steps=4,
+    warm_up_texts=48,
+    warm_up_length=1.5,
+    warm_up_updates=60,
+    texts=16,
+    tokens_per_update=512,
+    updates=8,
+    pairs=3,
+    reward_steps=2,
+    reward_seeds=2,
+    heldout=32,
+    checkpoint_megabytes=20,
+    rounds=2,
+)
+
+
+def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
+    """The sizes of a full or of a fast benchmark, changed where a value is not None."""
+    given = {name: value for name, value in changed.items() if value is not None}
+    return replace(FAST if fast else BenchSizes(), **given)
+
+
+def made_model(out: Path, task: str, size: str, progress: Progress) -> Path:
+    """The folder `out` with a model of our own, trained first where it is not there."""
+    if not (out / "config.json").is_file():
+        make_model(out, size=size, task=task, seed=0, progress=progress)
+    return out
+
+
+def run_steps(
+    recipe: Recipe, out: Path, steps: int, progress: Progress, *, keep: bool = False, made: type[GrpoRun] = GrpoRun
+) -> Trace:
+    """Run RL steps into the folder `out`. Returns the trace; the policy is saved at the end.
+
+    `keep`: policy and drafter after each step are kept too, in the folders of `kept`.
+    """
+    with made(recipe, out) as run:
+        for number in range(steps):
+            progress(str(run.step()))
+            if keep or number == steps - 1:
+                saved = run.save()
+            if keep:
+                target, head = kept(out, number + 1)
+                shutil.copytree(saved, target)
+                shutil.copytree(out / "drafter" / "final", head)
+    trace = read(out / "trace")
+    if trace.steps is None:
+        raise RunError(f"{out}: the run recorded no RL step")
+    return trace
+
+
+def kept(out: Path, step: int) -> tuple[Path, Path]:
+    """Where `run_steps` keeps the policy and the drafter after so many RL steps."""
+    return out / "kept" / str(step) / "policy", out / "kept" / str(step) / "drafter"

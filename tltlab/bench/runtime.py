@@ -1,0 +1,50 @@
+"""The result of `tltlab bench runtime` for people; what it measures is the experiment baseline's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tltlab.console import table
+
+_HEADER = ("mode", "seconds", "tail", "plain", "tokens/s", "accept", "record", "policy", "speed-up", "in the tail")
+
+
+def text(found: dict[str, Any]) -> str:
+    """A row per epoch and mode, then the goals."""
+    ratios = {(s["mode"], s["epoch"], s["part"]): s for s in found["speedups"] if s["measure"] == found["judged_by"]}
+    lines = []
+    for epoch in sorted({row["epoch"] for row in found["modes"]}):
+        rows = [
+            (
+                row["mode"], f"{row['seconds']:.2f}", f"{row['tail_seconds']:.2f}", f"{row['plain_s']:.2f}",
+                f"{row['tokens_per_s']:.0f}",
+                "-" if row["mean_accept_length"] is None else f"{row['mean_accept_length']:.2f}",
+                f"{row['recorder_share']:.1%}", f"{row['policy_share']:.1%}",
+                *(_interval(ratios.get((row["mode"], epoch, part))) for part in ("rollout", "tail")),
+            )
+            for row in found["modes"] if row["epoch"] == epoch
+        ]  # fmt: skip
+        known = "drafters know earlier responses" if epoch > 1 else "drafters know nothing at first"
+        lines += [f"epoch {epoch}, {known}", table(_HEADER, rows, indent=2)]
+    rounds = found["modes"][0]["rollouts"]
+    lines += [
+        "",
+        "plain: what plain decoding of the same responses would take, from the step times of the plain rollouts; a",
+        f"speed-up is its ratio to the seconds, over that of plain decoding, with 95 % intervals over {rounds} rounds"
+        + (", too narrow below ten" if rounds < 10 else ""),
+    ]
+    for goal in found["goals"]:
+        lines.append(
+            f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "
+            f"{goal['goal']}, goal {goal['wanted']:g}"
+        )
+    return "\n".join(lines)
+
+
+def _interval(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if found["ratio"] is None:
+        return "unknown"
+    low_high = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
+    return f"{found['ratio']:.2f}x{low_high}"
