@@ -168,5 +168,5 @@ def _config(model: str) -> dict[str, Any] | None:
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
-    found = read_json(path)
-    return found if isinstance(found, dict) else None
+    config = read_json(path)
+    return config if isinstance(config, dict) else None
