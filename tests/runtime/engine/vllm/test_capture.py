@@ -310,7 +310,7 @@ def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(rando
 def test_an_engine_whose_model_runs_elsewhere_cannot_capture():
     elsewhere: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
     with pytest.raises(ConfigError, match="leave out own_process"):
-        adapter.capture(elsewhere, print, 1 << 20)
+        adapter.start_capture(elsewhere, print, 1 << 20)
 
 
 class Stream:
