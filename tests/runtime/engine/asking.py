@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
@@ -40,6 +42,24 @@ def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int =
     """As many requests that run to their cap, four samples of each prompt."""
     prompts = [[1, *([4 + n, 5, 6] * prompt_tokens)[: prompt_tokens - 1]] for n in range(-(-num // 4))]
     return [request(f"p{n // 4}", n % 4, prompts[n // 4], tokens, rl_step=rl_step) for n in range(num)]
+
+
+def settings() -> dict[str, Any]:
+    """What of this process a user's program could notice that an engine changes."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "sys.path": list(sys.path),
+        "dynamo": torch._dynamo.config.get_config_copy(),
+        "inductor": {name: repr(value) for name, value in torch._inductor.config.get_config_copy().items()},
+    }
+
+
+def changed(since: dict[str, Any]) -> list[str]:
+    now = settings()
+    return [name for name in now if now[name] != since[name]]
 
 
 def texts(rollout: Rollout) -> list[list[int]]:

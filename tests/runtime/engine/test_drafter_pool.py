@@ -12,10 +12,10 @@ import torch
 
 import tltlab.runtime
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, LengthAwareBudgetSpec, Policy
-from tltlab.runtime.engine.engine import Engine, Rollout
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import accept_length, fixed, request, requests, texts
+from .asking import accept_length, fixed, request, texts
 
 pytestmark = pytest.mark.engine
 
@@ -25,14 +25,18 @@ def engine(roomy: Engine) -> Engine:
     return roomy
 
 
+def requests(tokens: int) -> list[GenerationRequest]:
+    return [request(f"p{n}", 0, [1, 4 + n, 5, 6], tokens) for n in range(6)]
+
+
 def greedy(engine: Engine, policy: Policy | None, tokens: int = 60) -> Rollout:
     engine.set_policy(policy)
-    return engine.generate(requests(6, tokens), rl_step=0, temperature=0.0)
+    return engine.generate(requests(tokens), rl_step=0, temperature=0.0)
 
 
 def show(engine: Engine, rollout: Rollout) -> None:
     """Let the drafters in use see these responses."""
-    engine.remember([((0, r.key[1], 7, 0), [1, 4 + n, 5], r.token_ids) for n, r in enumerate(rollout.responses)])
+    engine.remember([((0, r.key[1], 7, 0), [1, 4 + n, 5, 6], r.token_ids) for n, r in enumerate(rollout.responses)])
 
 
 def test_every_drafter_leaves_greedy_tokens_as_they_are(engine: Engine):
@@ -50,7 +54,7 @@ def test_history_makes_the_suffix_drafter_perfect_on_the_same_responses(engine: 
     plain = greedy(engine, None)
     engine.set_policy(fixed("suffix"))
     show(engine, plain)
-    assert accept_length(engine.generate(requests(6, 60), rl_step=1, temperature=0.0)) > 4.5
+    assert accept_length(engine.generate(requests(60), rl_step=1, temperature=0.0)) > 4.5
 
 
 def test_the_drafters_draft_time_is_told_apart(engine: Engine):
@@ -67,7 +71,7 @@ def test_a_bandits_choice_follows_the_better_arm(engine: Engine):
     chosen: Counter[str] = Counter()
     rewards: dict[str, list[float]] = {}
     for rl_step in range(1, 4):
-        for row in engine.generate(requests(6, 200), rl_step=rl_step, temperature=0.0).decisions:
+        for row in engine.generate(requests(200), rl_step=rl_step, temperature=0.0).decisions:
             chosen[row["drafter"]] += rl_step > 1
             if row["reward"] is not None:
                 rewards.setdefault(row["drafter"], []).append(row["reward"])

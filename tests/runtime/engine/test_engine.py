@@ -78,7 +78,7 @@ def pairs_under(engine: Engine, rounds: int) -> tuple[Counter[tuple[int, ...]], 
 
 
 def test_speculative_tokens_follow_the_target_and_the_stock_cpu_build_would_not(engine: Engine, random_model: Path):
-    pairs, drafted = pairs_under(engine, 12)
+    pairs, drafted = pairs_under(engine, 6)
     assert drafted > 1000, "the test needs drafts to verify"
     assert chi_square_p(pairs, random_model) > 1e-3
 

@@ -154,8 +154,8 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
 @pytest.mark.parametrize(
     ("name", "rows", "why"),
     [
-        ("no.such.weight", 64, "no.such.weight"),
-        ("model.layers.1.mlp.down_proj.weight", 5, "5"),
+        ("no.such.weight", 64, "no module or parameter named"),
+        ("model.layers.1.mlp.down_proj.weight", 5, "exceeds dimension size"),
         ("model.layers.0.self_attn.k_proj.weight", 64, "got 4096 of its"),
     ],
 )

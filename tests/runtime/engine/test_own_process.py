@@ -21,7 +21,7 @@ from tltlab.policies.simple import NoSpeculation
 from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import fixed, kept_and_refused, request, requests, texts
+from .asking import changed, fixed, kept_and_refused, request, requests, settings, texts
 
 pytestmark = pytest.mark.engine
 ARMS = (Strategy.chain("suffix", 4), Strategy.chain("learned", 2), NO_SPECULATION)
@@ -30,6 +30,7 @@ Weights = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def engine(random_model: Path) -> Iterator[Engine]:
+    before = settings()
     learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
     engine = Engine(
         str(random_model),
@@ -38,8 +39,10 @@ def engine(random_model: Path) -> Iterator[Engine]:
         own_process=True,
         vllm_args={"max_model_len": 256, "max_num_seqs": 32, "kv_cache_memory_bytes": 32 << 20},
     )
+    assert changed(before) == []
     yield engine
     engine.close()
+    assert changed(before) == []
 
 
 def generate(engine: Engine, rl_step: int = 0, temperature: float = 0.0) -> Rollout:
