@@ -1,10 +1,10 @@
 """A policy as vLLM's own settings: which K at which batch, and which CUDA graphs are captured for it.
 
-vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. Two things are vLLM's
-own (0.32, `CudaGraphManager` of the V2 model runner) and reproduced here: every capture size is rounded up to each K+1
-of the schedule, so each K gets graphs of all sizes, not of its own bucket alone; and a batch runs in a full graph only
-if the next larger captured number of tokens, of whatever K, is one of its own K. Other batches run in piecewise graphs,
-which go by tokens. The V1 model runner captures full graphs for a K that never varies, else piecewise ones only.
+vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. As in vLLM 0.32
+(`CudaGraphManager` of the V2 model runner) every capture size is rounded up to each K+1 of the schedule, so each K gets
+graphs of all sizes, and a batch runs in a full graph only if the next larger captured number of tokens, of whatever K,
+is one of its own K. Other batches run in piecewise graphs, which go by tokens. The V1 model runner captures full graphs
+for a K that never varies, else piecewise ones only.
 """
 
 from __future__ import annotations
@@ -152,10 +152,9 @@ def plan_graphs(policy: Policy, max_batch: int, *, fill: bool = False) -> GraphP
             )
     drafters = tuple(dict.fromkeys(s.drafter for s in strategies if s.speculates))
     specs = DEFAULT_DRAFTERS | policy.drafters
-    may_run = _graphs(policy, max_batch, range(1, max_batch + 1))
     plan = GraphPlan(
         max_num_seqs=max_batch,
-        may_run=may_run,
+        may_run=_graphs(policy, max_batch, range(1, max_batch + 1)),
         asked=_graphs(policy, max_batch, vllm_batches(max_batch)),
         drafters=drafters,
         networks=tuple(name for name in drafters if not isinstance(specs.get(name), NgramSpec | SuffixSpec)),
@@ -201,9 +200,9 @@ def check_memory(pool: GraphPool, plan: GraphPlan, cap_bytes: float) -> float:
     """`memory_bytes`; ConfigError where that is more than `cap_bytes`."""
     needed = memory_bytes(pool, plan)
     if not needed <= cap_bytes:
-        num = len(plan.full_graphs()), len(plan.capture_sizes)
+        full, piecewise = len(plan.full_graphs()), len(plan.capture_sizes)
         raise ConfigError(
-            f"the policy's {num[0]} full and {num[1]} piecewise graphs take {needed / GIB:.2f} GiB, more than "
+            f"the policy's {full} full and {piecewise} piecewise graphs take {needed / GIB:.2f} GiB, more than "
             f"{cap_bytes / GIB:.2f}: give fewer depths, or fewer batch sizes (--max-batch, now {plan.max_num_seqs})"
         )
     return needed

@@ -53,10 +53,9 @@ def start(
 
     `vllm_args` win over the defaults here. With `beside` drafts are made beside the scheduler too, which only the V1
     model runner takes: others keep their own on the device. With a tensor_parallel_size above 1 the model runs in as
-    many processes below the engine core's, the scheduler and the policy stay where they are. `enable_sleep_mode` is
-    ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
-    compilation are afterwards as before; vLLM's own modules stay patched (`plugin`), and an engine core of this process
-    seeds and draws from its random generators.
+    many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing. The
+    process's environment, `sys.path` and torch's settings of compilation are afterwards as before; vLLM's own modules
+    stay patched (`plugin`).
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"

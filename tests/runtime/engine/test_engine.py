@@ -12,8 +12,7 @@ import torch
 from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
-from tltlab.errors import ConfigError
-from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.runtime.engine.engine import Engine, Rollout
 from tltlab.runtime.engine.vllm.plugin import speculative_sampling_is_sound, unmended_sampling
 from tltlab.state import StepState
@@ -179,16 +178,3 @@ def test_new_weights_are_the_ones_that_sample(
     engine.update_weights(good.items(), 2)
     assert after != before
     assert texts(generate(engine, 2, 20, temperature=0.0)) == before
-
-
-@pytest.mark.parametrize(
-    ("strategy", "complaint"),
-    [
-        (Strategy.chain("ngram", 9), "depths up to 8"),
-        (Strategy("ngram", 4, 4, 16), "chains only"),
-        (Strategy.chain("absent", 2), "has the drafters ngram, suffix, learned, hybrid"),
-    ],
-)
-def test_a_strategy_that_the_engine_cannot_run_is_refused(engine: Engine, strategy: Strategy, complaint: str):
-    with pytest.raises(ConfigError, match=complaint):
-        use(engine, Policy(selector=FixedSpec(strategy=strategy)))
