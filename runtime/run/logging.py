@@ -189,14 +189,14 @@ class Wandb:
 
         out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
         self._out = out
-        known = _kept(out).get("wandb", {})
-        self._earlier: int = known.get("rl_step", -1)
+        earlier = _kept(out).get("wandb", {})
+        self._earlier: int = earlier.get("rl_step", -1)
         self._row = -1
         self._run = wandb.init(
             project=project,
             name=out.absolute().name,
             dir=str(out),
-            id=known.get("id"),
+            id=earlier.get("id"),
             resume="allow",
             config=dict(settings),
             # Its summary would end the run's own lines; what it must ask at a terminal is still asked.
@@ -227,9 +227,9 @@ class Mlflow:
         import mlflow
 
         self._client = mlflow.MlflowClient()
-        known = _kept(out).get("mlflow", {})
-        if known:
-            self._run_id = known["id"]
+        earlier = _kept(out).get("mlflow", {})
+        if earlier:
+            self._run_id = earlier["id"]
             self._client.update_run(self._run_id, status="RUNNING")
             history = self._client.get_metric_history(self._run_id, EVERY_STEP)
         else:
@@ -277,11 +277,11 @@ LOGGERS: dict[str, tuple[str, type[Logger]]] = {
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name, as MLflow shows and compares them: it knows no nested ones."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         inner = _flat(value) if isinstance(value, Mapping) else {}
-        found |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
-    return found
+        flat |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
+    return flat
 
 
 def _kept(out: Path) -> dict[str, Any]:

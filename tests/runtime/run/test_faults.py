@@ -34,7 +34,7 @@ VICTIMS = {
     "driver": "",
 }
 NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", len(VICTIMS)))
-NUM_STEPS, PROMPTS, GROUP = 4 + 3 * NUM_KILLS, 4, 2
+NUM_STEPS, PROMPTS, GROUP = 4 + 2 * NUM_KILLS, 4, 2
 MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 2, 0.5
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
 PATIENCE_S = 300.0

@@ -137,16 +137,11 @@ def test_what_is_unknown_or_not_finite_is_not_there():
     assert all(isinstance(value, float) and math.isfinite(value) for value in found.values())
 
 
-def test_the_drafter_in_service_has_an_age():
-    step = report()
+def test_the_drafter_in_service_has_an_age_and_the_steps_own_time_comes_before_the_sum_of_its_stages():
+    step = report(step_s=20.0, record_s=0.13)
     rows = rows_of(step, drafter={"steps": [{"drafter_version": 2, "drafter_age": 1, "drafter_updates": 40}]})
     found = step_metrics(step, rows)
     assert (found["drafter/age"], found["drafter/updates"]) == (1, 40)
-
-
-def test_the_steps_own_time_comes_before_the_sum_of_its_stages():
-    step = report(step_s=20.0, record_s=0.13)
-    found = step_metrics(step, rows_of(step))
     assert found["time/step_s"] == 20.0
     assert found["recorder/share"] == pytest.approx(0.2 / 20)
 
@@ -155,8 +150,7 @@ def test_a_response_that_was_cut_has_no_length_yet():
     rows = rows_of(report())
     rows["outcomes"][2] |= {"finish_reason": "abort", "reward": None}
     found = step_metrics(report(), rows)
-    assert found["length/max"] == 8
-    assert found["length/truncated_fraction"] == 0
+    assert (found["length/max"], found["length/truncated_fraction"]) == (8, 0)
     assert found["rollout/tokens_per_s"] == pytest.approx(3.0)
 
 
