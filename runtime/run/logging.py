@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -107,27 +107,23 @@ class RunLog:
 
     def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         """Log what was measured after RL step `rl_step`; nothing is said."""
-        for name, logger in list(self._loggers.items()):
-            try:
-                logger.step(rl_step, metrics)
-            except Exception as error:
-                # A disk or a network may fail in any way; the run is worth more than its log.
-                self._leave_out(name, error)
+        self._each(lambda logger: logger.step(rl_step, metrics))
 
     def close(self, *, failed: bool = False) -> None:
         """End every logger, telling those that ask whether the run `failed`. Nothing is raised."""
-        for name, logger in list(self._loggers.items()):
-            try:
-                logger.close(failed=failed)
-            except Exception as error:
-                self._leave_out(name, error)
+        self._each(lambda logger: logger.close(failed=failed))
         self._loggers.clear()
         with contextlib.suppress(OSError, ValueError):
             self._screen.close()
 
-    def _leave_out(self, name: str, error: Exception) -> None:
-        del self._loggers[name]
-        self.say(f"{name} failed and gets nothing more: {_short(error)}")
+    def _each(self, act: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                act(logger)
+            except Exception as error:
+                # A disk or a network may fail in any way; the run is worth more than its log.
+                del self._loggers[name]
+                self.say(f"{name} failed and gets nothing more: {_short(error)}")
 
 
 class Logger(Protocol):
