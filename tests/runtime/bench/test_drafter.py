@@ -22,7 +22,8 @@ from tltlab.bench.drafter.runs import FAST, Sizes, recipe_of, sizes_of
 from tltlab.bench.drafter.texts import policy_kl, prompts_of, written
 from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.figures import (
+from tltlab.runtime.drafter.offline.data import Text, load_target
+from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
     by_position,
@@ -31,7 +32,6 @@ from tltlab.runtime.drafter.figures import (
     length_ratio,
     live_drafts,
 )
-from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import mean_of_few, mean_over_orders
 from tltlab.traces.schema import TABLES

@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.runtime.drafter.offline.data import Text
+from tltlab.runtime.drafter.offline.runs import (
+    Kept,
+    annotated_drafts,
+    by_position,
+    last_third,
+    length_ratio,
+    live_drafts,
+)
 from tltlab.stats import paired_interval
 from tltlab.traces.trace import Trace
 
