@@ -187,7 +187,8 @@ def text(found: dict[str, Any]) -> str:
     cases = [
         (
             row["case"], *(f"{row[key]:.2f}" for key in ("wall_ms", "wall_ms_least", "wall_ms_most")),
-            "" if row["goal_ms"] is None else f"{row['goal_ms']:.0f}", "" if row["goal_ms"] is None or row["met"] else "MISSED",
+            "" if row["goal_ms"] is None else f"{row['goal_ms']:.0f}",
+            "" if row["goal_ms"] is None or row["met"] else "MISSED",
         )
         for row in found["cases"]
     ]  # fmt: skip
