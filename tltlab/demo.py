@@ -21,7 +21,7 @@ from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.run.train import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.sim import SimResult, simulate
 from tltlab.sim.tuning.tune import tune
 from tltlab.sim.verification.rollouts import nearest, verify

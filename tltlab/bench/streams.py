@@ -17,7 +17,8 @@ import pyarrow as pa
 from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter, describe_stream, iter_rl_steps, validate_stream
+from tltlab.traces.stream import StreamWriter, count, describe
+from tltlab.traces.trace import read
 
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")
@@ -72,12 +73,12 @@ def run(
     if phase == "write":
         write(path, num_rl_steps, step_responses, group_size, seed)
     elif phase == "validate":
-        validate_stream(path)
+        count(read(path))
     elif phase == "describe":
-        describe_stream(path)
+        describe(read(path))
     else:
-        for _ in iter_rl_steps(path):
-            pass
+        for one in read(path).iter_rl_steps():
+            _ = one.workload, one.outcomes
     return time.perf_counter() - started, _peak_rss_bytes()
 
 

@@ -18,8 +18,8 @@ from tltlab.runtime.drafter.figures import IdleTime, idle_times
 from tltlab.runtime.models.runs import Progress, fixed_depth, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
-from tltlab.runtime.run.train import GrpoRun
 from tltlab.stats import interval_json, mean_over_orders
 from tltlab.traces.trace import Trace
 

@@ -10,7 +10,7 @@ from tltlab.console import table
 from tltlab.experiments.lossless import differences
 from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.train import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun
 
 from .intervals import as_text
 from .runs import BenchSizes
