@@ -7,7 +7,7 @@ from abc import abstractmethod
 
 import numpy as np
 
-from tltlab.acceptance.load import TraceAcceptance
+from tltlab.acceptance.load import Settled
 from tltlab.arrays import Bytes, Ints
 
 from .batch import ArrayBatch, MacroStep, iterations_until_done
@@ -64,7 +64,7 @@ class SampledBatch(WalkBatch):
 class ReplayBatch(WalkBatch):
     """Accepted tokens as recorded for the position at which the draft starts: deterministic in every mode."""
 
-    def __init__(self, requests: Requests, acceptance: TraceAcceptance) -> None:
+    def __init__(self, requests: Requests, acceptance: Settled) -> None:
         super().__init__(requests)
         self._acceptance = acceptance
         self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from tltlab.arrays import Floats
 from tltlab.config import FiniteModel
-from tltlab.strategy import Strategy
+from tltlab.strategy import MODEL_FREE, Strategy
 
 from .base import Key, RequestAcceptance, Share, known_drafter, only_chains, reach
 
@@ -137,8 +137,8 @@ class SiblingAcceptance(RequestAcceptance):
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
-        return np.zeros(len(keys))
+    def knows(self, drafter: str) -> bool:
+        return drafter in self.drafters if self.drafters else drafter in MODEL_FREE
 
     def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""

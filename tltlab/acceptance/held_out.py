@@ -17,7 +17,6 @@ from tltlab.strategy import Strategy
 
 from .base import known_drafter
 from .load import (
-    AcceptanceModel,
     BatchAcceptance,
     CurveAcceptance,
     FreshAcceptance,
@@ -128,9 +127,9 @@ def tokens_at_age(model: FreshAcceptance, rows: pd.DataFrame) -> Floats:
         states = rows.iloc[at][["age", "updates"]]
         for age, updates in states.drop_duplicates().itertuples(index=False):
             here = at[((states["age"] == age) & (states["updates"] == updates)).to_numpy()]
-            fresh = model.at_freshness(DrafterState(age=int(age), updates=int(updates))).at(1)
-            assert isinstance(fresh, AcceptanceModel)
-            found[here] = 1.0 + float(fresh.survival(strategy).sum())
+            fresh = model.at_freshness(DrafterState(age=int(age), updates=int(updates))).by_request().at(1)
+            none = np.zeros(1)
+            found[here] = 1.0 + float(fresh.survival(strategy, none, none, none)[0].sum())
     return found
 
 

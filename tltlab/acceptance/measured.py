@@ -127,12 +127,12 @@ class BatchAcceptance(AcceptanceModel):
         return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
 
     @cached_property
-    def models(self) -> tuple[FittedAcceptance, ...]:
+    def by_batch(self) -> tuple[FittedAcceptance, ...]:
         return tuple(FittedAcceptance(drafters_by_depth=band.drafters_by_depth) for band in self.bands)
 
     def at(self, batch: int) -> FittedAcceptance:
         ends = [band.max_batch for band in self.bands if band.max_batch is not None]
-        return self.models[bisect_left(ends, batch)]
+        return self.by_batch[bisect_left(ends, batch)]
 
     def distribution(self, strategy: Strategy) -> Floats:
         raise TypeError("acceptance differs by batch size: ask at(batch)")

@@ -14,7 +14,7 @@ from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-
 from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
-from tltlab.strategy import Strategy
+from tltlab.strategy import MODEL_FREE, Strategy
 
 from .base import AcceptanceModel, from_survival, known_drafter, reach
 
@@ -61,7 +61,10 @@ class TreeAcceptance(AcceptanceModel):
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
 
-    def survival(self, strategy: Strategy) -> Floats:
+    def knows(self, drafter: str) -> bool:
+        return drafter in self.drafters if self.drafters else drafter not in MODEL_FREE
+
+    def curve(self, strategy: Strategy) -> Floats:
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the tree acceptance model")
         level = np.arange(1, reach(strategy) + 1, dtype=np.float64)
@@ -73,7 +76,7 @@ class TreeAcceptance(AcceptanceModel):
         return kept
 
     def distribution(self, strategy: Strategy) -> Floats:
-        return from_survival(self.survival(strategy))
+        return from_survival(self.curve(strategy))
 
     def outside(self, strategy: Strategy) -> list[str]:
         """Names of the settings that lie outside what was measured; all of them where nothing is known.

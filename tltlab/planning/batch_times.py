@@ -8,7 +8,7 @@ iteration needs w_b / A. Response lengths do not depend on the policy, so neithe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -20,54 +20,30 @@ from tltlab.traces.trace import Trace
 BatchPlacement = Literal["contiguous", "round_robin", "recorded"]
 
 
-def weights_of(lengths: Sequence[int] | Ints) -> dict[int, float]:
-    """w_b of one worker with responses of these lengths, batch sizes ascending; those that never run are left out.
-
-    >>> weights_of([10, 4, 4])
-    {1: 6.0, 3: 4.0}
-    """
-    falling = np.sort(np.asarray(lengths, np.float64))[::-1]
-    drops = falling - np.append(falling[1:], 0.0)
-    return {b: float(drop) for b, drop in enumerate(drops, 1) if drop > 0}
-
-
-def batch_weights(
+def batch_times(
     trace: Trace,
     workers: int | None = None,
     placement: BatchPlacement | None = None,
     max_batch: int | None = None,
-) -> dict[int, float]:
-    """w_b summed over workers and averaged over RL steps, in plain decode iterations.
+) -> tuple[dict[int, float], dict[int, float]]:
+    """By batch size: w_b in plain decode iterations, summed over workers and averaged over RL steps; and the mean
+    context while b requests run, prompts and generated tokens summed over the batch.
 
     `workers` is the trace's number unless given. `placement` is `recorded` where the trace knows the workers and their
     number is not changed, else `contiguous`. Where a worker has more requests than `max_batch`, the next one begins
     when one ends, in workload order.
+
+    >>> batch_times(of_lengths([10, 4], workers=1, prompt_tokens=100))  # doctest: +SKIP
+    ({1: 6.0, 2: 4.0}, {1: 106.5, 2: 203.0})
     """
-    total: dict[int, float] = defaultdict(float)
-    for lengths, _ in _loads(trace, workers, placement):
-        for b, weight, _ in _drain(lengths, np.zeros_like(lengths), max_batch):
-            total[b] += weight
-    return {b: total[b] / len(trace.rl_steps) for b in sorted(total)}
-
-
-def mean_contexts(
-    trace: Trace,
-    workers: int | None = None,
-    placement: BatchPlacement | None = None,
-    max_batch: int | None = None,
-) -> dict[int, float]:
-    """The mean context while b requests run, prompts and generated tokens summed over the batch; see `batch_weights`.
-
-    >>> mean_contexts(of_lengths([10, 4], workers=1, prompt_tokens=100))  # doctest: +SKIP
-    {1: 106.5, 2: 203.0}
-    """
-    total: dict[int, float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)
+    contexts: dict[int, float] = defaultdict(float)
     for lengths, prompts in _loads(trace, workers, placement):
         for b, weight, context in _drain(lengths, prompts, max_batch):
             weights[b] += weight
-            total[b] += weight * context
-    return {b: total[b] / weights[b] for b in sorted(total)}
+            contexts[b] += weight * context
+    sizes = sorted(weights)
+    return {b: weights[b] / len(trace.rl_steps) for b in sizes}, {b: contexts[b] / weights[b] for b in sizes}
 
 
 def _drain(lengths: Ints, prompts: Ints, max_batch: int | None) -> Iterator[tuple[int, float, float]]:

@@ -21,7 +21,7 @@ from scipy.optimize import linprog
 from tltlab.arrays import Flags, Floats, Ints, Words
 from tltlab.strategy import Strategy
 
-from .graph_pool import DrafterRunner, GraphPool, TargetRunner, plan_single
+from .graph_pool import DrafterRunner, GraphPool, TargetRunner, has_drafter_graphs
 
 PRICES = (0.0, 0.7, 1.0, 1.4)
 """Prices of a byte that are tried, in units of the linear programme's; the best one shifts with what is left."""
@@ -49,7 +49,7 @@ class Problem:
         """The pool's bytes taken apart into runners, graphs and openings."""
         batches = range(1, seconds.shape[1] + 1)
         targets = sorted({s.tokens_to_verify for s in strategies})
-        drafters = [s for s in strategies if plan_single(s, 1, (1,)).drafter]
+        drafters = [s for s in strategies if has_drafter_graphs(s)]
         one = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
         two = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
         one += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
