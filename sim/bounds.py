@@ -46,12 +46,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tltlab.acceptance.load import RequestAcceptance, Settled, TraceAcceptance
+from tltlab.acceptance.load import Settled
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.sim.engine.batch import TOLERANCE_TOKENS
 from tltlab.sim.engine.random_numbers import request_seeds, uniforms
 from tltlab.sim.engine.regime import Regime, Regimes
-from tltlab.sim.engine.requests import Floats, Ints, Requests
+from tltlab.sim.engine.requests import Requests
 
 _HALVINGS = 40
 
@@ -103,25 +104,26 @@ def _decoding_s(
 ) -> list[Floats]:
     """Least seconds to decode each response that ran, for each row of `fixed`: the fixed cost of each regime."""
     if any(regime.strategy.speculates for regime in regimes):
-        if isinstance(acceptance, TraceAcceptance):
+        if acceptance is not None and acceptance.varies_by == "position":
             return [
                 _replayed(requests, ran, list(zip(regimes, row, strict=True)), slope_s, acceptance) for row in fixed
             ]
-        if mode == "sampled" and not isinstance(acceptance, RequestAcceptance):
+        if mode == "sampled" and acceptance is not None and acceptance.varies_by == "nothing":
             return _sampled(requests, ran, regimes, fixed, slope_s, seed)
     prompts = np.array([requests.prompt_tokens[i] for i in ran], np.float64)
     lengths = np.array([requests.response_tokens[i] for i in ran], np.float64) - TOLERANCE_TOKENS
 
     def most(regime: Regime) -> Floats | float:
-        if not isinstance(acceptance, RequestAcceptance) or not regime.strategy.speculates:
+        if acceptance is None or acceptance.varies_by != "request" or not regime.strategy.speculates:
             return regime.tokens
         if mode == "sampled":
             return regime.most + 1.0
         keys = [requests.keys[i] for i in ran]
         size = Counter(key[:2] for key in requests.keys)
         siblings = np.array([size[key[:2]] - 1.0 for key in keys])
-        levels = acceptance.levels(regime.strategy.drafter, keys, seed)
-        return acceptance.most_tokens(regime.strategy, levels, lengths, siblings)
+        model = acceptance.by_request()
+        levels = model.levels(regime.strategy.drafter, keys, seed)
+        return model.most_tokens(regime.strategy, levels, lengths, siblings)
 
     gains = [most(regime) for regime in regimes]
 
@@ -138,7 +140,7 @@ def _replayed(
     ran: list[int],
     strategies: list[tuple[Regime, float]],
     slope_s: float,
-    acceptance: TraceAcceptance,
+    acceptance: Settled,
 ) -> Floats:
     """Shortest path from position 0 to the end, for all responses at once, from the last position backwards."""
     order = sorted(range(len(ran)), key=lambda j: -requests.response_tokens[ran[j]])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from tltlab.acceptance.load import Acceptance, AcceptanceModel, RequestAcceptance, Settled, TraceAcceptance, fresh
+from tltlab.acceptance.load import Acceptance, Settled
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.batch import Batch, FluidBatch
@@ -113,7 +111,7 @@ class Scenario:
         for at, (step, queues) in enumerate(zip(self.steps, self.queues, strict=True)):
             state = state if drafter is None else drafter[at]
             simulator.drafters = {name: DrafterState() if name in MODEL_FREE else state for name in drafters}
-            model = None if self.acceptance is None else fresh(self.acceptance, simulator.drafters)
+            model = None if self.acceptance is None else self.acceptance.in_state(simulator.drafters)
             if not rollouts or model is not model_before:
                 batches = _batches(model if drafters else None, self, budgets)
                 simulator.prepare(Regimes(policy.strategies, self.costs, model), batches)
@@ -133,17 +131,12 @@ class Scenario:
         The bound is for iterations that take what the costs say: with `noise` a lucky rollout may undercut it. Where
         acceptance depends on the drafter's age and training, it is that of the freshest and best trained one.
         """
-        model: Settled | None = None
-        if isinstance(self.acceptance, TraceAcceptance):
-            model = self.acceptance.at_best()
-        elif self.acceptance is not None:
-            best = DrafterState(age=0, updates=sys.maxsize)
-            model = fresh(self.acceptance, {s.drafter: best for s in strategies})
+        model = None if self.acceptance is None else self.acceptance.at_best([s.drafter for s in strategies])
         regimes = Regimes(strategies, self.costs, model)
         met = regimes.up_to(max(map(len, self.steps), default=1))
         # All gain alike in every iteration: then sharing a worker has an exact price.
         alike = not any(s.speculates for s in strategies) or (
-            self.mode == "fluid" and isinstance(model, AcceptanceModel)
+            self.mode == "fluid" and model is not None and model.varies_by == "nothing"
         )
         bounds_s = []
         for step in self.steps:
@@ -178,18 +171,18 @@ def tell_each_other(budgets: Sequence[DraftBudget], rollout: SimulatedRollout) -
 
 def _batches(model: Settled | None, scenario: Scenario, budgets: Sequence[DraftBudget]) -> Callable[[Requests], Batch]:
     """How running requests gain tokens: all alike where that can be, else each for itself."""
-    if isinstance(model, RequestAcceptance) or (budgets and model is not None):
-        if isinstance(model, TraceAcceptance):
-            raise ConfigError("a budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
+    if model is None:
+        return FluidBatch
+    if model.varies_by == "request" or budgets:
         return Rates(
-            model=model,
+            model=model.by_request(),
             costs=scenario.costs,
             seed=scenario.seed,
             sampled=scenario.mode == "sampled",
             budgets=budgets,
         )
-    if isinstance(model, TraceAcceptance):
+    if model.varies_by == "position":
         return lambda requests: ReplayBatch(requests, model)
-    if model is not None and scenario.mode == "sampled":
+    if scenario.mode == "sampled":
         return lambda requests: SampledBatch(requests, scenario.seed)
     return FluidBatch

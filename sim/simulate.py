@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.load import AcceptanceModel, FreshAcceptance
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
@@ -100,12 +99,10 @@ class SimResult:
     def _outside_calibration(self) -> dict[str, float] | None:
         """Only shares above 0; None where neither costs nor acceptance say what they were fitted on."""
         calibrated, acceptance = self.scenario.costs.calibrated, self.scenario.acceptance
-        if isinstance(acceptance, FreshAcceptance):
-            acceptance = acceptance.base
         strange = {
             r.strategy
             for r in self._regimes()
-            if isinstance(acceptance, AcceptanceModel) and r.strategy.speculates and acceptance.outside(r.strategy)
+            if acceptance is not None and r.strategy.speculates and acceptance.outside(r.strategy)
         }
         if calibrated is None and not strange:
             return None

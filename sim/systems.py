@@ -5,7 +5,6 @@ All of a comparison replay the same responses with the same luck.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,24 +16,22 @@ from joblib import Parallel, delayed, parallel_config
 
 from tltlab.acceptance.load import (
     Acceptance,
-    AcceptanceModel,
-    RequestAcceptance,
+    SettledModel,
     TraceAcceptance,
-    fresh,
     load_acceptance,
 )
+from tltlab.arrays import Floats
 from tltlab.costs.stage_files import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind
 from tltlab.planning.systems import System, find_systems
-from tltlab.state import DrafterState
 from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace
 
 from .config import SimulationConfig, Source
-from .engine.requests import Floats, Requests
+from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
@@ -261,7 +258,7 @@ def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> 
     for one in bound:
         if one.acceptance is not None and one.acceptance not in models:
             models.append(one.acceptance)
-    if len(models) > 1 and any(isinstance(model, TraceAcceptance) for model in models):
+    if len(models) > 1 and any(model.varies_by == "position" for model in models):
         return None
     whole = replace(scenario, acceptance=_covering_all(bound) if len(models) > 1 else next(iter(models), None))
     return float(np.mean([replace(whole, seed=scenario.seed + k).bounds_s(strategies) for k in range(repeats)]))
@@ -269,14 +266,13 @@ def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> 
 
 def _covering_all(bound: Sequence[BoundSystem]) -> Acceptance:
     """One model of two: learned drafters by the one, at their freshest, and those that draft from text by the other."""
-    best = DrafterState(updates=sys.maxsize)
-    settled: dict[bool, AcceptanceModel | RequestAcceptance] = {}
+    settled: dict[bool, SettledModel] = {}
     for one in bound:
         for strategy in one.policy.strategies:
             if strategy.speculates and one.acceptance is not None:
                 of_text = strategy.drafter in MODEL_FREE
-                model = fresh(one.acceptance, {strategy.drafter: best})
-                assert not isinstance(model, TraceAcceptance), "no bound covers replayed acceptance beside a model"
+                model = one.acceptance.at_best([strategy.drafter])
+                assert isinstance(model, SettledModel), "no bound covers replayed acceptance beside a model"
                 settled.setdefault(of_text, model)
     return PerDrafter(learned=settled[False], model_free=settled[True])
 

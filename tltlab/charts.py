@@ -19,8 +19,8 @@ from .files import write_file
 
 # Ordered so that neighbours differ in luminance: they keep apart in grey and for colour-blind eyes.
 COLORS = ("#1f5f99", "#e8a33d", "#5cb08c", "#8a4a3c", "#7fb8de", "#b789c9", "#d9704f", "#6f6f6f", "#cfc76a", "#111111")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
 _HATCHES = ("", "////", "", "....", "\\\\\\\\", "", "xxxx", "----", "||||", "++++")
 _WIDTH_IN = 7.2
 _MOST_MARKERS = 24
@@ -73,7 +73,7 @@ def draw_bars(
     axes.set_yticks(y, list(labels), fontsize=8)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
-    _finish(axes, xlabel=xlabel, ylabel="", title=title, grid="x")
+    finish(axes, xlabel=xlabel, title=title, grid="x")
 
 
 def lines(
@@ -95,7 +95,7 @@ def lines(
     for i, (name, (x, y)) in enumerate(series.items()):
         across, up, color = _floats(x), _floats(y), COLORS[i % len(COLORS)]
         whole = whole and bool(np.all(across == np.round(across)))
-        axes.plot(across, up, color=color, linestyle=_DASHES[i % len(_DASHES)], marker=_MARKERS[i % len(_MARKERS)],
+        axes.plot(across, up, color=color, linestyle=DASHES[i % len(DASHES)], marker=MARKERS[i % len(MARKERS)],
                   linewidth=1.4, markersize=4, markevery=max(1, len(across) // _MOST_MARKERS), label=name)  # fmt: skip
         if bands is not None and name in bands:
             low, high = (_floats(end) for end in bands[name])
@@ -108,7 +108,7 @@ def lines(
         axes.xaxis.set_major_locator(MaxNLocator(integer=whole))
     if len(series) > 1:
         _legend(axes, len(series))
-    _finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
     return figure
 
 
@@ -138,7 +138,7 @@ def shares(x: Any, parts: Mapping[str, Any], *, xlabel: str, title: str, names: 
     if len(across):
         axes.set_xlim(across.min() - 0.6 * width, across.max() + 0.6 * width)
     _legend(axes, sum(bool(np.any(part)) for part in parts.values()))
-    _finish(axes, xlabel=xlabel, ylabel="%", title=title, grid="")
+    finish(axes, xlabel=xlabel, ylabel="%", title=title, grid=None)
     return figure
 
 
@@ -152,7 +152,7 @@ def scatter_identity(
     group = np.asarray(labels if labels is not None else [""] * len(x), dtype=object)
     for i, name in enumerate(dict.fromkeys(group)):
         of_group = group == name
-        marker = _MARKERS[(i + i // len(COLORS)) % len(_MARKERS)]  # the eleventh has another than the first
+        marker = MARKERS[(i + i // len(COLORS)) % len(MARKERS)]  # the eleventh has another than the first
         axes.plot(x[of_group], y[of_group], linestyle="none", marker=marker, markersize=5,
                   color=COLORS[i % len(COLORS)], markeredgecolor="white", markeredgewidth=0.5, label=name)  # fmt: skip
     known = np.concatenate([x[np.isfinite(x)], y[np.isfinite(y)], [0.0]])
@@ -161,7 +161,7 @@ def scatter_identity(
     axes.set(xlim=(0, end), ylim=(0, end), aspect="equal")
     if labels is not None:
         _legend(axes, len(set(group)), columns=3)
-    _finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
+    finish(axes, xlabel=xlabel, ylabel=ylabel, title=title, grid="both")
     return figure
 
 
@@ -201,12 +201,15 @@ def _legend(axes: Axes, num: int, columns: int = 4) -> None:
                 borderaxespad=0.0, handlelength=2.4)  # fmt: skip
 
 
-def _finish(axes: Axes, *, xlabel: str, ylabel: str, title: str, grid: Literal["x", "both", ""]) -> None:
+def finish(
+    axes: Axes, *, title: str, xlabel: str, ylabel: str = "", grid: Literal["x", "y", "both"] | None = "y"
+) -> None:
+    """Title, labels, grid and type sizes of a panel in this look."""
     axes.set_xlabel(xlabel, fontsize=9)
     axes.set_ylabel(ylabel, fontsize=9)
     axes.set_title(title, loc="left", fontsize=10)
     axes.tick_params(labelsize=8)
-    if grid:
+    if grid is not None:
         axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

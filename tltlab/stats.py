@@ -9,17 +9,16 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any, Literal, get_args
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import stdtrit
 
+from .arrays import Floats
 from .errors import ConfigError
 
-FloatArray = npt.NDArray[np.float64]
 Statistic = Literal["ratio_of_sums", "mean_difference"]
 Method = Literal["bca", "percentile", "t", "none"]
 Pair = tuple[int, int]
@@ -39,9 +38,16 @@ class Interval:
     method: Method
 
 
+def interval_json(interval: Interval | None) -> dict[str, Any] | None:
+    """An interval for JSON, which knows no NaN: ends that are unknown are None."""
+    if interval is None:
+        return None
+    return {name: None if value != value else value for name, value in asdict(interval).items()}
+
+
 def paired_interval(
-    a: Sequence[float] | FloatArray,
-    b: Sequence[float] | FloatArray,
+    a: Sequence[float] | Floats,
+    b: Sequence[float] | Floats,
     *,
     statistic: Statistic = "ratio_of_sums",
     level: float = 0.95,
@@ -86,7 +92,7 @@ def student_margin(error: float, freedom: int, level: float = LEVEL) -> float:
     return float(stdtrit(freedom, (1.0 + level) / 2.0)) * error
 
 
-def mean_of_few(values: Sequence[float] | FloatArray, *, least_error: float = 0.0, level: float = LEVEL) -> Interval:
+def mean_of_few(values: Sequence[float] | Floats, *, least_error: float = 0.0, level: float = LEVEL) -> Interval:
     """The mean of a few independent values with Student's interval, since bootstraps of so few are too narrow.
 
     Few values may agree by luck: `least_error` is the standard error that the mean has at least.
@@ -119,7 +125,7 @@ def mean_over_orders(groups: Sequence[Sequence[float]], level: float = LEVEL) ->
     return Interval(estimate=mean, low=mean - margin, high=mean + margin, level=level, method="none")
 
 
-def mean_interval(values: Sequence[float] | FloatArray, level: float = LEVEL) -> Span:
+def mean_interval(values: Sequence[float] | Floats, level: float = LEVEL) -> Span:
     """Student's interval of the mean of repeated measurements; (nan, nan) for a single one.
 
     Raises ConfigError for no value and for values that are not finite.
@@ -145,7 +151,7 @@ def pairs_apart(spans: Sequence[Span]) -> list[Pair]:
     ]
 
 
-def pairs_apart_by_round(measured: FloatArray, level: float = LEVEL) -> list[Pair]:
+def pairs_apart_by_round(measured: Floats, level: float = LEVEL) -> list[Pair]:
     """All pairs of rows whose mean difference over the columns has an interval without 0.
 
     `measured` has a row per policy and a column per round. Policies of one round roll out the same prompts, so
@@ -160,7 +166,7 @@ def pairs_apart_by_round(measured: FloatArray, level: float = LEVEL) -> list[Pai
 
 
 def kendall_tau(
-    measured: Sequence[float] | FloatArray, predicted: Sequence[float] | FloatArray, pairs: Sequence[Pair]
+    measured: Sequence[float] | Floats, predicted: Sequence[float] | Floats, pairs: Sequence[Pair]
 ) -> float | None:
     """Kendall's tau over these pairs: those in the same order less those in the opposite one, over all; None for none.
 
@@ -189,9 +195,21 @@ def intraclass_correlation(between: float, within: float, size: float) -> float 
     return max(0.0, (between - within) / total) if total else None
 
 
+def resampled_ratio(top: Floats, bottom: Floats, *, fewest: int = 3) -> Span:
+    """The 95 % interval of sum(top) / sum(bottom) from 1000 resamples of rows; (nan, nan) for fewer than `fewest`.
+
+    Percentiles with a seed of their own: for figures on a page, which shall not change from one writing to the next.
+    """
+    if len(top) < fewest:
+        return math.nan, math.nan
+    drawn = np.random.default_rng(0).integers(len(top), size=(1000, len(top)))
+    low, high = np.quantile(top[drawn].sum(axis=1) / bottom[drawn].sum(axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
 def _resampled(
-    first: FloatArray,
-    second: FloatArray,
+    first: Floats,
+    second: Floats,
     compare: Any,
     estimate: float,
     level: float,
@@ -223,17 +241,15 @@ def _resampled(
     return Interval(estimate=estimate, low=low, high=high, level=level, method=method)
 
 
-def _ratio_of_sums(a: FloatArray, b: FloatArray, axis: int = -1) -> Any:
+def _ratio_of_sums(a: Floats, b: Floats, axis: int = -1) -> Any:
     return a.sum(axis=axis) / b.sum(axis=axis)
 
 
-def _mean_difference(a: FloatArray, b: FloatArray, axis: int = -1) -> Any:
+def _mean_difference(a: Floats, b: Floats, axis: int = -1) -> Any:
     return (a - b).mean(axis=axis)
 
 
-def _checked(
-    a: Sequence[float] | FloatArray, b: Sequence[float] | FloatArray, statistic: str
-) -> tuple[FloatArray, FloatArray]:
+def _checked(a: Sequence[float] | Floats, b: Sequence[float] | Floats, statistic: str) -> tuple[Floats, Floats]:
     first, second = np.asarray(a, np.float64), np.asarray(b, np.float64)
     if first.ndim != 1 or first.shape != second.shape:
         raise ConfigError(

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
-Floats = npt.NDArray[np.float64]
+from tltlab.arrays import Flags, Floats
 
 _CUT_MARGIN = 1e-5
 """Cumulative probabilities this close to top_p may fall on either side of it by rounding."""
@@ -26,7 +25,7 @@ class Sampling:
     top_k: int = 0
 
 
-def probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[Floats, npt.NDArray[np.bool_]]:
+def probabilities(logits: torch.Tensor, sampling: Sampling) -> tuple[Floats, Flags]:
     """Next-token probabilities [..., V] of `logits` as vLLM processes them: temperature, then top-k, then top-p.
 
     Top-p keeps the likeliest tokens until their sum reaches it. Also whether that cut is sure [...]: False where
@@ -54,13 +53,12 @@ class ExactModel:
         self.eos = self.model.config.eos_token_id
 
     @torch.no_grad()
-    def logits(
-        self, prompt: Sequence[int], responses: Sequence[Sequence[int]], cached: DynamicCache | None = None
-    ) -> torch.Tensor:
+    def logits(self, prompt: Sequence[int], responses: Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits [N, T, V] before each token of responses [N, T] to `prompt`; shorter ones are padded behind."""
         longest = max(map(len, responses))
         rows = torch.tensor([[*prompt, *r, *[0] * (longest - len(r))] for r in responses])
-        return self.model(rows).logits[:, len(prompt) - 1 : -1]
+        logits: torch.Tensor = self.model(rows).logits
+        return logits[:, len(prompt) - 1 : -1]
 
     @torch.no_grad()
     def logits_after_update(
@@ -74,7 +72,8 @@ class ExactModel:
         old = [*prompt, *response[: num_before - 1]]
         cache = before.model(torch.tensor([old]), use_cache=True).past_key_values
         new = torch.tensor([response[num_before - 1 :]])
-        return self.model(new, past_key_values=cache).logits[0, :-1]
+        logits: torch.Tensor = self.model(new, past_key_values=cache).logits
+        return logits[0, :-1]
 
     def joint(self, prompt: Sequence[int], sampling: Sampling, length: int) -> dict[tuple[int, ...], float]:
         """P of every response to `prompt` of `length` tokens, or fewer where it ends with the end token."""

@@ -127,7 +127,7 @@ def _layer(prefix: str, width: int) -> Weights:
 
 
 def _random(rows: int, columns: int) -> torch.Tensor:
-    return torch.randn(rows, columns) * columns**-0.5
+    return torch.randn(rows, columns) * float(columns**-0.5)
 
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:

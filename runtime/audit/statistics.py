@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import brentq
 from scipy.stats import chi2, ncx2
 
-Floats = npt.NDArray[np.float64]
+from tltlab.arrays import Floats, Ints
 
 LEAST_EXPECTED = 5.0
 """Cells that expect fewer samples are pooled: below about five the chi-square distribution is a poor stand-in."""
@@ -84,7 +83,7 @@ def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[in
     return Check(statistic=statistic, dof=len(expected) - 1, num_samples=num)
 
 
-def pooled(expected: Floats) -> npt.NDArray[np.int64]:
+def pooled(expected: Floats) -> Ints:
     """The group of each cell [K]: cells expecting fewer than 5 are one group, with the next rarest if need be.
 
     >>> pooled(np.array([50.0, 3.0, 2.0, 1.0]))
@@ -100,7 +99,7 @@ def pooled(expected: Floats) -> npt.NDArray[np.int64]:
     return found
 
 
-def ranks_check(ranks: npt.NDArray[np.int64], probabilities: Floats, positions: npt.NDArray[np.int64]) -> Check:
+def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> Check:
     """Whether the tokens' ranks are as frequent as the exact conditionals say, position by position.
 
     For each token: its rank in its own conditional distribution (0 the likeliest) [N], that distribution from the

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tltlab.coordination.canary import Verdict
 from tltlab.errors import ConfigError
@@ -95,7 +97,7 @@ class DrafterCheckpoint:
         for path in self._complete():
             read = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
             try:
-                dcp.load(read, checkpoint_id=path, no_dist=True)
+                load(read, checkpoint_id=path, no_dist=True)
             # DCP's own exceptions are no Exception.
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -130,9 +132,7 @@ class DrafterCheckpoint:
         for left in self.folder.glob(f"checkpoint-*{PARTIAL}"):
             shutil.rmtree(left, ignore_errors=True)
         # DCP's process-based writer needs a process group; its thread needs none.
-        future = dcp.async_save(
-            state, storage_writer=_Writer(final, self.keep), async_stager=self._stager, no_dist=True
-        )
+        future = async_save(state, storage_writer=_Writer(final, self.keep), async_stager=self._stager, no_dist=True)
         assert isinstance(future, Future)
         return future
 
@@ -154,7 +154,7 @@ class DrafterCheckpoint:
             self._stager = None
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Writes a checkpoint under a temporary name; complete, it is renamed, and older ones go."""
 
     def __init__(self, final: Path, keep: int) -> None:
@@ -216,5 +216,5 @@ def verdicts_of(state: Mapping[str, Any]) -> dict[int, tuple[Verdict, ...]]:
     return {int(worker): tuple(_verdict(row) for row in rows) for worker, rows in state.items()}
 
 
-def _verdict(row: Mapping[str, Any]) -> Verdict:
-    return Verdict(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})
+def _verdict(row: dict[str, Any]) -> Verdict:
+    return Verdict(**(row | {name: tuple(row[name]) for name in ("predicted", "measured")}))

@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
+from torch.distributed.distributed_c10d import is_nccl_available
 
 from tltlab.errors import ConfigError, RunError
 
@@ -29,7 +30,7 @@ class GroupLost(RunError):
 class DrafterGroup:
     """Members `rank` 0 to `world` - 1; rank 0 leads. After a `GroupLost` the group is closed.
 
-    >>> group = DrafterGroup.join("/run/groups", "term-7", rank=0, world=2, timeout_s=20.0)         # doctest: +SKIP
+    >>> group = DrafterGroup.join(Path("/run/groups"), "term-7", rank=0, world=2, timeout_s=20.0)   # doctest: +SKIP
     >>> group.sum(gradients)                                                                        # doctest: +SKIP
     """
 
@@ -41,29 +42,29 @@ class DrafterGroup:
     @classmethod
     def join(
         cls,
-        where: str | Path,
+        folder: Path,
         name: str,
         rank: int,
         world: int,
         timeout_s: float,
         *,
         backend: Literal["gloo", "nccl"] = "gloo",
-        interface: str = LOOPBACK,
     ) -> DrafterGroup:
         """Meet the others and wait for them, at most about `timeout_s` seconds; so long may a step's exchange take too.
 
-        `where` is a folder that all share, for members on one machine, or `tcp://HOST:PORT`, where rank 0 listens;
-        `interface` is the address of this machine at which others reach it. `name` is used once: two groups of one
-        name would mix. nccl wants a device per member. Raises GroupLost where somebody does not come.
+        Members are processes of one machine that share `folder`. `name` is used once: two groups of one name would
+        mix. nccl wants a device per member. Raises GroupLost where somebody does not come.
         """
         if not 0 <= rank < world:
             raise ConfigError(f"rank {rank} of a group of {world} members: ranks go from 0 to {world - 1}")
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = _store(str(where), name, rank, world, timeout)
-            if backend == "gloo":
-                return cls(_gloo(store, rank, world, timeout, interface), rank, world, on_host=True)
-            return cls(_nccl(store, rank, world, timeout), rank, world, on_host=False)
+            folder.mkdir(parents=True, exist_ok=True)
+            # The last member to leave deletes the file; after one that was killed it stays, a few hundred bytes.
+            store = FileStore(str(folder / name), world)
+            store.set_timeout(timeout)
+            connect = _gloo if backend == "gloo" else _nccl
+            return cls(connect(store, rank, world, timeout), rank, world, on_host=backend == "gloo")
         except RuntimeError as error:
             raise GroupLost(
                 f"training group {name!r}: {world} members did not meet within {timeout_s:g} s: {_first_line(error)}"
@@ -109,36 +110,25 @@ class DrafterGroup:
         raise lost
 
 
-def _store(where: str, name: str, rank: int, world: int, timeout: timedelta) -> dist.Store:
-    if where.startswith("tcp://"):
-        host, _, port = where.removeprefix("tcp://").rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(f"{where}: a meeting place is a folder or tcp://HOST:PORT")
-        return dist.PrefixStore(name, dist.TCPStore(host, int(port), world, rank == LEADER, timeout))
-    folder = Path(where)
-    folder.mkdir(parents=True, exist_ok=True)
-    # The last member to leave deletes the file; after one that was killed it stays, a few hundred bytes.
-    store = dist.FileStore(str(folder / name), world)
-    store.set_timeout(timeout)
-    return store
-
-
-def _gloo(store: dist.Store, rank: int, world: int, timeout: timedelta, interface: str) -> Any:
-    options = dist.ProcessGroupGloo._Options()
+def _gloo(store: Store, rank: int, world: int, timeout: timedelta) -> ProcessGroupGloo:
+    # torch's stubs know neither of both options.
+    options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._timeout = timeout
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=interface)]
-    return dist.ProcessGroupGloo(store, rank, world, options)
+    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    return ProcessGroupGloo(store, rank, world, options)
 
 
-def _nccl(store: dist.Store, rank: int, world: int, timeout: timedelta) -> Any:
+def _nccl(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
     # Else a member that dies would take this whole process with it, and a rollout worker's engine may live here.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    if not (torch.cuda.is_available() and dist.is_nccl_available()):
+    if not (torch.cuda.is_available() and is_nccl_available()):
         raise ConfigError("a training group over nccl needs a CUDA device: take gloo")
-    options = dist.ProcessGroupNCCL.Options()
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, world, options)
+    return ProcessGroupNCCL(store, rank, world, options)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, InputError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
@@ -18,12 +19,13 @@ from tltlab.traces.trace import read
 
 from .gpus import bundles_of
 from .recipe import Recipe
+from .rules import exact_replay, refuse
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 
 
 def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> None:
-    """Raise ConfigError for what a run of `recipe` in the folder `out` cannot be done with.
+    """Raise ConfigError with all that keeps a run of `recipe` in the folder `out` from being done.
 
     Rewards and a policy's class are imported, the policy has to fit the engines, files and folders that are this
     machine's have to be there, and GPUs to add up. With `resume` the newest whole checkpoint of that run must be one
@@ -32,90 +34,117 @@ def check(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     """
     # Standard output is for results, and what a user's module prints is none.
     with redirect_stdout(sys.stderr):
-        RewardPool(recipe)
-        policy = load_policy(recipe.rollout.policy)
-    check_policy(recipe, policy)
-    check_model(recipe.model, "model")
-    for name, source in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
-        if source is not None:
-            check_data(source, f"data.{name}")
-    bundles_of(recipe)
-    check_folder(out)
+        complaints = [complaint for rule in RULES for complaint in _all_of(rule, recipe)]
+    complaints += writable_folder(out)
     if resume:
-        # Imported here: it brings torch, which takes long, and most runs do not need it.
-        from tltlab.runtime.run.state import read_state
-
-        found = reversed(checkpoints_in(out / "checkpoints"))
-        whole = next((folder for folder in found if fault_of(folder) is None), None)
-        if whole is not None:
-            read_state(whole, recipe)
+        complaints += _all_of(same_run, recipe, out)
     if replay is not None:
-        check_replay(recipe)
-    if replay is not None and "decisions" not in read(replay).names:
-        raise ConfigError(f"{replay} has no decisions.parquet: without decisions there is nothing to replay")
+        complaints += _all_of(recorded_decisions, recipe, replay)
+    refuse(complaints)
 
 
-def check_policy(recipe: Recipe, policy: Policy) -> None:
-    """Raise ConfigError where the recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
+def _all_of(rule: Callable[..., Iterable[str]], *asked: object) -> Iterator[str]:
+    """A rule's complaints, and what a part of tltlab raises that it asks, which ends the rule."""
+    try:
+        yield from rule(*asked)
+    except InputError as error:
+        yield str(error)
+
+
+def rewards(recipe: Recipe) -> Iterable[str]:
+    RewardPool(recipe)
+    return ()
+
+
+def policy(recipe: Recipe) -> Iterable[str]:
+    return policy_on_engines(recipe, load_policy(recipe.rollout.policy))
+
+
+def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
+    """The recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
     for name, spec in specs.items():
         if isinstance(spec, LearnedSpec):
-            check_model(spec.model, f"rollout.drafters.{name}.model")
+            yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
     trained = recipe.drafter
     if trained is not None:
         if trained.checkpoint is not None:
-            check_model(trained.checkpoint, "drafter.checkpoint")
-        model = trained.checkpoint or "its own"
-        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=model, fallback=trained.fallback)
+            yield from model_folder(trained.checkpoint, "drafter.checkpoint")
+        own = trained.checkpoint or "its own"
+        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=own, fallback=trained.fallback)
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:
         try:
             pool.check(strategy)
         except ConfigError as error:
-            raise ConfigError(f"rollout.policy = {recipe.rollout.policy}: {error}") from error
+            yield f"rollout.policy = {recipe.rollout.policy}: {error}"
+            # Its other strategies lack the same.
+            return
 
 
-def check_replay(recipe: Recipe) -> None:
-    """Raise ConfigError where a run of `recipe` cannot follow recorded decisions exactly."""
-    if recipe.drafter is not None or recipe.train.sampling_rounds > 1:
-        raise ConfigError(
-            "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
-            "which learns in idle time, and set train.sampling_rounds = 1"
-        )
+def model(recipe: Recipe) -> Iterable[str]:
+    return model_folder(recipe.model, "model")
 
 
-def check_model(name: str, field: str) -> None:
-    """Raise ConfigError for a folder of this machine that holds no model with weights."""
+def model_folder(name: str, field: str) -> Iterator[str]:
+    """A folder of this machine that holds no model with weights."""
     folder = Path(name)
     if not name:
-        raise ConfigError(f"{field} is empty: name a folder, or a model of the Hugging Face Hub")
-    if not folder.exists():
+        yield f"{field} is empty: name a folder, or a model of the Hugging Face Hub"
+    elif not folder.exists():
         if _is_a_path(name):
-            raise ConfigError(f"{field} = {name}: there is no such folder")
+            yield f"{field} = {name}: there is no such folder"
     elif not (folder / "config.json").is_file():
-        raise ConfigError(f"{field} = {name} is no model: it has no config.json")
+        yield f"{field} = {name} is no model: it has no config.json"
     elif not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{field} = {name} has no weights: it needs a .safetensors file")
+        yield f"{field} = {name} has no weights: it needs a .safetensors file"
 
 
-def check_data(source: str, field: str) -> None:
-    """Raise ConfigError for a file or folder of this machine that is not there."""
-    if not source:
-        raise ConfigError(f"{field} is empty: name a file, a folder or a dataset")
-    of_a_file = any(suffix in _FILES for suffix in Path(source).suffixes[-2:])
-    if not Path(source).exists() and (of_a_file or _is_a_path(source)):
-        raise ConfigError(f"{field}: cannot read {source}: there is no such file or folder")
+def data(recipe: Recipe) -> Iterator[str]:
+    for field, source in (("data.train", recipe.data.train), ("data.heldout", recipe.data.heldout)):
+        if source == "":
+            yield f"{field} is empty: name a file, a folder or a dataset"
+        elif source is not None and not Path(source).exists():
+            of_a_file = any(suffix in _FILES for suffix in Path(source).suffixes[-2:])
+            if of_a_file or _is_a_path(source):
+                yield f"{field}: cannot read {source}: there is no such file or folder"
 
 
-def check_folder(out: Path) -> None:
-    """Raise ConfigError where no folder can be written at `out`."""
+def gpus(recipe: Recipe) -> Iterable[str]:
+    bundles_of(recipe)
+    return ()
+
+
+RULES = (rewards, policy, model, data, gpus)
+"""Of a recipe on this machine."""
+
+
+def writable_folder(out: Path) -> Iterator[str]:
     above = next(path for path in (out.absolute(), *out.absolute().parents) if os.path.exists(path))
     if not above.is_dir():
-        raise ConfigError(f"cannot write to {out}: {above} is a file; name another folder with --out")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"cannot write to {out}: you may not write to {above}; name another folder with --out")
+        yield f"cannot write to {out}: {above} is a file; name another folder with --out"
+    elif not os.access(above, os.W_OK | os.X_OK):
+        yield f"cannot write to {out}: you may not write to {above}; name another folder with --out"
+
+
+def same_run(recipe: Recipe, out: Path) -> Iterable[str]:
+    """The newest whole checkpoint is of a run that the recipe does not go on with."""
+    # Imported here: it brings torch, which takes long, and most runs do not need it.
+    from tltlab.runtime.run.state import read_state
+
+    checkpoints = reversed(checkpoints_in(out / "checkpoints"))
+    newest = next((folder for folder in checkpoints if fault_of(folder) is None), None)
+    if newest is not None:
+        read_state(newest, recipe)
+    return ()
+
+
+def recorded_decisions(recipe: Recipe, replay: Path) -> Iterator[str]:
+    yield from exact_replay(recipe)
+    if "decisions" not in read(replay).names:
+        yield f"{replay} has no decisions.parquet: without decisions there is nothing to replay"
 
 
 def _is_a_path(name: str) -> bool:

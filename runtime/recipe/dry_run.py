@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
+from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.hardware import Gpu
 from tltlab.hardware import gpu as gpu_by_name
 
 from .gpus import Bundles, bundles_of, places_of
-from .memory import Part, context_tokens, drafter_training, engine_memory, trainer_states, trainer_work
-from .model_shapes import shape_of
+from .memory import Part, context_tokens, drafter_training, engine_memory, shape_of, trainer_states, trainer_work
 from .recipe import Recipe
 
 Place = tuple[int, tuple[int, ...]]
@@ -75,29 +76,30 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON types, each phase's memory with its total."""
-        found = asdict(self)
-        for plain, memory in zip(found["memory"], self.memory, strict=True):
+        plan = asdict(self)
+        for plain, memory in zip(plan["memory"], self.memory, strict=True):
             plain["total_bytes"] = memory.total_bytes
-        return found
+        return plan
 
     def text(self) -> str:
         """The plan for people."""
         gpus = f" x {self.gpus_per_node} {self.gpu or 'GPUs'}" if self.gpus_per_node else ""
-        lines = [
-            f"model    {self.model}, {self.num_params / 1e9:.3g} B parameters",
-            f"cluster  {self.num_nodes} node{'s' * (self.num_nodes > 1)}{gpus}, {self.placement}",
-            f"RL step  {self.responses_per_step} responses of up to {self.tokens_per_response} tokens, prompt included",
-            "actors",
-            *_actor_lines(self.actors),
-        ]
+        run = [
+            ("model", f"{self.model}, {self.num_params / 1e9:.3g} B parameters"),
+            ("cluster", f"{self.num_nodes} node{'s' * (self.num_nodes > 1)}{gpus}, {self.placement}"),
+            ("RL step", f"{self.responses_per_step} responses of up to {self.tokens_per_response} tokens, "
+                        "prompt included"),
+        ]  # fmt: skip
+        lines = [table((), run, left=2), "actors", table((), _actor_rows(self.actors), left=4, indent=2)]
+        limit = f" of {self.gpu_bytes / 1e9:.0f}" if self.gpu_bytes else ""
         for memory in self.memory:
-            limit = f" of {self.gpu_bytes / 1e9:.0f}" if self.gpu_bytes else ""
             lines.append(f"memory of {memory.where}, {memory.phase}: {memory.total_bytes / 1e9:.2f}{limit} GB")
-            lines += [f"  {p.name:<20} {p.num_bytes / 1e9:>9.3f} GB  {p.formula}" for p in memory.parts]
+            parts = [(part.name, part.formula, f"{part.num_bytes / 1e9:.3f} GB") for part in memory.parts]
+            lines.append(table((), parts, left=2, indent=2))
         if self.fits is not None:
             lines.append("it fits" if self.fits else "it DOES NOT FIT")
-        lines += ["trained on"]
-        lines += [f"  {'on-policy ' if o.on_policy else 'OFF-POLICY'}  {o.name}: {o.why}" for o in self.options]
+        options = [("on-policy" if o.on_policy else "OFF-POLICY", f"{o.name}: {o.why}") for o in self.options]
+        lines += ["trained on", table((), options, left=2, indent=2)]
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 
 
@@ -198,39 +200,29 @@ def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
 
 def _options(recipe: Recipe) -> tuple[Option, ...]:
     rollout, train = recipe.rollout, recipe.train
-    found = [
-        Option(name=f"rollout.policy = {rollout.policy}", on_policy=True, why="verification keeps the distribution")
-    ]
+    options = [(f"rollout.policy = {rollout.policy}", True, "verification keeps the distribution")]
     if rollout.partial is not None:
-        found.append(Option(name="rollout.partial", on_policy=False, why="a response's tokens are of several versions"))
+        options.append(("rollout.partial", False, "a response's tokens are of several versions"))
     if rollout.reuse is not None:
         exact = rollout.reuse.residual == "exact" and rollout.reuse.leniency == 1
         why = "the prefix is verified, its end drawn anew from the residual" if exact else "prefixes are of older ones"
-        found.append(Option(name="rollout.reuse", on_policy=exact, why=why))
+        options.append(("rollout.reuse", exact, why))
     if train.accept_biased_sampling and (rollout.top_p < 1 or rollout.top_k or rollout.min_p):
-        found.append(Option(name="top_p, top_k, min_p", on_policy=False, why="tokens are cut off that have a chance"))
+        options.append(("top_p, top_k, min_p", False, "tokens are cut off that have a chance"))
     if train.minibatches > 1:
-        found.append(
-            Option(
-                name=f"train.minibatches = {train.minibatches}",
-                on_policy=False,
-                why="after the first of them the policy has moved: the clipped ratio accounts for it",
-            )
-        )
-    return tuple(found)
+        why = "after the first of them the policy has moved: the clipped ratio accounts for it"
+        options.append((f"train.minibatches = {train.minibatches}", False, why))
+    return tuple(Option(name=name, on_policy=on_policy, why=why) for name, on_policy, why in options)
 
 
-def _actor_lines(actors: tuple[Actor, ...]) -> list[str]:
-    """One line for all actors of a kind on a node."""
-    lines = []
+def _actor_rows(actors: tuple[Actor, ...]) -> Iterator[tuple[str, str, str, str]]:
+    """One row for all actors of a kind on a node."""
     for (kind, node), group in groupby(actors, key=lambda actor: (actor.kind, actor.node)):
         some = list(group)
-        numbers = _range([actor.number for actor in some])
         gpus = sorted({gpu for actor in some for gpu in actor.gpus})
         each = f"{len(some[0].gpus)} each" if some[0].share in (0.0, 1.0) else f"{some[0].share:g} of one each"
         where = f"GPUs {_range(gpus)}, {each}" if gpus else "no GPU"
-        lines.append(f"  {kind:<16} {numbers:<8} node {node}  {where}")
-    return lines
+        yield kind, _range([actor.number for actor in some]), f"node {node}", where
 
 
 def _range(numbers: list[int]) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
 
-from tltlab.errors import ConfigError
-
 from .recipe import Recipe
+from .rules import refuse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,43 +49,75 @@ def bundles_of(recipe: Recipe) -> Bundles:
     Colocated trainers are as many as GPUs, each on one.
     """
     rollout, train, cluster = recipe.rollout, recipe.train, recipe.cluster
-    tp = rollout.tensor_parallel_size
     default = float(cluster.gpus_per_node > 0)
-    per_worker = rollout.gpus_per_worker if rollout.gpus_per_worker is not None else default * tp
-    per_rank = train.gpus if train.gpus is not None else default
+    per_worker = default * rollout.tensor_parallel_size if rollout.gpus_per_worker is None else rollout.gpus_per_worker
+    per_rank = default if train.gpus is None else train.gpus
+    # Sums say something only once each actor's GPUs are what it can use.
+    refuse(_of_an_actor(recipe, per_worker, per_rank))
     colocated = cluster.placement == "colocated" and per_worker > 0
+    workers = (per_worker,) * rollout.num_workers
+    bundles = Bundles(workers=workers, ranks=() if colocated else (per_rank,) * train.ranks, colocated=colocated)
+    refuse(_of_the_cluster(recipe, bundles))
+    return bundles
+
+
+def _of_an_actor(recipe: Recipe, per_worker: float, per_rank: float) -> Iterator[str]:
+    tp, cluster = recipe.rollout.tensor_parallel_size, recipe.cluster
     if recipe.drafter is not None and tp > 1:
-        raise ConfigError(
+        yield (
             f"[drafter] with rollout.tensor_parallel_size = {tp}: a drafter learns from hidden states, which are only "
             "captured where a whole model runs in one process; take 1, or leave [drafter] out"
         )
     if per_worker and tp > 1 and per_worker != tp:
-        raise ConfigError(
+        yield (
             f"rollout.gpus_per_worker = {per_worker:g} with rollout.tensor_parallel_size = {tp}: a worker that spans "
             "several GPUs takes all of each; leave gpus_per_worker out"
         )
     for name, gpus in (("rollout.gpus_per_worker", per_worker), ("train.gpus", per_rank)):
         if gpus > 1 and not gpus.is_integer():
-            raise ConfigError(f"{name} = {gpus:g}: a whole number of GPUs, or a share of one")
+            yield f"{name} = {gpus:g}: a whole number of GPUs, or a share of one"
     if per_worker > 1 and tp == 1:
-        raise ConfigError(f"rollout.gpus_per_worker = {per_worker:g}: set rollout.tensor_parallel_size to use them")
+        yield f"rollout.gpus_per_worker = {per_worker:g}: set rollout.tensor_parallel_size to use them"
     if per_rank > 1:
-        raise ConfigError(f"train.gpus = {per_rank:g}: a trainer rank uses one GPU; raise train.ranks to use more")
-    if colocated and (per_worker < 1 or (train.gpus is not None and train.gpus != 1)):
-        raise ConfigError(
+        yield f"train.gpus = {per_rank:g}: a trainer rank uses one GPU; raise train.ranks to use more"
+    if cluster.placement == "colocated" and per_worker and (per_worker < 1 or recipe.train.gpus not in (None, 1)):
+        yield (
             "cluster.placement = 'colocated' gives every worker and every rank whole GPUs: leave out "
             "rollout.gpus_per_worker and train.gpus"
         )
-    workers = (per_worker,) * rollout.num_workers
-    made = Bundles(workers=workers, ranks=() if colocated else (per_rank,) * train.ranks, colocated=colocated)
-    if colocated and train.ranks != made.num_gpus:
-        raise ConfigError(
-            f"cluster.placement = 'colocated' puts a trainer rank on each of the {made.num_gpus:g} GPUs of "
-            f"{rollout.num_workers} workers x {tp}, got train.ranks = {train.ranks}: set it to {made.num_gpus:g}"
+
+
+def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
+    cluster, tp, num_workers = recipe.cluster, recipe.rollout.tensor_parallel_size, recipe.rollout.num_workers
+    if bundles.colocated and recipe.train.ranks != bundles.num_gpus:
+        yield (
+            f"cluster.placement = 'colocated' puts a trainer rank on each of the {bundles.num_gpus:g} GPUs of "
+            f"{num_workers} workers x {tp}, got train.ranks = {recipe.train.ranks}: set it to {bundles.num_gpus:g}"
         )
-    if cluster.gpus_per_node:
-        _check_cluster(recipe, made)
-    return made
+    if not cluster.gpus_per_node:
+        return
+    have = cluster.num_nodes * cluster.gpus_per_node
+    what = f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
+    if tp > cluster.gpus_per_node:
+        yield (
+            f"rollout.tensor_parallel_size = {tp} with cluster.gpus_per_node = {cluster.gpus_per_node}: tensor "
+            "parallelism does not cross nodes"
+        )
+    elif bundles.colocated and bundles.num_gpus != have:
+        yield (
+            f"{num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}, and the cluster has {what}: "
+            "colocated, they must be as many"
+        )
+    elif bundles.num_gpus > have + 1e-9:
+        yield (
+            f"workers ask for {sum(bundles.workers):g} GPUs and trainer ranks for {sum(bundles.ranks):g}, and the "
+            f"cluster has {what}: take fewer, or cluster.placement = 'colocated'"
+        )
+    elif max((node for node, _ in places_of(bundles, cluster.gpus_per_node)), default=0) >= cluster.num_nodes:
+        yield (
+            f"rollout workers of {tp} GPUs, each on one node, and what else asks for GPUs do not fit onto {what}: take "
+            "fewer, or a tensor_parallel_size that divides gpus_per_node"
+        )
 
 
 def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int, ...]]]:
@@ -112,30 +144,3 @@ def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int
             nodes[node][gpu] -= share
         places[number] = (node, taken)
     return [places[number] for number in sorted(places)]
-
-
-def _check_cluster(recipe: Recipe, bundles: Bundles) -> None:
-    cluster, tp = recipe.cluster, recipe.rollout.tensor_parallel_size
-    have = cluster.num_nodes * cluster.gpus_per_node
-    what = f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
-    if tp > cluster.gpus_per_node:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size = {tp} with cluster.gpus_per_node = {cluster.gpus_per_node}: tensor "
-            "parallelism does not cross nodes"
-        )
-    if bundles.colocated and bundles.num_gpus != have:
-        raise ConfigError(
-            f"{recipe.rollout.num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}, and the cluster has {what}: "
-            "colocated, they must be as many"
-        )
-    if bundles.num_gpus > have + 1e-9:
-        raise ConfigError(
-            f"workers ask for {sum(bundles.workers):g} GPUs and trainer ranks for {sum(bundles.ranks):g}, and the "
-            f"cluster has {what}: take fewer, or cluster.placement = 'colocated'"
-        )
-    nodes = 1 + max((node for node, _ in places_of(bundles, cluster.gpus_per_node)), default=0)
-    if nodes > cluster.num_nodes:
-        raise ConfigError(
-            f"rollout workers of {tp} GPUs, each on one node, and what else asks for GPUs do not fit onto {what}: take "
-            "fewer, or a tensor_parallel_size that divides gpus_per_node"
-        )

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
+
+from pydantic import ValidationError
 
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.hardware import RESERVED_BYTES, Gpu, ModelShape, per_gpu_heads
+from tltlab.hardware import model as model_by_name
 
 from .recipe import Recipe
 
@@ -18,6 +24,9 @@ LOGITS = 1 << 26
 """That lie in memory at once, as in `token_logprobs`."""
 _VLLM_UTILIZATION = 0.92
 _CPU_KV_BYTES = 256 << 20
+
+Row = tuple[str, float, str]
+"""The fields of a `Part`, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,41 @@ class EngineMemory:
     running: int
 
 
+def shape_of(model: str) -> ModelShape:
+    """Read MODEL/config.json where that is a folder, else look the last part of the id up in `tltlab.hardware`.
+
+    ConfigError for a model of neither kind, and for one that is no dense decoder.
+    """
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        try:
+            return model_by_name(model)
+        except ConfigError as error:
+            raise ConfigError(
+                f"cannot tell the shape of model {model!r}: there is no {path}, and it is an {error}; download it first"
+            ) from error
+    config = read_json(path)
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no model configuration: expected an object")
+    if config.get("num_experts") or config.get("num_local_experts"):
+        raise ConfigError(f"{path} is of a mixture of experts, and estimates are for dense models")
+    try:
+        heads = config["num_attention_heads"]
+        return ModelShape(
+            name=Path(model).resolve().name,
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab=config["vocab_size"],
+            tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+        )
+    except (KeyError, TypeError, ValidationError, ZeroDivisionError) as error:
+        raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error
+
+
 def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu: bool) -> EngineMemory:
     """Weights, KV cache and graphs. With a known GPU the KV cache is what vLLM takes: the rest of its share.
 
@@ -52,20 +96,14 @@ def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu:
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * value
     tokens = context_tokens(recipe)
     running = min(_requests(recipe), rollout.vllm.get("max_num_seqs", _vllm_batch(gpu)))
-    weights = shape.stored_params * value / tp
-    parts = [Part(name="engine weights", num_bytes=weights, formula=f"{value} bytes x parameters / TP")]
+    parts: list[Row] = [("engine weights", shape.stored_params * value / tp, f"{value} bytes x parameters / TP")]
     if on_gpu:
-        parts.append(Part(name="engine runtime", num_bytes=RESERVED_BYTES, formula="flat: context, activations"))
-        if not rollout.vllm.get("enforce_eager", False):
-            parts.append(Part(name="CUDA graphs", num_bytes=GRAPH_BYTES, formula="flat; see tltlab export-policy"))
+        parts.append(("engine runtime", RESERVED_BYTES, "flat: context, activations"))
+    if on_gpu and not rollout.vllm.get("enforce_eager", False):
+        parts.append(("CUDA graphs", GRAPH_BYTES, "flat; see tltlab export-policy"))
     if recipe.drafter is not None:
-        parts.append(
-            Part(
-                name="drafter, serving",
-                num_bytes=_head_params(shape) * value,
-                formula="one decoder layer and 2 hidden x hidden (EAGLE); embedding and LM head are the target's",
-            )
-        )
+        formula = "one decoder layer and 2 hidden x hidden (EAGLE); embedding and LM head are the target's"
+        parts.append(("drafter, serving", _head_params(shape) * value, formula))
     given = rollout.vllm.get("kv_cache_memory_bytes", None if on_gpu else _CPU_KV_BYTES)
     if given is not None:
         kv, formula = float(given), "kv_cache_memory_bytes"
@@ -73,7 +111,7 @@ def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu:
         kv, formula = float(running * tokens * per_token), "2 x layers x KV heads x head size x tokens x requests"
     else:
         share = rollout.vllm.get("gpu_memory_utilization", _VLLM_UTILIZATION)
-        kv = gpu.memory_bytes * share - sum(part.num_bytes for part in parts)
+        kv = gpu.memory_bytes * share - sum(num_bytes for _, num_bytes, _ in parts)
         formula = f"what gpu_memory_utilization = {share:g} leaves"
     if kv < tokens * per_token:
         raise ConfigError(
@@ -81,8 +119,8 @@ def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu:
             f"({tokens} tokens) takes {tokens * per_token / 1e9:.2f} GB: raise rollout.tensor_parallel_size or "
             "rollout.vllm.gpu_memory_utilization, or lower rollout.max_response_tokens"
         )
-    parts.append(Part(name="KV cache", num_bytes=kv, formula=formula))
-    return EngineMemory(parts=tuple(parts), at_once=int(kv // (tokens * per_token)), running=running)
+    parts.append(("KV cache", kv, formula))
+    return EngineMemory(parts=_parts(parts), at_once=int(kv // (tokens * per_token)), running=running)
 
 
 def trainer_states(recipe: Recipe, shape: ModelShape) -> tuple[Part, ...]:
@@ -92,13 +130,13 @@ def trainer_states(recipe: Recipe, shape: ModelShape) -> tuple[Part, ...]:
     shared by all ranks (its stage 3, which is FSDP2); here float32 master weights, gradients and two moments, 4 each.
     """
     share = shape.stored_params / recipe.train.ranks
-    parts = [
-        Part(name="master weights", num_bytes=4 * share, formula="4 bytes x parameters / ranks (ZeRO 3)"),
-        Part(name="Adam moments", num_bytes=8 * share, formula="8 bytes x parameters / ranks (ZeRO 3)"),
+    parts: list[Row] = [
+        ("master weights", 4 * share, "4 bytes x parameters / ranks (ZeRO 3)"),
+        ("Adam moments", 8 * share, "8 bytes x parameters / ranks (ZeRO 3)"),
     ]
     if recipe.train.kl_coef:
-        parts.append(Part(name="reference model", num_bytes=4 * share, formula="4 bytes x parameters / ranks"))
-    return tuple(parts)
+        parts.append(("reference model", 4 * share, "4 bytes x parameters / ranks"))
+    return _parts(parts)
 
 
 def trainer_work(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Part, ...]:
@@ -109,18 +147,11 @@ def trainer_work(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Pa
     """
     train = recipe.train
     value = value_bytes(train.dtype, on_gpu=on_gpu)
-    parts = [
-        Part(name="gradients", num_bytes=4 * shape.stored_params / train.ranks, formula="4 bytes x parameters / ranks")
-    ]
+    parts: list[Row] = [("gradients", 4 * shape.stored_params / train.ranks, "4 bytes x parameters / ranks")]
     if train.ranks > 1 or value == 2:
         gathered = shape.stored_params - shape.layers * shape.layer_params + 2 * shape.layer_params
-        parts.append(
-            Part(
-                name="gathered weights",
-                num_bytes=value * gathered,
-                formula=f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)",
-            )
-        )
+        formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
+        parts.append(("gathered weights", value * gathered, formula))
     tokens = max(train.tokens_per_microbatch, context_tokens(recipe))
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = value * (4 * shape.hidden + 2 * queries + 2 * keys + 4 * shape.intermediate) + 4 * 2 * shape.hidden
@@ -130,35 +161,33 @@ def trainer_work(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Pa
     else:
         activations = tokens * shape.layers * layer
         formula = "tokens x layers x (4 hidden + 2 queries + 2 keys + 4 MLP, norms in float32)"
-    parts += [
-        Part(name="activations", num_bytes=activations, formula=f"{formula}, {tokens} tokens"),
-        Part(
-            name="logits",
-            num_bytes=4 * (3 * min(tokens * shape.vocab, LOGITS) + shape.head_params),
-            formula="4 bytes x (3 x the logits of a chunk + the LM head's gradient)",
-        ),
-    ]
+    parts.append(("activations", activations, f"{formula}, {tokens} tokens"))
+    logits = 4 * (3 * min(tokens * shape.vocab, LOGITS) + shape.head_params)
+    parts.append(("logits", logits, "4 bytes x (3 x the logits of a chunk + the LM head's gradient)"))
     if on_gpu:
-        parts.append(Part(name="trainer runtime", num_bytes=RESERVED_BYTES, formula="flat: context, workspaces"))
-    return tuple(parts)
+        parts.append(("trainer runtime", RESERVED_BYTES, "flat: context, workspaces"))
+    return _parts(parts)
 
 
 def drafter_training(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Part, ...]:
     """What training a drafter takes beside an engine that has nothing left to do; nothing without [drafter]."""
     if recipe.drafter is None:
         return ()
-    head, frozen = _head_params(shape), shape.stored_params - shape.layers * shape.layer_params
+    frozen = shape.stored_params - shape.layers * shape.layer_params
     tokens = recipe.drafter.tokens_per_update * recipe.drafter.loss.num_unrolled
     value = value_bytes(None, on_gpu=on_gpu)
-    return (
-        Part(name="drafter, training", num_bytes=16 * head, formula="16 bytes x the head's parameters (ZeRO 3.1)"),
-        Part(name="drafter's target", num_bytes=value * frozen, formula=f"{value} bytes x embedding and LM head"),
-        Part(
-            name="drafter activations",
-            num_bytes=tokens * (3 * 4 * shape.vocab + 4 * (12 * shape.hidden + 4 * shape.intermediate)),
-            formula="tokens x unrolled steps x (3 logits + layer), float32",
-        ),
+    activations = tokens * (3 * 4 * shape.vocab + 4 * (12 * shape.hidden + 4 * shape.intermediate))
+    return _parts(
+        [
+            ("drafter, training", 16 * _head_params(shape), "16 bytes x the head's parameters (ZeRO 3.1)"),
+            ("drafter's target", value * frozen, f"{value} bytes x embedding and LM head"),
+            ("drafter activations", activations, "tokens x unrolled steps x (3 logits + layer), float32"),
+        ]
     )
+
+
+def _parts(rows: Sequence[Row]) -> tuple[Part, ...]:
+    return tuple(Part(name=name, num_bytes=num_bytes, formula=formula) for name, num_bytes, formula in rows)
 
 
 def context_tokens(recipe: Recipe) -> int:

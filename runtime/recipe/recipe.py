@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import re
 import tomllib
-from collections.abc import Iterator, Sequence
-from math import isfinite
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
-from .builtin import find_recipe
 from .drafter import Beta, DrafterConfig
+from .rules import RULES, refuse, vllm_arguments
 
-_SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
-_VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
+FOLDER = Path(__file__).parent / "recipes"
+"""Of the recipes that come with tltlab."""
 
 
 class DataConfig(FiniteModel):
@@ -117,25 +114,8 @@ class RolloutConfig(FiniteModel):
 
     @field_validator("vllm")
     @classmethod
-    def _without_secrets(cls, vllm: dict[str, Any]) -> dict[str, Any]:
-        secret = next((name for name, value in _leaves(vllm) if isinstance(value, str) and _SECRET.search(name)), None)
-        if secret:
-            raise ValueError(f"{secret} would be written into the run's folder: give it by an environment variable")
-        return vllm
-
-    @field_validator("vllm")
-    @classmethod
-    def _of_plain_numbers(cls, vllm: dict[str, Any]) -> dict[str, Any]:
-        for name in _VLLM_COUNTS:
-            value = vllm.get(name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{name} = {value!r} is not a whole number above 0")
-        share = vllm.get("gpu_memory_utilization", 0.5)
-        if type(share) not in (int, float) or not 0 < share <= 1:
-            raise ValueError(f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1")
-        for name, value in _leaves(vllm):
-            if isinstance(value, float) and not isfinite(value):
-                raise ValueError(f"{name} = {value} is not a finite number")
+    def _by_the_rules(cls, vllm: dict[str, Any]) -> dict[str, Any]:
+        refuse(vllm_arguments(vllm), ValueError)
         return vllm
 
 
@@ -262,48 +242,26 @@ class Recipe(FiniteModel):
     seed: int = Field(default=0, ge=0, lt=2**32)
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Recipe:
-        rollout, train = self.rollout, self.train
-        if train.correction != "none" and not train.accept_biased_sampling:
-            biased = [
-                f"{name} = {value}"
-                for name, value, neutral in (
-                    ("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, 0), ("min_p", rollout.min_p, 0.0),
-                )
-                if value != neutral
-            ]  # fmt: skip
-            if biased:
-                raise ValueError(
-                    f"rollout.{', rollout.'.join(biased)} cuts tokens off that the trainer still gives a chance, so "
-                    "importance weights are biased: leave it out, or set train.accept_biased_sampling = true"
-                )
-        if rollout.min_p and rollout.max_draft_depth:
-            raise ValueError("rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it")
-        if self.drafter is not None and not rollout.max_draft_depth:
-            raise ValueError("a recipe with a [drafter] needs rollout.max_draft_depth above 0")
-        if self.drafter is not None and self.drafter.name in rollout.drafters:
-            raise ValueError(
-                f"drafter {self.drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "
-                "rollout.drafters, or give one of them another name"
-            )
-        if train.overlong_buffer > rollout.max_response_tokens:
-            raise ValueError("train.overlong_buffer is more than rollout.max_response_tokens")
-        if rollout.partial is not None and rollout.reuse is not None:
-            raise ValueError("rollout.partial and rollout.reuse do not go together: choose one")
-        if rollout.partial is not None and rollout.prompts_per_step < rollout.num_workers:
-            raise ValueError(
-                f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
-                f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
-            )
-        if rollout.partial is not None and train.correction == "none":
-            raise ValueError(
-                "rollout.partial is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
-            )
-        if (rollout.partial is not None or rollout.reuse is not None) and train.sampling_rounds > 1:
-            raise ValueError("train.sampling_rounds above 1 needs neither rollout.partial nor rollout.reuse")
-        if rollout.partial is not None and rollout.repeat_every:
-            raise ValueError("rollout.repeat_every repeats whole rollouts, and rollout.partial has none")
+    def _by_the_rules(self) -> Recipe:
+        refuse((complaint for rule in RULES for complaint in rule(self)), ValueError)
         return self
+
+
+def builtin_recipes() -> dict[str, Path]:
+    """The files by name."""
+    return {file.name.removesuffix(".toml"): file for file in sorted(FOLDER.glob("*.toml"))}
+
+
+def find_recipe(name_or_path: str | Path) -> Path:
+    """The path itself where there is a file, else the recipe of that name; ConfigError names those that there are."""
+    path, known = Path(name_or_path), builtin_recipes()
+    if path.is_file():
+        return path
+    if str(name_or_path) not in known:
+        raise ConfigError(
+            f"cannot read recipe {name_or_path}: it is no file, and no recipe of tltlab's: {', '.join(known)}"
+        )
+    return known[str(name_or_path)]
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -344,7 +302,7 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
             section = section[parent]
             if not isinstance(section, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
-        section[leaf] = _value(text)
+        section[leaf] = json_or_text(text)
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
@@ -360,23 +318,3 @@ def _fault(found: ErrorDetails) -> str:
     elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
         said = f"should be a section of fields, got {type(found['input']).__name__}"
     return f"{place}: {said}" if place else said
-
-
-def _leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value in nested tables and lists, with the name it goes by."""
-    if isinstance(fields, dict):
-        for key, value in fields.items():
-            yield from _leaves(value, str(key))
-    elif isinstance(fields, list):
-        for value in fields:
-            yield from _leaves(value, name)
-    else:
-        yield name, fields
-
-
-def _value(text: str) -> Any:
-    """An override's value as JSON where it is JSON (numbers, lists, true), else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

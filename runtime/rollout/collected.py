@@ -1,21 +1,70 @@
-"""What a rollout is given to work with, what it hands over for training, and its rounds put together by worker."""
+"""An RL step's responses: what a way to get them is given, what it hands over for training, and what all ways share."""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
-
-from .samples import Trajectory
+from tltlab.runtime.recipe.recipe import Recipe
 
 Key = tuple[int, str, int, int]
 Shares = list[list[GenerationRequest]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """A response to a prompt as far as it has come, whatever RL steps its tokens are from; `epoch` is the data's.
+
+    Per token its id, its behaviour log-prob and the policy version that drew it. `finish_reason` is "stop" or "length"
+    once it is whole.
+    """
+
+    prompt: Prompt
+    epoch: int
+    sample: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    token_versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    reward: float | None = None
+
+    @property
+    def truncated(self) -> bool:
+        return self.finish_reason == "length"
+
+    def key(self, rl_step: int) -> Key:
+        return rl_step, self.prompt.prompt_id, self.sample, 0
+
+    def request(self, rl_step: int, max_response_tokens: int) -> GenerationRequest:
+        """For what is missing, behind prompt and prefix."""
+        return GenerationRequest(
+            key=self.key(rl_step),
+            prompt_token_ids=[*self.prompt.token_ids, *self.token_ids],
+            max_response_tokens=max_response_tokens - len(self.token_ids),
+        )
+
+    def extended(self, response: Response, version: int, max_response_tokens: int) -> Trajectory:
+        """With what `response`, drawn by policy `version`, adds."""
+        token_ids = self.token_ids + response.token_ids
+        reason: str | None = response.finish_reason
+        if reason == "abort":
+            reason = "length" if len(token_ids) == max_response_tokens else None
+        return replace(
+            self,
+            token_ids=token_ids,
+            logprobs=self.logprobs + response.logprobs,
+            token_versions=self.token_versions + [version] * len(response.token_ids),
+            finish_reason=reason,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,16 +144,76 @@ class Rounds:
         return responses
 
 
+class Rollouts(ABC):
+    """A way to get an RL step's responses. `carries` is the key of `state_dict` for what it takes to later RL steps."""
+
+    on_policy: bool
+    """Whether every response is distributed as the policy that is about to be trained draws it."""
+    carries = ""
+
+    def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> None:
+        self.recipe = recipe
+        self.prompts = prompts
+        self.order = order
+        self._left_behind: list[str] = []
+
+    @abstractmethod
+    def collect(self, tools: RolloutTools) -> Collected:
+        """Roll out one RL step."""
+
+    def state_dict(self, folder: Path) -> dict[str, Any]:
+        """What later RL steps depend on, as JSON types; arrays go to files in `folder`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Go back to what `state_dict` gave; the next RL step notes what another way to roll out left in it.
+
+        ConfigError where the run cannot go on with it.
+        """
+        self._left_behind = [
+            sentence(state[key]) for key, sentence in _LEFT_BEHIND.items() if key != self.carries and state.get(key)
+        ]
+        self._load(state.get(self.carries), folder)
+
+    def _load(self, carried: list[Any] | None, folder: Path) -> None:  # noqa: B027
+        """Take what `state_dict` has under `carries`, None where it was of another way to roll out."""
+
+    def _extended(
+        self, started: Sequence[Trajectory], responses: Mapping[Key, Response], tools: RolloutTools
+    ) -> list[Trajectory]:
+        """Each with its response, where it has one."""
+        cap = self.recipe.rollout.max_response_tokens
+        return [
+            t if response is None else t.extended(response, tools.policy_version, cap)
+            for t in started
+            for response in [responses.get(t.key(tools.rl_step))]
+        ]
+
+    def _take_left_behind(self) -> list[str]:
+        """Sentences to be said once."""
+        sentences, self._left_behind = self._left_behind, []
+        return sentences
+
+
+def _pending_dropped(groups: Sequence[Mapping[str, Any]]) -> str:
+    whole = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
+    return (
+        f"{len(groups)} groups that were under way in the checkpoint are dropped, {whole} whole responses with them: "
+        "the run goes on without rollout.partial"
+    )
+
+
+def _earlier_dropped(responses: Sequence[Any]) -> str:
+    return f"{len(responses)} responses of the checkpoint are not used again: the run goes on without rollout.reuse"
+
+
+_LEFT_BEHIND: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}
+
+
 def requests_of(prompt: Prompt, rl_step: int, group_size: int, max_response_tokens: int) -> list[GenerationRequest]:
     """A whole group: `group_size` responses to a prompt."""
-    return [
-        GenerationRequest(
-            key=(rl_step, prompt.prompt_id, sample, 0),
-            prompt_token_ids=prompt.token_ids,
-            max_response_tokens=max_response_tokens,
-        )
-        for sample in range(group_size)
-    ]
+    group = [Trajectory(prompt=prompt, epoch=0, sample=sample) for sample in range(group_size)]
+    return [trajectory.request(rl_step, max_response_tokens) for trajectory in group]
 
 
 def rewarded(trajectories: Sequence[Trajectory], tools: RolloutTools) -> list[Trajectory]:
@@ -114,48 +223,34 @@ def rewarded(trajectories: Sequence[Trajectory], tools: RolloutTools) -> list[Tr
 
 
 def rewards_by_key(trajectories: Iterable[Trajectory], rl_step: int) -> dict[Key, float]:
-    return {(rl_step, t.prompt.prompt_id, t.sample, 0): t.reward for t in trajectories if t.reward is not None}
+    return {t.key(rl_step): t.reward for t in trajectories if t.reward is not None}
+
+
+def later(rollout: Rollout, seconds: float) -> Rollout:
+    """The same rollout with its clock set back: all happened `seconds` later."""
+    return replace(
+        rollout,
+        responses=[
+            replace(r, t_first_token=r.t_first_token + seconds, t_finish=r.t_finish + seconds)
+            for r in rollout.responses
+        ],
+        iterations=[row | {"t_start": row["t_start"] + seconds} for row in rollout.iterations],
+        duration_s=rollout.duration_s + seconds,
+    )
 
 
 def _joined(part: Rollout, new: Rollout, begun: float) -> Rollout:
     """A worker's rollout so far, and a round more that began `begun` seconds after the first."""
-    number = 1 + max((row["iteration"] for row in part.iterations), default=-1)
+    first, new = 1 + max((row["iteration"] for row in part.iterations), default=-1), later(new, begun)
+
+    def numbered(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        return [{**row, "iteration": row["iteration"] + first} for row in rows]
+
     return Rollout(
-        responses=[
-            *part.responses,
-            *(replace(r, t_first_token=r.t_first_token + begun, t_finish=r.t_finish + begun) for r in new.responses),
-        ],
-        iterations=part.iterations
-        + [_later(row, number) | {"t_start": row["t_start"] + begun} for row in new.iterations],
-        decisions=part.decisions + [_later(row, number) for row in new.decisions],
-        duration_s=begun + new.duration_s,
+        responses=part.responses + new.responses,
+        iterations=part.iterations + numbered(new.iterations),
+        decisions=part.decisions + numbered(new.decisions),
+        duration_s=new.duration_s,
         recorder_s=part.recorder_s + new.recorder_s,
         policy_s=part.policy_s + new.policy_s,
     )
-
-
-def _later(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    return {**row, "iteration": row["iteration"] + number}
-
-
-def left_behind(state: Mapping[str, Any], *, own: str = "") -> list[str]:
-    """What of a checkpoint of another way to roll out is lost: a sentence for each kind of responses in the `state` of
-    `Rollouts.state_dict`, but for those under the key `own`, which the run goes on with.
-
-    >>> left_behind({"earlier": [["p0", 0, False], ["p0", 1, True]]})
-    ['2 responses of the checkpoint are not used again: the run goes on without rollout.reuse']
-    """
-    said = []
-    if own != "pending" and state.get("pending"):
-        groups = state["pending"]
-        whole = sum(sample["finish_reason"] is not None for group in groups for sample in group["samples"])
-        said.append(
-            f"{len(groups)} groups that were under way in the checkpoint are dropped, {whole} whole responses with "
-            "them: the run goes on without rollout.partial"
-        )
-    if own != "earlier" and state.get("earlier"):
-        said.append(
-            f"{len(state['earlier'])} responses of the checkpoint are not used again: the run goes on without "
-            "rollout.reuse"
-        )
-    return said

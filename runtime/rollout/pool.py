@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from tltlab.drafters.specs import DrafterSpec
-from tltlab.errors import ConfigError, RunError, TltlabError
+from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
@@ -23,6 +24,7 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
+from .collected import later
 from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
@@ -42,12 +44,11 @@ class _Known:
 
     `memory` is what its policy and drafters had learned under `learned_by`, as a dict or a reference to one; `since`
     are the responses that its drafters have seen from then on. `taken` is the memory that a rollout under way began
-    with. `deadline` is when a start that is under way has failed.
+    with.
     """
 
     alive: bool = False
     deaths: int = 0
-    deadline: float | None = None
     learned_by: tuple[Policy, int] | None = None
     memory: Any = None
     since: list[Remembered] = field(default_factory=list)
@@ -120,7 +121,7 @@ class WorkerPool:
         if decisions is None:
             raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
         for number, known in enumerate(self._known):
-            known.replayed = decisions[decisions["worker"] == number].to_dict("records")
+            known.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
         self._tell(lambda n, handle: handle.replay.remote(self._known[n].replayed))
 
     def generate(
@@ -257,49 +258,31 @@ class WorkerPool:
         self._all(ask, told=True)
 
     def _all(self, ask: Ask | None, *, told: bool = False, doing: Sequence[str] = ()) -> list[Any]:
-        """Each worker's answer. One thread serves all: it waits for whichever call ends next, and goes on with that."""
-        lives = [self._life(n, ask, told, doing[n] if doing else "") for n in range(len(self.handles))]
-        answers: list[Any] = [None] * len(lives)
-        waiting: dict[Any, int] = {}
+        """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up."""
 
-        def go(n: int, step: Callable[[], Any]) -> None:
-            try:
-                waiting[step()] = n
-            except StopIteration as end:
-                answers[n] = end.value
+        async def answers() -> list[Any]:
+            lives = (self._life(n, ask, told, doing[n] if doing else "") for n in range(len(self.handles)))
+            return await asyncio.gather(*lives)
 
-        for n, life in enumerate(lives):
-            go(n, partial(next, life))
-        while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=self._patience(waiting.values()))
-            for call in done:
-                n = waiting.pop(call)
-                try:
-                    answer = self._answer(n, call)
-                except TltlabError as error:
-                    go(n, partial(lives[n].throw, error))
-                else:
-                    go(n, partial(lives[n].send, answer))
-        return answers
+        return _finished(answers())
 
-    def _life(self, n: int, ask: Ask | None, told: bool, doing: str) -> Generator[Any, Any, Any]:
-        """What worker n goes through until it has answered: yields the calls to wait for, is sent their answers."""
-        known = self._known[n]
+    async def _life(self, n: int, ask: Ask | None, told: bool, doing: str) -> Any:
+        """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back."""
         while True:
             try:
-                if not known.alive:
+                if not self._known[n].alive:
                     if self._asleep:
                         return None
-                    yield from self._begin(n)
+                    await self._begin(n)
                     if told:
                         return None
-                return None if ask is None else (yield ask(n, self.handles[n]))
+                return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
                 self._lost(n, lost, doing)
 
-    def _begin(self, n: int) -> Generator[Any, Any, None]:
+    async def _begin(self, n: int) -> None:
         """Start worker n, and tell it what it should know."""
-        known, again = self._known[n], self._known[n].deaths > 0
+        known, again, timeout_s = self._known[n], self._known[n].deaths > 0, self.recipe.faults.start_timeout_s
         if self.handles[n] is not None:
             ray.kill(self.handles[n])
         placed = dict(self.options(n))
@@ -308,29 +291,35 @@ class WorkerPool:
             self.recipe, n, self.drafters, self.feed(n)
         )
         self.handles[n] = handle
-        known.deadline = time.monotonic() + self.recipe.faults.start_timeout_s
         try:
-            self.pids[n] = yield handle.start.remote()
+            async with asyncio.timeout(timeout_s):
+                self.pids[n] = await self._answer(n, handle.start.remote())
+        except TimeoutError:
+            raise RunError(
+                f"rollout worker {n} did not start within {timeout_s:g} s (faults.start_timeout_s): "
+                "the model may be too large for it, or the machine too busy"
+            ) from None
         except ConfigError as error:
             if not again:
                 raise
             # It could start before: now something is in its way that may pass, such as memory not yet given back.
             raise WorkerLost(f"it cannot start: {error}") from error
-        known.deadline = None
         if self._weights is not None:
-            yield handle.update_weights.remote(*self._weights)
+            await self._answer(n, handle.update_weights.remote(*self._weights))
         if self._running:
             try:
                 self.on_restart(n)
             except RunError:
                 # Did it fail because the worker has died again?
-                yield handle.place.remote()
+                await self._answer(n, handle.place.remote())
                 raise
-        yield from self._telling(n, handle)
+        for call in self._memories(n, handle):
+            await self._answer(n, call)
         known.alive = True
 
-    def _telling(self, n: int, handle: Any) -> Generator[Any, Any, None]:
-        """Bring policy and drafters to where they were; what they say of draft weights counts once those are there."""
+    def _memories(self, n: int, handle: Any) -> Iterator[Any]:
+        """Calls that bring policy and drafters to where they were; what they say of draft weights counts once those
+        are there."""
         known = self._known[n]
         if known.memory is not None and known.learned_by is not None:
             yield handle.set_policy.remote(*known.learned_by)
@@ -344,7 +333,7 @@ class WorkerPool:
 
     def _lost(self, n: int, lost: WorkerLost, doing: str) -> None:
         known, most = self._known[n], self.recipe.faults.max_restarts
-        known.alive, known.deadline = False, None
+        known.alive = False
         known.deaths += 1
         if known.taken is not None:
             if _came(known.taken):
@@ -359,9 +348,10 @@ class WorkerPool:
             f"rollout worker {n} died in RL step {self.events.rl_step} ({lost}); started again{doing}", worker=n
         )
 
-    def _answer(self, n: int, call: Any) -> Any:
+    async def _answer(self, n: int, call: Any) -> Any:
+        """What a call to worker n returns; WorkerLost where it dies of it, an error of ours for all else."""
         try:
-            return ray.get(call)
+            return await call
         except RayError as error:
             why = why_lost(error, self.handles[n])
             if why:
@@ -370,30 +360,15 @@ class WorkerPool:
                 raise error_of(error, died=TrainerDied) from error
             raise RunError(f"Ray failed a rollout worker: {_line(error)}") from error
 
-    def _patience(self, waited: Any) -> float | None:
-        """Seconds until the next deadline of those that are waited for; RunError when one has passed."""
-        now, timeout_s = time.monotonic(), self.recipe.faults.start_timeout_s
-        deadlines = {n: self._known[n].deadline for n in waited if self._known[n].deadline is not None}
-        late = [n for n, deadline in deadlines.items() if deadline <= now]
-        if late:
-            raise RunError(
-                f"rollout worker {late[0]} did not start within {timeout_s:g} s (faults.start_timeout_s): "
-                "the model may be too large for it, or the machine too busy"
-            )
-        return min(deadlines.values()) - now if deadlines else None
 
-
-def later(rollout: Rollout, seconds: float) -> Rollout:
-    """The same rollout with its clock set back: all happened `seconds` later."""
-    return replace(
-        rollout,
-        responses=[
-            replace(r, t_first_token=r.t_first_token + seconds, t_finish=r.t_finish + seconds)
-            for r in rollout.responses
-        ],
-        iterations=[row | {"t_start": row["t_start"] + seconds} for row in rollout.iterations],
-        duration_s=rollout.duration_s + seconds,
-    )
+def _finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+    """`asyncio.run`, also where a loop runs already, as it does under a notebook's cells."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(answers)
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(asyncio.run, answers).result()
 
 
 def _texts(shares: Shares, parts: Sequence[Rollout]) -> list[list[Remembered]]:

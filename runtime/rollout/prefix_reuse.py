@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
-from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
-from .collected import Collected, Key, RolloutTools, Rounds, left_behind, rewarded, rewards_by_key
-from .samples import Trajectory, load_ragged, save_ragged
+from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
+from .samples import load_ragged, save_ragged
 
 MAX_ROWS_BYTES = 2 << 30
 """What the distributions of all kept responses may take on the host."""
@@ -43,22 +42,23 @@ class Earlier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What is kept of an earlier response: N tokens with their log-probs under the policy in force.
+    """What goes on of a response, with log-probs under the policy in force.
 
-    `num_kept` of them are the earlier ones, a last one more may be drawn from the residual. `whole`: it has ended.
+    The first `num_kept` tokens are those of the response `earlier`, whose log-probs now are `now`, as the trainer
+    scores them; a last one more may be drawn from the residual. A `finish_reason` says that it has ended.
     """
 
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    response: Trajectory
     num_kept: int = 0
-    whole: bool = False
-    truncated: bool = False
+    earlier: Earlier | None = None
+    now: np.ndarray = field(default_factory=lambda: _NO_ROWS)
 
 
 def keep_chances(now: np.ndarray, then: np.ndarray, leniency: float) -> np.ndarray:
     """min(1, leniency * pi_now / pi_then) of each token, from natural log-probs [N] and [N]."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.minimum(1.0, leniency * np.exp(np.subtract(now, then, dtype=np.float64)))
+        ratio: np.ndarray = np.exp(np.subtract(now, then, dtype=np.float64))
+    return np.minimum(1.0, leniency * ratio)
 
 
 def kept_prefix(now: np.ndarray, then: np.ndarray, leniency: float, draws: np.ndarray) -> int:
@@ -74,11 +74,12 @@ def residual(now: np.ndarray, then: np.ndarray) -> np.ndarray:
     arXiv 2211.17192, theorem 1). pi_now itself where the two do not differ.
     """
     p, q = np.exp(now, dtype=np.float64), np.exp(then, dtype=np.float64)
-    more = np.maximum(p - q, 0.0)
-    return more / more.sum() if more.any() else p / p.sum()
+    more: np.ndarray = np.maximum(p - q, 0.0)
+    chances: np.ndarray = more / more.sum() if more.any() else p / p.sum()
+    return chances
 
 
-class ReusingRollouts:
+class ReusingRollouts(Rollouts):
     """Every RL step draws prompts_per_step groups; what was answered in an epoch before is carried on, not redrawn.
 
     The trainer scores the last response to the same prompt and sample under the policy in force, each token is kept
@@ -90,147 +91,106 @@ class ReusingRollouts:
     tokens, behind prompt and prefix as `prompt_token_ids`. A response that is kept whole, its end included, has no row.
     """
 
+    carries = "earlier"
+
     def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder, config: ReuseConfig) -> None:
-        self.recipe = recipe
-        self.prompts = prompts
-        self.order = order
+        super().__init__(recipe, prompts, order)
         self.config = config
         self.exact = config.residual == "exact"
+        # With leniency 1 the residual makes up for all that is cut.
+        self.on_policy = self.exact and config.leniency == 1.0
         self._earlier: dict[tuple[str, int], Earlier] = {}
-        self._left_behind: list[str] = []
         if self.exact:
             self._check_exact()
             self._ends = end_tokens(recipe.model)
-
-    @property
-    def on_policy(self) -> bool:
-        return self.exact and self.config.leniency == 1.0
 
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step."""
         rollout = self.recipe.rollout
         picked = self.order.take(rollout.prompts_per_step)
         slots = [(number, sample) for _, number in picked for sample in range(rollout.group_size)]
-        epochs = {
-            self._key(number, sample, tools): epoch for epoch, number in picked for sample in range(rollout.group_size)
-        }
+        blank = [
+            Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
+            for epoch, number in picked
+            for sample in range(rollout.group_size)
+        ]
 
         start = time.perf_counter()
-        known = {slot: self._earlier[name] for slot in slots if (name := self._name(slot)) in self._earlier}
-        rows_now = self._scored({slot: earlier.token_ids.tolist() for slot, earlier in known.items()}, tools)
-        prefixes = {slot: self._prefix(slot, earlier, rows_now[slot], tools) for slot, earlier in known.items()}
+        earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]
+        visited = [(t.prompt.token_ids, e.token_ids.tolist()) for t, e in zip(blank, earlier, strict=True) if e]
+        scored = iter(self._scored(visited, tools))
+        prefixes = [
+            Prefix(response=t) if e is None else self._prefix(slot, t, e, next(scored), tools)
+            for slot, t, e in zip(slots, blank, earlier, strict=True)
+        ]
         score_s = time.perf_counter() - start
 
         rounds = Rounds(tools)
-        requests = [
-            GenerationRequest(
-                key=self._key(*slot, tools),
-                prompt_token_ids=[*self.prompts[slot[0]].token_ids, *prefix.token_ids],
-                max_response_tokens=rollout.max_response_tokens - len(prefix.token_ids),
-            )
-            for slot in slots
-            if not (prefix := prefixes.get(slot, Prefix())).whole
-        ]
+        going_on = [prefix.response for prefix in prefixes if prefix.response.finish_reason is None]
+        requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in going_on]
         responses = rounds.generate(tools.share(requests))
-        drawn: list[Trajectory] = []
-        for number, sample in slots:
-            prefix = prefixes.get((number, sample), Prefix())
-            key = self._key(number, sample, tools)
-            token_ids, logprobs, truncated = prefix.token_ids, prefix.logprobs, prefix.truncated
-            if not prefix.whole:
-                token_ids = token_ids + responses[key].token_ids
-                logprobs = logprobs + responses[key].logprobs
-                truncated = responses[key].finish_reason == "length"
-            drawn.append(
-                Trajectory(
-                    prompt=self.prompts[number],
-                    epoch=epochs[key],
-                    sample=sample,
-                    token_ids=token_ids,
-                    logprobs=logprobs,
-                    token_versions=[tools.policy_version] * len(token_ids),
-                    truncated=truncated,
-                )
-            )
         start = time.perf_counter()
-        trajectories = rewarded(drawn, tools)
+        trajectories = rewarded(self._extended([prefix.response for prefix in prefixes], responses, tools), tools)
         reward_s = time.perf_counter() - start
 
         start = time.perf_counter()
-        self._remember(dict(zip(slots, trajectories, strict=True)), prefixes, rows_now, tools)
+        self._remember(trajectories, prefixes, tools)
         score_s += time.perf_counter() - start
-        said, self._left_behind = self._left_behind, []
         return Collected(
             trajectories=trajectories,
             groups=[n for n in range(len(picked)) for _ in range(rollout.group_size)],
             requests=rounds.requests,
             parts=rounds.parts,
-            epochs=epochs,
+            epochs={t.key(tools.rl_step): t.epoch for t in trajectories},
             rewards=rewards_by_key(trajectories, tools.rl_step),
             rollout_s=rounds.rollout_s,
             reward_s=reward_s,
             score_s=score_s,
-            notes=said + _notes(known, prefixes),
+            notes=self._take_left_behind() + _notes(prefixes),
         )
 
-    def _name(self, slot: tuple[int, int]) -> tuple[str, int]:
-        return self.prompts[slot[0]].prompt_id, slot[1]
-
-    def _key(self, number: int, sample: int, tools: RolloutTools) -> Key:
-        return tools.rl_step, self.prompts[number].prompt_id, sample, 0
-
-    def _scored(
-        self, responses: Mapping[tuple[int, int], list[int]], tools: RolloutTools
-    ) -> dict[tuple[int, int], np.ndarray]:
+    def _scored(self, pairs: list[tuple[list[int], list[int]]], tools: RolloutTools) -> list[np.ndarray]:
         """Log-probs of responses under the policy in force: [N] each, with "exact" whole distributions [N, V]."""
-        if not responses:
-            return {}
-        pairs = [(self.prompts[number].token_ids, tokens) for (number, _), tokens in responses.items()]
-        return dict(zip(responses, tools.score(pairs, distributions=self.exact), strict=True))
+        return tools.score(pairs, distributions=self.exact) if pairs else []
 
-    def _prefix(self, slot: tuple[int, int], earlier: Earlier, rows: np.ndarray, tools: RolloutTools) -> Prefix:
-        """What of `earlier` the policy in force keeps, given its log-probs `rows` of it."""
+    def _prefix(
+        self, slot: tuple[int, int], blank: Trajectory, earlier: Earlier, scored: np.ndarray, tools: RolloutTools
+    ) -> Prefix:
+        """What of `earlier` the policy in force keeps, given its log-probs `scored` of it."""
         tokens = earlier.token_ids.tolist()
         rng = np.random.default_rng([self.recipe.seed, tools.rl_step, *slot])
         then = _of_tokens(earlier.rows, tokens) if self.exact else earlier.logprobs
-        now = _of_tokens(rows, tokens) if self.exact else rows
+        now = _of_tokens(scored, tokens) if self.exact else scored
         num = kept_prefix(now, then, self.config.leniency, rng.random(len(tokens)))
-        kept, logprobs = tokens[:num], [float(logp) for logp in now[:num]]
+        kept, logprobs, reason = tokens[:num], [float(logp) for logp in now[:num]], None
         if num == len(tokens):
-            return Prefix(token_ids=kept, logprobs=logprobs, num_kept=num, whole=True, truncated=earlier.truncated)
-        if not self.exact:
-            return Prefix(token_ids=kept, logprobs=logprobs, num_kept=num)
-        drawn = int(rng.choice(rows.shape[1], p=residual(rows[num], earlier.rows[num])))
-        ended = drawn in self._ends
-        # A response that ended at its cap, or where the engine's context did, leaves no room behind its last token.
-        full = num + 1 == self.recipe.rollout.max_response_tokens or (earlier.truncated and num + 1 == len(tokens))
-        return Prefix(
-            token_ids=[*kept, drawn],
-            logprobs=[*logprobs, float(rows[num, drawn])],
-            num_kept=num,
-            whole=ended or full,
-            truncated=full and not ended,
-        )
+            reason = "length" if earlier.truncated else "stop"
+        elif self.exact:
+            drawn = int(rng.choice(scored.shape[1], p=residual(scored[num], earlier.rows[num])))
+            kept, logprobs = [*kept, drawn], [*logprobs, float(scored[num, drawn])]
+            # A response that ended at its cap, or where the engine's context did, leaves no room behind its last token.
+            full = num + 1 == self.recipe.rollout.max_response_tokens or (earlier.truncated and num + 1 == len(tokens))
+            reason = "stop" if drawn in self._ends else "length" if full else None
+        versions = [tools.policy_version] * len(kept)
+        response = replace(blank, token_ids=kept, logprobs=logprobs, token_versions=versions, finish_reason=reason)
+        return Prefix(response=response, num_kept=num, earlier=earlier, now=scored)
 
-    def _remember(
-        self,
-        trajectories: Mapping[tuple[int, int], Trajectory],
-        prefixes: Mapping[tuple[int, int], Prefix],
-        rows_now: Mapping[tuple[int, int], np.ndarray],
-        tools: RolloutTools,
-    ) -> None:
+    def _remember(self, trajectories: Sequence[Trajectory], prefixes: Sequence[Prefix], tools: RolloutTools) -> None:
         """Keep the responses for the next visit; "exact" scores the new ones while their policy is in force."""
-        rows: dict[tuple[int, int], np.ndarray] = {}
+        rows = [_NO_ROWS] * len(trajectories)
         if self.exact:
-            same = {slot for slot, p in prefixes.items() if p.num_kept == len(trajectories[slot].token_ids)}
-            new = {slot: t.token_ids for slot, t in trajectories.items() if slot not in same}
-            rows = {slot: rows_now[slot] for slot in same} | self._scored(new, tools)
-        for slot, t in trajectories.items():
-            self._earlier[self._name(slot)] = Earlier(
+            rows = [prefix.now for prefix in prefixes]
+            # One that is whole may have been kept but for its last token, which was drawn anew.
+            new = [n for n, t in enumerate(trajectories) if prefixes[n].num_kept < len(t.token_ids)]
+            pairs = [(trajectories[n].prompt.token_ids, trajectories[n].token_ids) for n in new]
+            for n, scored in zip(new, self._scored(pairs, tools), strict=True):
+                rows[n] = scored
+        for t, known in zip(trajectories, rows, strict=True):
+            self._earlier[t.prompt.prompt_id, t.sample] = Earlier(
                 token_ids=np.array(t.token_ids, np.int32),
                 logprobs=np.array(t.logprobs, np.float32),
                 truncated=t.truncated,
-                rows=np.asarray(rows.get(slot, _NO_ROWS), np.float32),
+                rows=np.asarray(known, np.float32),
             )
 
     def _check_exact(self) -> None:
@@ -259,14 +219,10 @@ class ReusingRollouts:
         save_ragged(folder / EARLIER_FILE, **columns)
         return {"earlier": [[*name, earlier.truncated] for name, earlier in self._earlier.items()]}
 
-    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
-        """Go back to what `state_dict` gave, to nothing where it is of another way to roll out.
-
-        ConfigError where it was made without the distributions "exact" needs, or with responses beyond the cap.
-        """
-        self._left_behind = left_behind(state, own="earlier")
-        if "earlier" not in state:
-            self._earlier = {}
+    def _load(self, carried: list[Any] | None, folder: Path) -> None:
+        """ConfigError where it was made without the distributions "exact" needs, or with responses beyond the cap."""
+        self._earlier = {}
+        if carried is None:
             return
         columns = load_ragged(folder / EARLIER_FILE)
         if self.exact and "rows" not in columns:
@@ -279,11 +235,11 @@ class ReusingRollouts:
                 f"the checkpoint has a response of {longest} tokens to use again, and rollout.max_response_tokens is "
                 f"{cap}: resume with as many"
             )
-        rows = columns["rows"] if self.exact else [_NO_ROWS] * len(state["earlier"])
+        rows = columns["rows"] if self.exact else [_NO_ROWS] * len(carried)
         self._earlier = {
-            (prompt_id, sample): Earlier(token_ids=token_ids, logprobs=logprobs, truncated=truncated, rows=found)
-            for (prompt_id, sample, truncated), token_ids, logprobs, found in zip(
-                state["earlier"], columns["token_ids"], columns["logprobs"], rows, strict=True
+            (prompt_id, sample): Earlier(token_ids=token_ids, logprobs=logprobs, truncated=truncated, rows=of_response)
+            for (prompt_id, sample, truncated), token_ids, logprobs, of_response in zip(
+                carried, columns["token_ids"], columns["logprobs"], rows, strict=True
             )
         }
 
@@ -311,10 +267,11 @@ def _of_tokens(rows: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:
     return rows[np.arange(len(token_ids)), list(token_ids)]
 
 
-def _notes(known: Mapping[tuple[int, int], Earlier], prefixes: Mapping[tuple[int, int], Prefix]) -> list[str]:
-    if not known:
+def _notes(prefixes: Sequence[Prefix]) -> list[str]:
+    visited = [(prefix, prefix.earlier) for prefix in prefixes if prefix.earlier is not None]
+    if not visited:
         return []
-    offered = sum(len(earlier.token_ids) for earlier in known.values())
-    kept = sum(prefix.num_kept for prefix in prefixes.values())
-    whole = sum(prefix.whole for prefix in prefixes.values())
-    return [f"{kept} of {offered} tokens of earlier responses kept, {whole} of {len(known)} responses whole"]
+    offered = sum(len(earlier.token_ids) for _, earlier in visited)
+    kept = sum(prefix.num_kept for prefix, _ in visited)
+    whole = sum(prefix.response.finish_reason is not None for prefix, _ in visited)
+    return [f"{kept} of {offered} tokens of earlier responses kept, {whole} of {len(visited)} responses whole"]

@@ -1,16 +1,13 @@
-"""What the trainer learns from: whole responses, each with the tokens' log-probs under the policies that drew them; and
-sequences of different lengths in a file."""
+"""What the trainer learns from, and sequences of different lengths in a file."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import safetensors.numpy
-
-from tltlab.runtime.data.prompts import Prompt
 
 _LENGTHS = "lengths"
 
@@ -19,8 +16,8 @@ _LENGTHS = "lengths"
 class Sample:
     """One whole response of N tokens to learn from.
 
-    `logprobs` are the behaviour's as the engine returned them, N natural logarithms; `token_versions` says which policy
-    version drew each token. `group` numbers the prompt that it answers; `truncated`: it ended at its cap.
+    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
+    answers; `truncated`: it ended at its cap.
     """
 
     prompt_token_ids: list[int]
@@ -28,22 +25,7 @@ class Sample:
     logprobs: list[float]
     reward: float
     group: int
-    token_versions: list[int] = field(default_factory=list)
     truncated: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
-    """One whole response of a prompt, whatever RL steps its tokens are from; `epoch` is that of the data."""
-
-    prompt: Prompt
-    epoch: int
-    sample: int
-    token_ids: list[int]
-    logprobs: list[float]
-    token_versions: list[int]
-    truncated: bool
-    reward: float | None = None
 
 
 def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:

@@ -47,7 +47,9 @@ class RunData:
 
     def _check_room(self) -> None:
         room = self.recipe.rollout.vllm.get("max_model_len")
-        for prompt in [*self.train, *self.heldout] if room else []:
+        if not room:
+            return
+        for prompt in [*self.train, *self.heldout]:
             if len(prompt.token_ids) >= room:
                 raise ConfigError(
                     f"prompt {prompt.prompt_id} has {len(prompt.token_ids)} tokens, and rollout.vllm.max_model_len = "

@@ -53,8 +53,7 @@ class RunState:
 
     def copy(self) -> RunState:
         """One that stays as it is when this one goes on."""
-        lists = {name: list(getattr(self, name)) for name in ("policies", "repeats", "reports")}
-        return replace(self, **lists)
+        return replace(self, policies=[*self.policies], repeats=[*self.repeats], reports=[*self.reports])
 
 
 def write_state(

@@ -24,8 +24,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) ->
     """
     parts = zip(*(tensor.split(list(lengths), 2) for tensor in (q, k, v)), strict=True)
     attended = [
-        functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-        for part in parts
+        functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        for queries, keys, values in parts
     ]
     return torch.cat(attended, 2) if attended else q
 

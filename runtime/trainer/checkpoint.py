@@ -12,11 +12,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from tltlab.errors import RunError
 
@@ -33,7 +35,7 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         folder.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save(
+            save(
                 _tensors(module, optimizer, with_moments=steps > 0),
                 storage_writer=HuggingFaceStorageWriter(str(folder / TENSORS), save_distributed=True),
                 no_dist=not dist.is_initialized(),
@@ -65,7 +67,7 @@ def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
                 state["step"].fill_(steps)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.load(
+            load(
                 _tensors(module, optimizer, with_moments=steps > 0),
                 storage_reader=HuggingFaceStorageReader(str(folder / TENSORS)),
                 no_dist=not dist.is_initialized(),

@@ -15,12 +15,12 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
-from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.ray.calls import error_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.samples import Sample
 
-from .trainer import Pair, Trainer
+from .losses import Mismatch
+from .trainer import Pair, Trainer, UpdateMetrics
 
 NOTICE_S = 10.0
 """How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""
@@ -45,7 +45,7 @@ class TrainerGroup:
 
     >>> group = TrainerGroup(recipe, lambda rank: {"num_cpus": 0})                                  # doctest: +SKIP
     >>> group.start()                                                                               # doctest: +SKIP
-    >>> group.old_logprobs(samples) | group.update(rl_step=0)                                       # doctest: +SKIP
+    >>> group.old_logprobs(samples).mismatch_kl, group.update(rl_step=0).loss                       # doctest: +SKIP
     """
 
     def __init__(
@@ -66,24 +66,27 @@ class TrainerGroup:
             actor = TrainerActor.options(**options, runtime_env={"env_vars": env})  # type: ignore[attr-defined]
             self.handles.append(actor.remote(self.recipe, rank))
         where = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
-        self._all("start", self._rendezvous(where), timeout_s=timeout_s)
+        meeting = self._rendezvous(where)
+        self._wait([actor.start.remote(meeting) for actor in self.handles], "start", timeout_s)
 
     def restart(self) -> None:
         """End what is left of the ranks and start all anew, with the weights of the recipe's model."""
         self.close()
         self.start()
 
-    def old_logprobs(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def old_logprobs(self, samples: Sequence[Sample]) -> Mismatch:
         """See `Trainer.old_logprobs`; samples travel to each machine once."""
-        return dict(self._all("old_logprobs", ray.put(list(samples)))[0])
+        mismatch: Mismatch = self._all("old_logprobs", ray.put(list(samples)))[0]
+        return mismatch
 
-    def update(self, rl_step: int) -> dict[str, float]:
+    def update(self, rl_step: int) -> UpdateMetrics:
         """See `Trainer.update`."""
-        return dict(self._all("update", rl_step)[0])
+        metrics: UpdateMetrics = self._all("update", rl_step)[0]
+        return metrics
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """See `Trainer.score`."""
-        return list(self._all("score", ray.put(list(pairs)), distributions)[0])
+        return list(self._all("score", ray.put(list(pairs)), distributions=distributions)[0])
 
     def weights(self) -> Any:
         """A reference to the policy's weights on the host, whole, by Hugging Face name."""
@@ -134,16 +137,17 @@ class TrainerGroup:
         _, address, port = where[0]
         return f"tcp://{address}:{port}"
 
-    def _all(self, method: str, *args: Any, timeout_s: float | None = None) -> list[Any]:
+    def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
+        """What the trainer's method returns on each rank, None on all but the first."""
         if not self.handles:
             raise TrainerDied(f"no trainer is there to {method}: start the group first")
-        return self._wait([getattr(actor, method).remote(*args) for actor in self.handles], method, timeout_s)
+        return self._wait([actor.ask.remote(method, *args, **options) for actor in self.handles], method)
 
     def _reference(self, method: str) -> Any:
-        """What rank 0 returns besides None, by reference, once all ranks have returned."""
+        """What the method returns on rank 0, by reference, once all ranks have returned."""
         if not self.handles:
             raise TrainerDied(f"no trainer is there to give its {method}: start the group first")
-        refs = [getattr(actor, method).remote() for actor in self.handles]
+        refs = [actor.give.remote(method) for actor in self.handles]
         self._wait([done for done, _ in refs], method)
         return refs[0][1]
 
@@ -213,35 +217,12 @@ class TrainerActor:
             timeout_s=recipe.faults.collective_timeout_s,
         )
 
-    def old_logprobs(self, samples: list[Sample]) -> dict[str, float]:
-        return self.trainer.old_logprobs(samples)
-
-    def update(self, rl_step: int) -> dict[str, float]:
-        return self.trainer.update(rl_step)
-
-    def score(self, pairs: list[Pair], distributions: bool) -> list[np.ndarray] | None:
-        found = self.trainer.score(pairs, distributions=distributions)
-        return found if self.rank == 0 else None
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        """Call a method of the trainer; rank 0 answers for all."""
+        answer = getattr(self.trainer, method)(*args, **options)
+        return answer if self.rank == 0 else None
 
     @ray.method(num_returns=2)
-    def weights(self) -> tuple[None, dict[str, Any]]:
-        return None, self.trainer.weights()
-
-    @ray.method(num_returns=2)
-    def frozen(self) -> tuple[None, FrozenTarget | None]:
-        return None, self.trainer.frozen()
-
-    def save(self, folder: str) -> None:
-        self.trainer.save(folder)
-
-    def save_checkpoint(self, folder: str) -> None:
-        self.trainer.save_checkpoint(folder)
-
-    def load_checkpoint(self, folder: str) -> None:
-        self.trainer.load_checkpoint(folder)
-
-    def offload(self) -> None:
-        self.trainer.offload()
-
-    def onload(self) -> None:
-        self.trainer.onload()
+    def give(self, method: str) -> tuple[None, Any]:
+        """Call a method of the trainer; apart from what it returns, which stays where it is, that it is done."""
+        return None, getattr(self.trainer, method)()

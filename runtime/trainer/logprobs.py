@@ -21,7 +21,7 @@ def token_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: fl
     `hidden` [R, H] and `head` [V, H] of one dtype, `tokens` [R]. The softmax is in float32 whatever their dtype; the
     head's gradient is summed over chunks in float32. Gradients reach `hidden` and `head`.
     """
-    return _TokenLogprobs.apply(hidden, head, tokens, temperature)  # type: ignore[no-any-return]
+    return _TokenLogprobs.apply(hidden, head, tokens, temperature)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:

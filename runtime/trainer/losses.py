@@ -177,24 +177,34 @@ def kl_estimate(logp: Tensor, other_logp: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def mismatch(old_logp: Tensor, behaviour_logp: Tensor, *, cap: float = math.inf) -> dict[str, float]:
-    """How far the trainer's log-probs [T] are from those of the engine that drew the tokens.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """How far the trainer's log-probs are from those of the engine that drew the tokens.
 
     `mismatch_abs` and `mismatch_max`: mean and largest absolute difference. `mismatch_kl`: the k3 estimate of
-    KL(behaviour || trainer) per token. `mismatch_ess`: the share of the tokens that importance weights truncated at
-    `cap` leave effective, (sum w)^2 / (T sum w^2); 1 where engine and trainer agree.
+    KL(behaviour || trainer) per token. `mismatch_ess`: the share of the tokens that truncated importance weights leave
+    effective, (sum w)^2 / (T sum w^2); 1 where engine and trainer agree.
     """
+
+    mismatch_abs: float = 0.0
+    mismatch_max: float = 0.0
+    mismatch_kl: float = 0.0
+    mismatch_ess: float = 1.0
+
+
+def mismatch(old_logp: Tensor, behaviour_logp: Tensor, *, cap: float = math.inf) -> Mismatch:
+    """Of the trainer's log-probs [T] from the engine's [T], with importance weights truncated at `cap`."""
     if not len(old_logp):
-        return {"mismatch_abs": 0.0, "mismatch_max": 0.0, "mismatch_kl": 0.0, "mismatch_ess": 1.0}
+        return Mismatch()
     old, behaviour = old_logp.double(), behaviour_logp.double()
     difference = (old - behaviour).abs()
     weights = correction_weights(old, behaviour, cap)
-    return {
-        "mismatch_abs": float(difference.mean()),
-        "mismatch_max": float(difference.max()),
-        "mismatch_kl": float(kl_estimate(behaviour, old).mean()),
-        "mismatch_ess": float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
-    }
+    return Mismatch(
+        mismatch_abs=float(difference.mean()),
+        mismatch_max=float(difference.max()),
+        mismatch_kl=float(kl_estimate(behaviour, old).mean()),
+        mismatch_ess=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+    )
 
 
 def _log_ratio(logp: Tensor, other_logp: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.errors import ConfigError
@@ -91,7 +91,7 @@ def packed_attention(
     assert other.get("softcap") is None
     assert other.get("s_aux") is None
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-        out = varlen_attn(
+        attended = varlen_attn(
             query[0].transpose(0, 1),
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
@@ -103,7 +103,8 @@ def packed_attention(
             window_size=(-1, 0),
             enable_gqa=query.shape[1] != key.shape[1],
         )
-        return out[None], None
+        assert isinstance(attended, Tensor)  # which it is without `return_aux`
+        return attended[None], None
     if scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)
     lengths = cu_seq_lens_q.diff().tolist()
@@ -119,14 +120,14 @@ class PolicyModel(nn.Module):
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
 
-    def __init__(self, model: nn.Module, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
         """[R] log-probs of `batch.next_tokens`, or `whole` rows [R, V] of which those are entries; float32."""
-        hidden = self.model.base_model(
+        hidden: Tensor = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.positions,
             use_cache=False,
@@ -140,8 +141,9 @@ class PolicyModel(nn.Module):
         head = self.model.get_output_embeddings().weight
         if whole:
             return distributions(asked, head, self.temperature)
+        logprobs = token_logprobs(asked, head, batch.next_tokens, self.temperature)
         # The sum of nothing keeps all parameters in the graph where no row is asked for.
-        return token_logprobs(asked, head, batch.next_tokens, self.temperature) + 0.0 * hidden[:1].float().sum()
+        return logprobs + 0.0 * hidden[:1].float().sum()
 
 
 def load_policy_model(
@@ -180,7 +182,7 @@ def load_policy_model(
     return policy
 
 
-def checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let layers keep their inputs alone and compute the rest again for the gradient.
 
     transformers does so in training mode only, which dropout would follow: layers are in it, not what is in them.

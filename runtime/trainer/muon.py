@@ -25,24 +25,24 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient; `closure` is not used."""
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+            updates: dict[torch.Size, list[tuple[torch.Tensor, torch.Tensor]]] = {}
             for param in group["params"]:
-                if param.grad is not None:
-                    by_shape.setdefault(param.shape, []).append(param)
-            for (rows, columns), params in by_shape.items():
-                updates = []
-                for param in params:
-                    state = self.state[param]
-                    if not state:
-                        state["momentum"] = torch.zeros_like(param)
-                    state["momentum"].lerp_(param.grad, 1 - group["momentum"])
-                    updates.append(param.grad.lerp(state["momentum"], group["momentum"]))
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                state["momentum"].lerp_(param.grad, 1 - group["momentum"])
+                update = param.grad.lerp(state["momentum"], group["momentum"])
+                updates.setdefault(param.shape, []).append((param, update))
+            for (rows, columns), alike in updates.items():
                 scale = group["lr"] * max(1.0, rows / columns) ** 0.5
-                for param, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
-                    param.add_(update, alpha=-scale)
+                steps = orthogonalise(torch.stack([update for _, update in alike]))
+                for (param, _), step in zip(alike, steps, strict=True):
+                    param.add_(step, alpha=-scale)
 
 
 def orthogonalise(matrices: torch.Tensor, *, iterations: int = 5) -> torch.Tensor:
@@ -51,7 +51,7 @@ def orthogonalise(matrices: torch.Tensor, *, iterations: int = 5) -> torch.Tenso
     The coefficients trade accuracy for speed: singular values end between about 0.7 and 1.2.
     """
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
+    x: torch.Tensor = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(iterations):
         gram = x @ x.mT

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
@@ -37,7 +38,7 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
     if rendezvous is None or not rendezvous.startswith("tcp://"):
         # Ranks of one machine talk over its loopback interface.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    where: dict[str, Any] = {"store": dist.HashStore()} if rendezvous is None else {"init_method": rendezvous}
+    where: dict[str, Any] = {"store": HashStore()} if rendezvous is None else {"init_method": rendezvous}
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

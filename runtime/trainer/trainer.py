@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
@@ -28,17 +29,72 @@ from tltlab.runtime.rollout.samples import Sample
 
 from .batches import micro_batches
 from .checkpoint import load_trainer, save_trainer
-from .losses import advantages, correction_weights, kl_estimate, mismatch, policy_loss, shape_rewards, token_weights
+from .losses import (
+    Mismatch,
+    advantages,
+    correction_weights,
+    kl_estimate,
+    mismatch,
+    policy_loss,
+    shape_rewards,
+    token_weights,
+)
 from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
 from .ranks import be_repeatable, device_of, meet
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
 
-_NOTHING: dict[str, float] = {"loss": 0.0, "clip_fraction": 0.0, "kl": 0.0, "correction_mean": 0.0}
-
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt, one at least, and of its response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateBatch:
+    """N responses to learn from. Lists have an entry for each of them, of its n tokens.
+
+    `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
+    an advantage a response has no gradient, unless a penalty for the distance to the reference moves it.
+    """
+
+    pairs: list[Pair]
+    lengths: Tensor  # [N], n of each
+    advantages: Tensor  # [N]
+    counted: Tensor  # [N], bool
+    trained: Tensor  # [N], bool
+    base: list[Tensor]  # N of [n]: log-probs that ratios are taken to
+    corrections: list[Tensor]  # N of [n]: weights of tokens for who drew them
+    reference: list[Tensor] | None  # N of [n], [0] where nothing is trained: the reference's log-probs, with a penalty
+
+    def token_weights(self, rows: Tensor, config: TrainConfig, max_response_tokens: int) -> Tensor:
+        """[N]: what each token of a response weighs in the mini-batch of `rows`; 0 for all that are not in it."""
+        weights = torch.zeros(len(self.pairs))
+        weights[rows] = token_weights(
+            self.lengths[rows],
+            self.counted[rows],
+            aggregation=config.aggregation,
+            max_response_tokens=max_response_tokens,
+        )
+        return weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateMetrics:
+    """Means over the mini-batches of an update; the first four are sums of what micro-batches report.
+
+    `clip_fraction` and `kl` are means over their tokens, by weight, and `correction_mean` over those computed. `lr` is
+    that of the last step. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on some of the
+    samples.
+    """
+
+    loss: float
+    clip_fraction: float
+    kl: float
+    correction_mean: float
+    grad_norm: float
+    lr: float
+    trained_responses: float
+    drift_kl: float
 
 
 class Trainer:
@@ -49,7 +105,7 @@ class Trainer:
     ranks, the model is sharded (FSDP2) and casts them layer by layer. `max_response_tokens` is the cap of responses.
 
     >>> trainer = Trainer("my-model", TrainConfig(), temperature=1.0, max_response_tokens=512, seed=0)  # doctest: +SKIP
-    >>> trainer.old_logprobs(samples) | trainer.update(rl_step=0)                                       # doctest: +SKIP
+    >>> trainer.old_logprobs(samples).mismatch_kl, trainer.update(rl_step=0).loss                      # doctest: +SKIP
     """
 
     def __init__(
@@ -93,89 +149,59 @@ class Trainer:
         )
         self.steps = 0
         self._samples: list[Sample] = []
-        self._pairs: list[Pair] = []
-        self._old: list[Tensor] = []
+        self._old: list[Tensor] = []  # their log-probs before the policy moves
 
-    def old_logprobs(self, samples: Sequence[Sample]) -> dict[str, float]:
+    def old_logprobs(self, samples: Sequence[Sample]) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        Returns the distance to what the engine recorded (`losses.mismatch`). Engine and trainer hold the same weights,
-        so on-policy it should be near 0.
+        Returns the distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it
+        should be near 0.
         """
         self._samples = list(samples)
-        self._pairs = [(s.prompt_token_ids, s.token_ids) for s in samples]
-        self._old = self._logprobs(self.policy, self._pairs)
+        self._old = self._logprobs(self.policy, _pairs(samples))
         if not samples:
-            return mismatch(torch.empty(0), torch.empty(0), cap=self.config.correction_cap)
+            return Mismatch()
         behaviour = torch.cat([torch.tensor(s.logprobs) for s in samples])
         return mismatch(torch.cat(self._old), behaviour, cap=self.config.correction_cap)
 
-    def update(self, rl_step: int) -> dict[str, float]:
-        """Take up to `minibatches` optimizer steps on the kept samples. Returns means over mini-batches.
+    def update(self, rl_step: int) -> UpdateMetrics:
+        """Take up to `minibatches` optimizer steps on the kept samples.
 
-        `clip_fraction` and `kl` are means over their tokens, by weight, and `correction_mean` over those computed.
-        Responses without an advantage carry no gradient: they count in their mini-batch, as in the papers, and are not
-        computed, unless a penalty for the distance to the reference moves them. Truncated ones do not count where they
-        are filtered. Without a token left nothing moves. The learning rate grows linearly over the first
-        `warmup_steps` optimizer steps. `drift_kl` is the k3 estimate of KL(policy before || policy after) per token, on
-        some of the samples. RunError where a gradient is not finite.
+        Responses without an advantage count in their mini-batch, as in the papers, and are not computed. Truncated ones
+        do not count where they are filtered. Without a token left nothing moves. The learning rate grows linearly over
+        the first `warmup_steps` optimizer steps. RunError where a gradient is not finite.
         """
-        config, samples = self.config, self._samples
-        lengths = torch.tensor([len(s.token_ids) for s in samples])
-        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
-        advantage = self._advantages(lengths, truncated)
-        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
-        order = torch.from_numpy(np.random.default_rng([self.seed, rl_step]).permutation(len(samples)))
-        parts = [part for part in order.tensor_split(config.minibatches) if trained[part].any()]
-        old, corrections = self._ratio_base()
-        reference = self._reference_logprobs(torch.nonzero(trained)[:, 0].tolist())
-        totals = torch.zeros(len(_NOTHING), dtype=torch.float64)
+        config, batch = self.config, self._batch()
+        order = torch.from_numpy(np.random.default_rng([self.seed, rl_step]).permutation(len(batch.pairs)))
+        minibatches = [rows for rows in order.tensor_split(config.minibatches) if batch.trained[rows].any()]
+        totals = torch.zeros(4, dtype=torch.float64)
         norms = lr = 0.0
-        for part in parts:
-            weights = torch.zeros(len(samples))
-            weights[part] = token_weights(
-                lengths[part],
-                counted[part],
-                aggregation=config.aggregation,
-                max_response_tokens=self.max_response_tokens,
-            )
-            shares = weights * lengths
-            whole, computed = float(shares.sum()), float(shares[trained].sum())
-            for rows in self._dealt(part[trained[part]].tolist(), self._pairs):
-                logp = self.policy(self._packed([self._pairs[i] for i in rows]))
-                correction = self._joined(corrections, rows) if corrections else None
-                token_weight = weights[rows].repeat_interleave(lengths[rows]).to(self.device)
-                terms = policy_loss(
-                    logp,
-                    self._joined(old, rows),
-                    advantage[rows].repeat_interleave(lengths[rows]).to(self.device),
-                    token_weight,
-                    clip_low=config.clip_low,
-                    clip_high=config.clip_high,
-                    correction=correction,
-                    kl_coef=config.kl_coef,
-                    ref_logp=self._joined(reference, rows) if config.kl_coef else None,
-                )
-                # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
-                (terms.loss * self.world).backward()
-                corrected = float((token_weight if correction is None else token_weight * correction).sum())
-                totals += torch.tensor(
-                    [float(terms.loss.detach()), terms.clip_fraction / whole, terms.kl / whole, corrected / computed]
-                )
+        for minibatch in minibatches:
+            weights = batch.token_weights(minibatch, config, self.max_response_tokens)
+            for rows in self._dealt(minibatch[batch.trained[minibatch]].tolist(), batch.pairs):
+                totals += self._backward(batch, weights, rows)
             lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
             norms += self._optimizer_step(lr, rl_step)
         self._sum(totals)
-        mean = {name: float(total) / max(len(parts), 1) for name, total in zip(_NOTHING, totals, strict=True)}
-        mean |= {"grad_norm": norms / max(len(parts), 1), "lr": lr, "trained_responses": float(trained.sum())}
-        return mean | {"drift_kl": self._drift()}
+        num = max(len(minibatches), 1)
+        loss, clip_fraction, kl, correction_mean = (totals / num).tolist()
+        return UpdateMetrics(
+            loss=loss,
+            clip_fraction=clip_fraction,
+            kl=kl,
+            correction_mean=correction_mean,
+            grad_norm=norms / num,
+            lr=lr,
+            trained_responses=float(batch.trained.sum()),
+            drift_kl=self._drift(),
+        )
 
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """Log-probs under the policy of each pair's N response tokens given its prompt, [N] each, float32.
 
         With `distributions` the whole rows that they are from, [N, V]; natural logarithms at the rollout temperature.
         """
-        return [found.numpy() for found in self._logprobs(self.policy, list(pairs), whole=distributions)]
+        return [logp.numpy() for logp in self._logprobs(self.policy, pairs, whole=distributions)]
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
@@ -207,7 +233,7 @@ class Trainer:
     def load_checkpoint(self, folder: str) -> None:
         """Be what a trainer of any number of ranks saved. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
-        self._samples, self._pairs, self._old = [], [], []
+        self._samples, self._old = [], []
 
     def offload(self) -> None:
         """Move weights and optimizer state to the host, so that an engine can have the device."""
@@ -222,35 +248,71 @@ class Trainer:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _advantages(self, lengths: Tensor, truncated: Tensor) -> Tensor:
-        shaped = shape_rewards(
-            torch.tensor([s.reward for s in self._samples], dtype=torch.float32),
+    def _batch(self) -> UpdateBatch:
+        """The kept samples with all that an update needs of them before it is cut up."""
+        config, samples, pairs = self.config, self._samples, _pairs(self._samples)
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
+        rewards = shape_rewards(
+            torch.tensor([s.reward for s in samples], dtype=torch.float32),
             lengths,
             truncated,
-            overlong=self.config.overlong,
-            buffer=self.config.overlong_buffer,
+            overlong=config.overlong,
+            buffer=config.overlong_buffer,
             max_response_tokens=self.max_response_tokens,
         )
-        groups = torch.tensor([s.group for s in self._samples], dtype=torch.int64)
-        return advantages(shaped, groups, scale=self.config.advantage_scale) if len(groups) else shaped
+        groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
+        advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
+        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
 
-    def _ratio_base(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The log-probs that ratios are taken to, and weights of tokens, or none, for who drew them."""
-        if self.config.correction == "none":
-            return self._old, []
-        behaviour = [torch.tensor(s.logprobs) for s in self._samples]
-        if self.config.correction == "behaviour":
-            return behaviour, []
-        cap = self.config.correction_cap
-        return self._old, [correction_weights(o, b, cap) for o, b in zip(self._old, behaviour, strict=True)]
-
-    def _reference_logprobs(self, rows: list[int]) -> list[Tensor]:
-        """The reference's log-probs of the samples `rows`, nothing for others."""
-        found = [torch.empty(0)] * len(self._samples)
+        behaviour = [torch.tensor(s.logprobs) for s in samples]
+        corrections = [torch.ones(len(old)) for old in self._old]
+        if config.correction == "truncated":
+            both = zip(self._old, behaviour, strict=True)
+            corrections = [correction_weights(old, drawn, config.correction_cap) for old, drawn in both]
+        reference: list[Tensor] | None = None
         if self.reference is not None:
-            for i, logp in zip(rows, self._logprobs(self.reference, [self._pairs[i] for i in rows]), strict=True):
-                found[i] = logp
-        return found
+            reference, rows = [torch.empty(0)] * len(samples), trained.nonzero()[:, 0].tolist()
+            for i, logp in zip(rows, self._logprobs(self.reference, [pairs[i] for i in rows]), strict=True):
+                reference[i] = logp
+        return UpdateBatch(
+            pairs=pairs,
+            lengths=lengths,
+            advantages=advantage,
+            counted=counted,
+            trained=trained,
+            base=behaviour if config.correction == "behaviour" else self._old,
+            corrections=corrections,
+            reference=reference,
+        )
+
+    def _backward(self, batch: UpdateBatch, weights: Tensor, rows: list[int]) -> Tensor:
+        """Add the gradient of the responses `rows`, a micro-batch of the mini-batch whose tokens weigh `weights` [N].
+
+        Returns its part of the first four `UpdateMetrics` of that mini-batch.
+        """
+        config, lengths = self.config, batch.lengths[rows]
+        shares = weights * batch.lengths
+        whole, computed = float(shares.sum()), float(shares[batch.trained].sum())
+        correction = self._joined(batch.corrections, rows)
+        token_weight = weights[rows].repeat_interleave(lengths).to(self.device)
+        terms = policy_loss(
+            self.policy(self._packed([batch.pairs[i] for i in rows])),
+            self._joined(batch.base, rows),
+            batch.advantages[rows].repeat_interleave(lengths).to(self.device),
+            token_weight,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            correction=correction,
+            kl_coef=config.kl_coef,
+            ref_logp=None if batch.reference is None else self._joined(batch.reference, rows),
+        )
+        # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
+        (terms.loss * self.world).backward()
+        corrected = float((token_weight * correction).sum())
+        loss = float(terms.loss.detach())
+        return torch.tensor([loss, terms.clip_fraction / whole, terms.kl / whole, corrected / computed])
 
     def _optimizer_step(self, lr: float, rl_step: int) -> float:
         """Step once at `lr`; the gradient's norm before it was clipped."""
@@ -272,7 +334,7 @@ class Trainer:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
         stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
-        now = self._logprobs(self.policy, [self._pairs[i] for i in rows])
+        now = self._logprobs(self.policy, _pairs([self._samples[i] for i in rows]))
         old = torch.cat([torch.empty(0), *(self._old[i] for i in rows)])
         return float(kl_estimate(old, torch.cat(now)).mean()) if len(old) else 0.0
 
@@ -281,14 +343,14 @@ class Trainer:
         sizes = [len(response) for _, response in pairs]
         starts = [0, *accumulate(sizes)]
         width = model.model.get_output_embeddings().weight.shape[:1] if whole else ()
-        found = torch.zeros(starts[-1], *width, device=self.device)
+        logprobs = torch.zeros(starts[-1], *width, device=self.device)
         with torch.no_grad():
             for rows in self._dealt(list(range(len(pairs))), pairs):
                 logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
                 for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
-                    found[starts[i] : starts[i + 1]] = part
-        self._sum(found)
-        return list(found.cpu().split(sizes))
+                    logprobs[starts[i] : starts[i + 1]] = part
+        self._sum(logprobs)
+        return list(logprobs.cpu().split(sizes))
 
     def _dealt(self, rows: Sequence[int], pairs: Sequence[Pair]) -> Iterator[list[int]]:
         """This rank's micro-batches of `rows`."""
@@ -324,3 +386,7 @@ class Trainer:
             # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
+
+
+def _pairs(samples: Sequence[Sample]) -> list[Pair]:
+    return [(s.prompt_token_ids, s.token_ids) for s in samples]

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.acceptance.load import Acceptance, FreshAcceptance
+from tltlab.acceptance.load import Acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit
 from tltlab.costs.base import LinearCosts
@@ -135,15 +135,16 @@ def simulate(
         shown.append(stage_table(summary))
     if out is not None:
         (whole or result).trace.write(out)
-    if spot_training is not None and not isinstance(result.scenario.acceptance, FreshAcceptance):
+    acceptance_used = result.scenario.acceptance
+    if spot_training is not None and (acceptance_used is None or acceptance_used.trained_drafter is None):
         shown.append("                   it changes nothing here: only acceptance of kind fresh depends on training")
     emit(summary, as_json=as_json, text="\n".join([*shown, *(f"assumed            {note}" for note in assumptions)]))
 
 
 def likely_drafter(model: Acceptance | None, costs: str | None) -> str:
     """The drafter that `--strategy` leaves open: drafts of a learned one cost time, those of n-grams do not."""
-    if isinstance(model, FreshAcceptance):
-        return model.drafter
+    if model is not None and model.trained_drafter is not None:
+        return model.trained_drafter
     if model is not None and len(model.drafters) == 1:
         return model.drafters[0]
     return "ngram" if costs is None or isinstance(load_costs(costs), LinearCosts) else "learned"

@@ -8,15 +8,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
-import numpy.typing as npt
 
+from tltlab.arrays import Array, Floats, Ints
 from tltlab.state import RequestState
 
 from .regime import Regime
-from .requests import Floats, Ints, Requests
+from .requests import Requests
 
 TOLERANCE_TOKENS = 1e-6
 """A request this close to its length has reached it: sums of expected tokens carry rounding errors."""
@@ -38,7 +38,7 @@ class MacroStep:
     first_s: float
     context_tokens: float
     finished: list[int]
-    gains: npt.NDArray[Any] | None = None
+    gains: Array | None = None
 
     @property
     def tokens(self) -> float:
@@ -205,7 +205,7 @@ class ArrayBatch(Batch):
     def __init__(self, requests: Requests, dtype: type[np.int64] | type[np.float64]) -> None:
         super().__init__(requests)
         self._running = np.zeros(0, np.int64)
-        self._generated: npt.NDArray[Any] = np.zeros(len(requests), dtype)
+        self._generated: Array = np.zeros(len(requests), dtype)
 
     @property
     def running(self) -> Sequence[int]:
@@ -230,9 +230,9 @@ class ArrayBatch(Batch):
         self._running = self._running[:-1]
         return request, self.generated(request)
 
-    def _left(self) -> npt.NDArray[Any]:
+    def _left(self) -> Array:
         """Tokens that each resident lacks."""
-        left: npt.NDArray[Any] = self.requests.lengths[self._running] - self._generated[self._running]
+        left: Array = self.requests.lengths[self._running] - self._generated[self._running]
         return left
 
     def _advance_plain(self, regime: Regime, limit: float, room_tokens: float) -> MacroStep:
@@ -242,15 +242,13 @@ class ArrayBatch(Batch):
         n = int(min(whole, limit, iterations_that_fit(batch, batch, room_tokens)))
         return self._advanced(regime, n, np.full(batch, n), batch * n * (n - 1) / 2)
 
-    def _advance_by(self, regime: Regime, gains: npt.NDArray[Any]) -> MacroStep:
+    def _advance_by(self, regime: Regime, gains: Array) -> MacroStep:
         """Run as many iterations as there are columns of `gains`."""
         n = gains.shape[1]
         growth = float((gains.sum(axis=0) * np.arange(n - 1, -1, -1)).sum())
         return self._advanced(regime, n, gains.sum(axis=1), growth, gains)
 
-    def _advanced(
-        self, regime: Regime, n: int, total: npt.NDArray[Any], growth: float, gains: npt.NDArray[Any] | None = None
-    ) -> MacroStep:
+    def _advanced(self, regime: Regime, n: int, total: Array, growth: float, gains: Array | None = None) -> MacroStep:
         """`growth` sums over the iterations what the context has grown by before each."""
         running, batch, context = self._running, len(self._running), self.context_tokens
         first_s = regime.fixed_s(batch) + regime.slope_s(batch) * context
@@ -261,7 +259,7 @@ class ArrayBatch(Batch):
         return MacroStep(regime, n, batch, seconds, first_s, context, running[over].tolist(), gains)
 
 
-def iterations_until_done(gains: npt.NDArray[Any], left: npt.NDArray[Any], room_tokens: float) -> int:
+def iterations_until_done(gains: Array, left: Array, room_tokens: float) -> int:
     """Columns of `gains` until one request has what is `left` of it, or the context has outgrown `room_tokens`."""
     gained = np.cumsum(gains, axis=1)
     done = (gained >= left[:, None]).any(axis=0)

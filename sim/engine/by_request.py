@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tltlab.acceptance.load import AcceptanceModel, RequestAcceptance, per_request
+from tltlab.acceptance.load import ByRequest
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, refuse_trees
 from tltlab.errors import ConfigError
@@ -27,7 +28,7 @@ from tltlab.strategy import Strategy
 from .batch import TOLERANCE_TOKENS, ArrayBatch, MacroStep, iterations_that_fit, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
-from .requests import Floats, Ints, Requests
+from .requests import Requests
 
 REFRESH_ITERATIONS = 32
 RECENT_ITERATIONS = 16.0
@@ -64,7 +65,7 @@ class RateBatch(ArrayBatch):
     def __init__(
         self,
         requests: Requests,
-        model: RequestAcceptance,
+        model: ByRequest,
         groups: Groups,
         *,
         seed: int,
@@ -216,7 +217,7 @@ class Rates:
     batch gets the first one.
     """
 
-    model: AcceptanceModel | RequestAcceptance
+    model: ByRequest
     costs: CostModel
     seed: int = 0
     sampled: bool = False
@@ -225,12 +226,10 @@ class Rates:
     _of: Requests | None = field(default=None, init=False)
     _num_made: int = field(default=0, init=False)
     _groups: Groups | None = field(default=None, init=False)
-    _asked: RequestAcceptance = field(init=False)
 
     def __post_init__(self) -> None:
         if self.refresh < 1:
             raise ConfigError(f"refresh must be at least 1 iteration, got {self.refresh}")
-        self._asked = per_request(self.model)
 
     def __call__(self, requests: Requests) -> RateBatch:
         if self._groups is None or self._of is not requests:
@@ -239,7 +238,7 @@ class Rates:
         self._num_made += 1
         return RateBatch(
             requests,
-            self._asked,
+            self.model,
             self._groups,
             seed=self.seed,
             sampled=self.sampled,

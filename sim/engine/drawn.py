@@ -6,14 +6,14 @@ import math
 from abc import abstractmethod
 
 import numpy as np
-import numpy.typing as npt
 
-from tltlab.acceptance.load import TraceAcceptance
+from tltlab.acceptance.load import Settled
+from tltlab.arrays import Bytes, Ints
 
 from .batch import ArrayBatch, MacroStep, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
-from .requests import Ints, Requests
+from .requests import Requests
 
 _BLOCK_CELLS = 1 << 16
 
@@ -64,11 +64,11 @@ class SampledBatch(WalkBatch):
 class ReplayBatch(WalkBatch):
     """Accepted tokens as recorded for the position at which the draft starts: deterministic in every mode."""
 
-    def __init__(self, requests: Requests, acceptance: TraceAcceptance) -> None:
+    def __init__(self, requests: Requests, acceptance: Settled) -> None:
         super().__init__(requests)
         self._acceptance = acceptance
         self._starts = np.concatenate([[0], np.cumsum(requests.lengths)])[:-1]
-        self._flat: dict[str, npt.NDArray[np.uint8]] = {}
+        self._flat: dict[str, Bytes] = {}
 
     def _gains(self, regime: Regime, left: Ints, count: int) -> Ints:
         flat, running = self._positions(regime.strategy.drafter), self._running
@@ -82,7 +82,7 @@ class ReplayBatch(WalkBatch):
                 break
         return np.stack(columns, axis=1)
 
-    def _positions(self, drafter: str) -> npt.NDArray[np.uint8]:
+    def _positions(self, drafter: str) -> Bytes:
         if drafter not in self._flat:
             pairs = zip(self.requests.keys, self.requests.response_tokens, strict=True)
             rows = [self._acceptance.positions(drafter, key, length) for key, length in pairs if length]

@@ -7,11 +7,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from tltlab.arrays import Array, Flags, Floats, Ints
 
 from .batch import MacroStep
 from .regime import Regime
-from .requests import Floats, Ints
 
 
 class Entry(NamedTuple):
@@ -53,12 +53,12 @@ class Columns:
     seconds: Floats
     context_tokens: Floats
     tokens: Floats
-    asked: npt.NDArray[np.bool_]
+    asked: Flags
     bucket: list[int | None]
     propensity: Floats
     reward: list[float | None]
     regime: list[Regime]
-    gains: list[npt.NDArray[Any] | None]
+    gains: list[Array | None]
     noise: list[Floats | None]
 
     def __len__(self) -> int:
@@ -69,7 +69,7 @@ class Columns:
         return self.start_s + self.switch_s + self.prefill_s
 
     @property
-    def speculates(self) -> npt.NDArray[np.bool_]:
+    def speculates(self) -> Flags:
         return np.array([regime.strategy.speculates for regime in self.regime], dtype=bool)
 
     @classmethod

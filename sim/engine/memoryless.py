@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
 from tltlab.state import StepState
@@ -19,7 +20,6 @@ from tltlab.strategy import Strategy
 from .batch import TOLERANCE_TOKENS
 from .log import Columns
 from .regime import Regime, Regimes
-from .requests import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ import hashlib
 from collections.abc import Iterable
 
 import numpy as np
-import numpy.typing as npt
 from scipy.special import ndtr, ndtri
 
 from tltlab.acceptance.load import Key
+from tltlab.arrays import Floats, Ints, Words
 from tltlab.costs.noise import IterationNoise
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -21,13 +21,13 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 _FIRST = 512
 
 
-def request_seeds(seed: int, keys: Iterable[Key]) -> npt.NDArray[np.uint64]:
+def request_seeds(seed: int, keys: Iterable[Key]) -> Words:
     """One 64-bit seed per request, from the simulation's seed and the request's key."""
     digests = (hashlib.blake2b(repr((seed, key)).encode(), digest_size=8).digest() for key in keys)
     return np.frombuffer(b"".join(digests), dtype="<u8").astype(np.uint64)
 
 
-def uniforms(seeds: npt.NDArray[np.uint64], start: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.float64]:
+def uniforms(seeds: Words, start: Ints, count: int) -> Floats:
     """Draws start[i]..start[i]+count-1 of each request: shape (requests, count), in [0, 1)."""
     k = (start[:, None] + np.arange(1, count + 1)[None, :]).astype(np.uint64)
     z = seeds[:, None] + k * _GOLDEN
@@ -49,10 +49,10 @@ class NoiseDraws:
         self._seeds = request_seeds(seed, [(rl_step, "iteration noise", worker, length) for length in lengths])
         # Blocks of different workers and steps do not begin together.
         self._offsets = [int(number) % length for number, length in zip(self._seeds.tolist(), lengths, strict=True)]
-        self._drawn: npt.NDArray[np.float64] = np.zeros(0)
-        self._sums: npt.NDArray[np.float64] = np.zeros(1)
+        self._drawn: Floats = np.zeros(0)
+        self._sums: Floats = np.zeros(1)
 
-    def between(self, first: int, count: int) -> npt.NDArray[np.float64]:
+    def between(self, first: int, count: int) -> Floats:
         """The noise of iterations first..first+count-1."""
         self._reach(first + count)
         return self._drawn[first : first + count]

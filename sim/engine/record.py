@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.traces.schema import KEY, TABLES
 
 from .log import Columns
-from .requests import Floats, Ints
 from .worker import SimulatedRollout
 
 WORKLOAD = (*KEY, "epoch", "prompt_tokens", "max_response_tokens", "policy_version")
@@ -103,12 +101,12 @@ def _idle(rollout: SimulatedRollout, worker: int) -> Iterator[tuple[str, str, fl
 
 
 def _block(
-    kind: str | npt.NDArray[Any],
+    kind: str | Array,
     start_s: Floats,
     seconds: Floats,
     batch: Ints,
-    detail: npt.NDArray[Any],
-    chosen: npt.NDArray[np.bool_],
+    detail: Array,
+    chosen: Flags,
 ) -> pd.DataFrame:
     frame = pd.DataFrame({"kind": kind, "t_start": start_s, "duration": seconds, "batch": batch, "detail": detail})
     return frame[chosen].astype({"kind": object, "detail": object})

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from tltlab.acceptance.load import AcceptanceModel, FloatArray, RequestAcceptance, Settled, TraceAcceptance, reach
+from tltlab.acceptance.load import Settled, reach
+from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -26,7 +25,7 @@ class Regime:
     tokens: float
     num_drafted: float
     most: int
-    cdf: FloatArray | None
+    cdf: Floats | None
     _fixed_s: dict[int, float] = field(default_factory=dict)
 
     def fixed_s(self, batch: int) -> float:
@@ -61,7 +60,7 @@ class Regimes:
         regime = self._by_batch.get((strategy, batch))
         if regime is None:
             model = self._acceptance
-            if isinstance(model, AcceptanceModel | RequestAcceptance) and strategy.speculates:
+            if model is not None and strategy.speculates:
                 model = model.at(batch)
             key = (strategy, id(model))
             if key not in self._by_model:
@@ -82,16 +81,8 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, lo
                 f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
                 "acceptance.parquet nor acceptance.json; give --acceptance constant:A, geometric:ALPHA or a fitted file"
             )
-        if isinstance(acceptance, TraceAcceptance):
-            acceptance.check(strategy)
-            tokens, drafted = float("nan"), float(reach(strategy))
-        elif isinstance(acceptance, RequestAcceptance):
-            nobody = np.zeros(0)
-            acceptance.survival(strategy, nobody, nobody, nobody)  # refuses what it does not cover
-            tokens, drafted = float("nan"), acceptance.num_drafted(strategy)
-        else:
-            tokens = acceptance.tokens_per_iteration(strategy)
-            drafted = acceptance.num_drafted(strategy)
-            cdf = np.cumsum(acceptance.distribution(strategy))[:-1]
+        acceptance.check(strategy)
+        tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
+        cdf = acceptance.cdf(strategy)
     cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted, drafter_loaded=loaded)
     return Regime(strategy=strategy, cost=cost, tokens=tokens, num_drafted=drafted, most=reach(strategy), cdf=cdf)

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from tltlab.acceptance.load import Key
+from tltlab.arrays import Ints
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import simpy
 
+from tltlab.arrays import Floats, Ints
 from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise
 from tltlab.errors import ConfigError
@@ -28,7 +29,7 @@ from .log import Entry, WorkerLog
 from .memoryless import MemorylessChoices, check_listed
 from .random_numbers import NoiseDraws
 from .regime import Regime, Regimes
-from .requests import Floats, Ints, Requests
+from .requests import Requests
 from .scheduler import Scheduler
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tltlab.arrays import Floats
 from tltlab.policies.policy import load_policy
-from tltlab.sim.engine.requests import Floats
 from tltlab.sim.scenario import PolicyLike, Scenario
 from tltlab.sim.sweep import sweep
 from tltlab.stats import Interval, paired_interval, student_margin

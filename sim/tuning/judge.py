@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
-from tltlab.sim.engine.requests import Floats
 from tltlab.strategy import Strategy
 
 from .cases import TuningCases

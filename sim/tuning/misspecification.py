@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from pydantic import SerializeAsAny
 
-from tltlab.acceptance.load import Acceptance, AcceptanceModel, FloatArray, FreshAcceptance
+from tltlab.acceptance.load import Acceptance, AcceptanceModel, WrappedAcceptance
+from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel, IterationCost
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
@@ -57,48 +57,24 @@ class _ScaledCost(IterationCost):
         return self.factor * self.cost.draft_s(batch)
 
 
-class OffAcceptance(AcceptanceModel):
-    """`model` whose mean of accepted tokens is `factor` times as large, as far as the depth allows.
+class OffAcceptance(WrappedAcceptance):
+    """`base` whose mean of accepted tokens is `factor` times as large, as far as the depth allows.
 
     Less: a share of the drafts is rejected outright. More: a share is accepted whole.
     """
 
-    model: SerializeAsAny[AcceptanceModel]
     factor: float
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.model.drafters
-
-    def outside(self, strategy: Strategy) -> list[str]:
-        return self.model.outside(strategy)
-
-    def at(self, batch: int) -> AcceptanceModel:
-        model = self.model.at(batch)
-        if model is self.model:
-            return self
-        # One object per band: callers remember models by identity.
-        if id(model) not in self._at:
-            self._at[id(model)] = OffAcceptance(model=model, factor=self.factor)
-        return self._at[id(model)]
-
-    def distribution(self, strategy: Strategy) -> FloatArray:
-        chances = self.model.distribution(strategy)
+    def distribution(self, strategy: Strategy) -> Floats:
+        chances = self.base.distribution(strategy)
         mean, most = float(chances @ np.arange(len(chances))), len(chances) - 1
         if self.factor <= 1.0:
             share, at = 1.0 - self.factor, 0
         else:
             share, at = min(1.0, (self.factor - 1.0) * mean / (most - mean)) if mean < most else 0.0, most
-        shifted: FloatArray = (1.0 - share) * chances
+        shifted: Floats = (1.0 - share) * chances
         shifted[at] += share
         return shifted
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.model.num_drafted(strategy)
-
-    @cached_property
-    def _at(self) -> dict[int, OffAcceptance]:
-        return {}
 
 
 def corners(error: float) -> dict[str, tuple[float, float, float]]:
@@ -118,9 +94,11 @@ def corners(error: float) -> dict[str, tuple[float, float, float]]:
 
 def off(acceptance: Acceptance | None, factor: float) -> Acceptance | None:
     """The acceptance with `factor` times the accepted tokens; ConfigError for one that tells requests apart."""
-    if isinstance(acceptance, FreshAcceptance) or not isinstance(acceptance, AcceptanceModel | None):
+    if acceptance is None:
+        return None
+    if not isinstance(acceptance, AcceptanceModel):
         raise ConfigError(
             "a cost error needs an acceptance model that treats requests alike, such as a fitted one (by-batch) or "
             "geometric:ALPHA"
         )
-    return None if acceptance is None else OffAcceptance(model=acceptance, factor=factor)
+    return OffAcceptance(base=acceptance, factor=factor)

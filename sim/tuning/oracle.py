@@ -11,14 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tltlab.acceptance.load import AcceptanceModel, FreshAcceptance, fresh
 from tltlab.costs.base import IterationCost
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
-from tltlab.state import DrafterState, StepState
+from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 
@@ -31,13 +30,11 @@ class Expected:
 
     def __init__(self, scenario: Scenario, strategies: Sequence[Strategy]) -> None:
         self.strategies = tuple(dict.fromkeys((NO_SPECULATION, *strategies)))
-        model = scenario.acceptance
-        if isinstance(model, FreshAcceptance):
-            model = fresh(model, {s.drafter: DrafterState() for s in self.strategies})
+        model = None if scenario.acceptance is None else scenario.acceptance.in_state({})
         self.acceptance = model
         self._regimes = Regimes(self.strategies, scenario.costs, model)
         self._means: dict[Strategy, float] = {}
-        if not isinstance(model, AcceptanceModel):
+        if model is None or model.varies_by != "nothing":
             self._means = {s: _mean_tokens(scenario, s) for s in self.strategies if s.speculates}
 
     def tokens(self, strategy: Strategy, batch: int) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.acceptance.load import Acceptance, AcceptanceModel, fresh
+from tltlab.acceptance.load import Acceptance
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.planning.decisions import Logged, logged_decisions
@@ -99,8 +99,8 @@ class _Expected:
         self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Acceptance | None, reward: Reward
     ) -> None:
         names = {s.drafter: DrafterState() for s in strategies if s.speculates}
-        model = None if acceptance is None else fresh(acceptance, names)
-        if model is not None and not isinstance(model, AcceptanceModel):
+        model = None if acceptance is None else acceptance.in_state(names)
+        if model is not None and model.varies_by != "nothing":
             raise ConfigError(
                 "the check needs an acceptance that is alike for all requests, as 'geometric:0.6' or a fit without "
                 f"request curves, got {type(model).__name__}"

@@ -14,24 +14,35 @@ import pytest
 
 import tltlab
 from tltlab.cli.demo import make_room
+from tltlab.demo import FAST, FULL, demo_recipe
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(800)]
+pytestmark = pytest.mark.timeout(800)
 SHORTER = """
 from dataclasses import replace
 from tltlab import demo
-from tltlab.bench.drafter.runs import Sizes
+from tltlab.runtime.models.runs import Sizes
 from tltlab.cli.app import main
 from tltlab.runtime.models.make import SIZES
 
+whole = demo.demo_recipe
+
+def smaller(*args):
+    recipe = whole(*args)
+    rollout = recipe.rollout.model_copy(update={"num_workers": 1, "prompts_per_step": 10})
+    return recipe.model_copy(update={"rollout": rollout})
+
+demo.demo_recipe = smaller
 demo.FAST = replace(
     demo.FAST,
-    size=replace(SIZES["tiny"], steps=300, measured_prompts=8),
+    size=replace(SIZES["tiny"], steps=200, measured_prompts=4),
+    plain_steps=1,
+    tuned_steps=1,
     heldout=48,
     drafter=Sizes(
-        prompts_per_step=12, max_response_tokens=384, tokens_per_update=512, steps=4, heldout=0,
-        warm_up_texts=96, warm_up_length=1.8, warm_up_updates=150,
+        workers=2, prompts_per_step=8, max_response_tokens=256, tokens_per_update=512, steps=3, heldout=0,
+        warm_up_texts=64, warm_up_length=1.8, warm_up_updates=100,
     ),
 )
 main()
@@ -49,6 +60,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return out, shown
 
 
+@pytest.mark.engine
 def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
     out, summary = demo
     assert summary["grpo_steps"] == len(summary["steps"]) >= 4
@@ -70,6 +82,7 @@ def test_the_summary_tells_the_whole_story(demo: tuple[Path, dict[str, Any]]):
         assert (out / summary[name]).exists(), name
 
 
+@pytest.mark.engine
 def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
     out, summary = demo
     policy = load_policy(out / summary["policy"])
@@ -85,6 +98,7 @@ def test_the_tuned_steps_ran_the_policy_file(demo: tuple[Path, dict[str, Any]]):
     assert trace.decisions[trace.decisions["rl_step"].isin(explored)]["draft_depth"].nunique() > 1
 
 
+@pytest.mark.engine
 def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str, Any]]):
     from safetensors.numpy import load_file
 
@@ -96,6 +110,7 @@ def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str
     assert summary["reward_last"] > summary["reward_first"] - 0.06
 
 
+@pytest.mark.engine
 def test_the_run_folder_can_be_simulated_as_it_is(demo: tuple[Path, dict[str, Any]]):
     trace = tltlab.read(demo[0])
     result = tltlab.sim.simulate(trace, demo[0] / "policy.json", placement="recorded")
@@ -103,12 +118,14 @@ def test_the_run_folder_can_be_simulated_as_it_is(demo: tuple[Path, dict[str, An
     assert result.summary["regret"] >= 0
 
 
+@pytest.mark.engine
 def test_what_was_made_is_a_picture_and_a_perfetto_file(demo: tuple[Path, dict[str, Any]]):
     assert (demo[0] / "timeline.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((demo[0] / "timeline.json").read_text())["traceEvents"]
     assert {"M", "X"} <= {event["ph"] for event in events}
 
 
+@pytest.mark.engine
 def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path, dict[str, Any]]):
     out, summary = demo
     drafter = summary["drafter"]
@@ -118,12 +135,23 @@ def test_a_drafter_learned_on_idle_workers_in_a_run_of_its_own(demo: tuple[Path,
     assert drafter["kept_by_position"]["adaptive"] != drafter["kept_by_position"]["frozen"]
     assert drafter["updates"] > 0
     trace = tltlab.read(out / drafter["run"])
-    assert trace.manifest.num_workers == 4
+    assert trace.manifest.num_workers == 2
     assert trace.spot_training["updates"].sum() >= drafter["updates"]
     assert {"spot_train", "idle"} <= set(trace.spans["kind"])
     assert trace.acceptance["drafter_age"].max() > 0
     assert (out / drafter["timeline"]).read_bytes().startswith(b"\x89PNG")
     assert drafter["verify"]["num_steps"] == len(trace.rl_steps)
+
+
+def test_the_demo_itself_is_larger_than_what_is_run_here():
+    for setting, heldout in ((FAST, 256), (FULL, 512)):
+        recipe = demo_recipe(
+            Path("model"), setting, {"reward": "tltlab.runtime.models.tasks:subset_sum_reward"}, seed=0
+        )
+        assert recipe.eval.num_prompts == setting.heldout == heldout
+        assert (recipe.rollout.num_workers, recipe.rollout.prompts_per_step) == (2, 24)
+        # With two workers only one is ever idle.
+        assert setting.drafter.workers == 4
 
 
 def test_an_earlier_demo_is_moved_aside_and_anything_else_is_refused(tmp_path: Path):

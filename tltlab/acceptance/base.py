@@ -1,4 +1,4 @@
-"""What an acceptance model is: one that treats all requests alike, and one that tells them apart.
+"""What any acceptance model answers, and those that treat all requests alike or tell them apart.
 
 Everywhere `accepted` counts without the bonus token and `tokens` with it. A strategy's reach is the number of drafted
 tokens that can be accepted: its draft depth, or fewer where fewer tokens are verified. `survival[i - 1]` is
@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal, Protocol, Self
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, SerializeAsAny
 
+from tltlab.arrays import Bytes, Floats
 from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 Key = tuple[int, str, int, int]
-FloatArray = npt.NDArray[np.float64]
 Share = Annotated[float, Field(ge=0, le=1)]
+Variation = Literal["nothing", "request", "position"]
 
 
 def reach(strategy: Strategy) -> int:
@@ -37,6 +38,85 @@ def reach(strategy: Strategy) -> int:
     return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
 
+class Acceptance(Protocol):
+    """How many drafted tokens the target accepts: what a model of any kind answers.
+
+    `drafters` names the drafters it knows, () where it holds for any. `trained_drafter` is the one whose age and
+    training change the acceptance by a model, None where they do not. `varies_by` says what tells two drafts of one
+    strategy at one batch size apart: nothing, the request, or the recorded position.
+    """
+
+    @property
+    def drafters(self) -> tuple[str, ...]: ...
+
+    @property
+    def trained_drafter(self) -> str | None: ...
+
+    @property
+    def varies_by(self) -> Variation: ...
+
+    def knows(self, drafter: str) -> bool:
+        """Whether it speaks of a drafter; constant and geometric models are said to speak of any."""
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        """What about a strategy lies outside of what the model was measured on."""
+
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> Settled:
+        """The model for drafters in these states; one that is not named counts as never updated, and of age 0."""
+
+    def at_best(self, drafters: Iterable[str]) -> Settled:
+        """The most that these drafters accept in any state: for bounds."""
+
+
+class Settled(Acceptance, Protocol):
+    """Acceptance by drafters in a known state: a model that can be asked.
+
+    Without speculation nothing is drafted, one token comes out, and no model is asked. All raise ConfigError for a
+    strategy that the model does not cover.
+    """
+
+    def at(self, batch: int) -> Settled:
+        """The model that holds at a batch size: itself, unless it tells batch sizes apart."""
+
+    def check(self, strategy: Strategy) -> None:
+        """Raise ConfigError where some batch size has no acceptance for the strategy."""
+
+    def tokens_per_iteration(self, strategy: Strategy) -> float:
+        """Expected tokens of one request in one iteration, the bonus token included; NaN where requests differ."""
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        """Expected tokens really drafted per request and iteration: a drafter may return fewer than asked."""
+
+    def cdf(self, strategy: Strategy) -> Floats | None:
+        """P(accepted <= j) for j = 0..reach - 1; None where requests differ."""
+
+    def by_request(self) -> ByRequest:
+        """The model request by request; ConfigError where acceptance is replayed."""
+
+    def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
+        """Where acceptance is replayed: acceptable tokens at positions 0..num_tokens - 1 of one request."""
+
+
+class ByRequest(Protocol):
+    """Chances of every request; the arrays have one entry per request."""
+
+    def at(self, batch: int) -> ByRequest: ...
+
+    def num_drafted(self, strategy: Strategy) -> float: ...
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        """One level per request, known or drawn from (seed, key) alone: order and company do not matter."""
+
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
+        """P(accepted >= i) for i = 1..reach, shape (requests, reach).
+
+        `num_siblings` counts finished samples of the same group.
+        """
+
+    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
+        """Expected tokens per iteration that a response of `num_tokens` never exceeds, whatever finishes when."""
+
+
 class StoredModel(FiniteModel):
     """A model that is a file."""
 
@@ -46,129 +126,221 @@ class StoredModel(FiniteModel):
         return Path(path)
 
 
-class AcceptanceModel(StoredModel, ABC):
-    """Acceptance as a distribution that is the same for every request and position.
+class SettledModel(StoredModel, ABC):
+    """The answers that most models share."""
 
-    `drafters` names the drafters it knows, () where it holds for any. Without speculation nothing is drafted, one
-    token comes out, and no model is asked.
-    """
+    varies_by: ClassVar[Variation]
 
     @property
     def drafters(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def trained_drafter(self) -> str | None:
+        return None
+
+    def knows(self, drafter: str) -> bool:
+        return not self.drafters or drafter in self.drafters
+
     def outside(self, strategy: Strategy) -> list[str]:
-        """What about a strategy lies outside of what the model was measured on."""
         return []
 
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> Self:
+        return self
+
+    def at_best(self, drafters: Iterable[str]) -> Self:
+        return self
+
+    def by_request(self) -> Self:
+        return self
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        return np.zeros(len(keys))
+
+    def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
+        raise TypeError("a model has no recorded positions: ask for chances")
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return float(strategy.tokens_to_verify - 1)
+
     @abstractmethod
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def best_survival(
+        self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
+    ) -> Floats:
+        """P(accepted >= i), shape (requests, reach), at whichever batch size has the most."""
+
+
+class AcceptanceModel(SettledModel):
+    """Acceptance as a distribution that is the same for every request and position."""
+
+    varies_by = "nothing"
+
+    @abstractmethod
+    def distribution(self, strategy: Strategy) -> Floats:
         """P(accepted = j) for j = 0..reach. Raises ConfigError for a strategy that the model does not cover."""
 
     def at(self, batch: int) -> AcceptanceModel:
-        """The model that holds at a batch size: itself, unless it tells batch sizes apart."""
         return self
 
-    def survival(self, strategy: Strategy) -> FloatArray:
+    @property
+    def by_batch(self) -> tuple[AcceptanceModel, ...]:
+        """The models that hold at different batch sizes, each once."""
+        return (self,)
+
+    def check(self, strategy: Strategy) -> None:
+        for model in self.by_batch:
+            model.distribution(strategy)
+
+    def curve(self, strategy: Strategy) -> Floats:
         """P(accepted >= i) for i = 1..reach."""
         tail = np.cumsum(self.distribution(strategy)[::-1])[::-1][1:]
-        kept: FloatArray = np.clip(tail, 0.0, 1.0)
-        return kept
+        return np.clip(tail, 0.0, 1.0)
+
+    def survival(
+        self,
+        strategy: Strategy,
+        levels: Floats | None = None,
+        generated_tokens: Floats | None = None,
+        num_siblings: Floats | None = None,
+    ) -> Floats:
+        """The curve, or a row of it for every request where `levels` tells of requests."""
+        curve = self.curve(strategy)
+        return curve if levels is None else np.broadcast_to(curve, (len(levels), len(curve)))
 
     def tokens_per_iteration(self, strategy: Strategy) -> float:
-        """Expected tokens of one request in one iteration, the bonus token included."""
         p = self.distribution(strategy)
         return 1.0 + float(p @ np.arange(len(p)))
 
-    def num_drafted(self, strategy: Strategy) -> float:
-        """Expected tokens really drafted per request and iteration: a drafter may return fewer than asked."""
-        return float(strategy.tokens_to_verify - 1)
+    def best_survival(
+        self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
+    ) -> Floats:
+        best: Floats = np.max([model.curve(strategy) for model in self.by_batch], axis=0)
+        return np.broadcast_to(best, (len(levels), len(best)))
+
+    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
+        return np.full(len(levels), self.tokens_per_iteration(strategy))
+
+    def cdf(self, strategy: Strategy) -> Floats | None:
+        below: Floats = np.cumsum(self.distribution(strategy))[:-1]
+        return below
+
+    def scaled(self, drafter: str, ratio: float) -> ScaledAcceptance:
+        """The model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
+        return ScaledAcceptance(base=self, drafter=drafter, ratio=ratio)
 
 
-class RequestAcceptance(StoredModel, ABC):
+class RequestAcceptance(SettledModel):
     """Acceptance that differs by request: by its own level, its progress, or its finished siblings."""
 
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return ()
+    varies_by = "request"
+
+    @abstractmethod
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
+        """As in `ByRequest`. Raises ConfigError for a strategy that the model does not cover."""
 
     def at(self, batch: int) -> RequestAcceptance:
-        """The model that holds at a batch size."""
         return self
 
-    @abstractmethod
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
-        """One level per request, known or drawn from (seed, key) alone: order and company do not matter."""
+    def best_survival(
+        self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats
+    ) -> Floats:
+        return self.survival(strategy, levels, generated_tokens, num_siblings)
 
-    @abstractmethod
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
-        """P(accepted >= i) for i = 1..reach, shape (requests, reach).
+    def check(self, strategy: Strategy) -> None:
+        nobody = np.zeros(0)
+        self.survival(strategy, nobody, nobody, nobody)
 
-        The three arrays have one entry per request; `num_siblings` counts finished samples of the same group. Raises
-        ConfigError for a strategy that the model does not cover.
-        """
+    def tokens_per_iteration(self, strategy: Strategy) -> float:
+        return math.nan
 
-    def num_drafted(self, strategy: Strategy) -> float:
-        """Expected tokens really drafted per request and iteration."""
-        return float(strategy.tokens_to_verify - 1)
+    def cdf(self, strategy: Strategy) -> Floats | None:
+        return None
 
-    def most_tokens(
-        self, strategy: Strategy, levels: FloatArray, num_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
-        """Expected tokens per iteration that a response of `num_tokens` never exceeds, whatever finishes when.
-
-        `num_siblings` is how many there are. Holds for models that are monotone in progress and in siblings.
-        """
+    def most_tokens(self, strategy: Strategy, levels: Floats, num_tokens: Floats, num_siblings: Floats) -> Floats:
+        """Holds for models that are monotone in progress and in siblings."""
         none = np.zeros_like(levels)
         corners = [
             self.survival(strategy, levels, at, beside).sum(axis=1)
             for at in (none, num_tokens)
             for beside in (none, num_siblings)
         ]
-        most: FloatArray = 1.0 + np.max(corners, axis=0)
+        most: Floats = 1.0 + np.max(corners, axis=0)
         return most
 
+    def scaled(self, drafter: str, ratio: float) -> ScaledRequests:
+        """The model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
+        return ScaledRequests(base=self, drafter=drafter, ratio=ratio)
 
-class Alike(RequestAcceptance):
-    """A model without differences, for code that asks request by request."""
 
-    model: SerializeAsAny[AcceptanceModel]
+class WrappedAcceptance(AcceptanceModel):
+    """A model that changes what another one says, at every batch size alike."""
+
+    base: SerializeAsAny[AcceptanceModel]
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        return self.model.drafters
+        return self.base.drafters
 
-    def at(self, batch: int) -> Alike:
-        held = self.model.at(batch)
-        if held is self.model:
-            return self
-        # One object per band: callers remember models by identity.
-        if id(held) not in self._at:
-            self._at[id(held)] = Alike(model=held)
-        return self._at[id(held)]
-
-    @cached_property
-    def _at(self) -> dict[int, Alike]:
-        return {}
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
-        return np.zeros(len(keys))
-
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
-        kept = self.model.survival(strategy)
-        return np.broadcast_to(kept, (len(levels), len(kept)))
+    def outside(self, strategy: Strategy) -> list[str]:
+        return self.base.outside(strategy)
 
     def num_drafted(self, strategy: Strategy) -> float:
-        return self.model.num_drafted(strategy)
+        return self.base.num_drafted(strategy)
+
+    def at(self, batch: int) -> AcceptanceModel:
+        return self._around(self.base.at(batch))
+
+    @property
+    def by_batch(self) -> tuple[AcceptanceModel, ...]:
+        return tuple(self._around(model) for model in self.base.by_batch)
+
+    def _around(self, model: AcceptanceModel) -> AcceptanceModel:
+        if model is self.base:
+            return self
+        # One object per batch size: callers remember models by identity.
+        if id(model) not in self._wrapped:
+            self._wrapped[id(model)] = type(self)(**dict(self) | {"base": model})
+        return self._wrapped[id(model)]
+
+    @cached_property
+    def _wrapped(self) -> dict[int, AcceptanceModel]:
+        return {}
 
 
-def per_request(model: AcceptanceModel | RequestAcceptance) -> RequestAcceptance:
-    """The model request by request."""
-    return model if isinstance(model, RequestAcceptance) else Alike(model=model)
+class ScaledAcceptance(WrappedAcceptance):
+    """A model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
+
+    drafter: str
+    ratio: Annotated[float, Field(ge=0)]
+
+    def curve(self, strategy: Strategy) -> Floats:
+        curve = self.base.curve(strategy)
+        return scaled(curve, self.ratio) if strategy.drafter == self.drafter else curve
+
+    def distribution(self, strategy: Strategy) -> Floats:
+        return from_survival(self.curve(strategy))
+
+
+class ScaledRequests(RequestAcceptance):
+    """The same for a model that tells requests apart."""
+
+    base: SerializeAsAny[RequestAcceptance]
+    drafter: str
+    ratio: Annotated[float, Field(ge=0)]
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.base.drafters
+
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        return self.base.levels(drafter, keys, seed)
+
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
+        survival = self.base.survival(strategy, levels, generated_tokens, num_siblings)
+        return scaled(survival, self.ratio) if strategy.drafter == self.drafter else survival
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return self.base.num_drafted(strategy)
 
 
 class ConstantAcceptance(AcceptanceModel):
@@ -183,7 +355,7 @@ class ConstantAcceptance(AcceptanceModel):
     def tokens_per_iteration(self, strategy: Strategy) -> float:
         return min(self.tokens, reach(strategy) + 1.0)
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         accepted = self.tokens_per_iteration(strategy) - 1.0
         low = math.floor(accepted)
         p = np.zeros(reach(strategy) + 1)
@@ -202,26 +374,26 @@ class GeometricAcceptance(AcceptanceModel):
     kind: Literal["geometric"] = "geometric"
     alpha: Share
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         only_chains(strategy, "geometric acceptance")
         return from_survival(np.power(self.alpha, np.arange(1, reach(strategy) + 1, dtype=np.float64)))
 
 
-def from_survival(survival: FloatArray) -> FloatArray:
+def from_survival(survival: Floats) -> Floats:
     """P(accepted = j), j = 0..reach, from P(accepted >= i), i = 1..reach."""
     bounds = np.concatenate([[1.0], survival, [0.0]])
-    p: FloatArray = bounds[:-1] - bounds[1:]
+    p: Floats = bounds[:-1] - bounds[1:]
     return p
 
 
-def scaled(survival: FloatArray, ratio: float) -> FloatArray:
+def scaled(survival: Floats, ratio: float) -> Floats:
     """The survival when each drafted token's chance, given those before it, is `ratio` times as large, at most 1.
 
     The last axis runs over the draft's tokens.
     """
     before = np.concatenate([np.ones_like(survival[..., :1]), survival[..., :-1]], axis=-1)
     chance = np.divide(survival, before, out=np.zeros_like(before), where=before > 0)
-    made: FloatArray = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
+    made: Floats = np.cumprod(np.minimum(1.0, chance * ratio), axis=-1)
     return made
 
 
@@ -231,7 +403,7 @@ def only_chains(strategy: Strategy, what: str) -> None:
         raise ConfigError(f"{what} describes chain drafts; {strategy} is a tree (top_k = {strategy.top_k})")
 
 
-def known_drafter(strategy: Strategy, known: Any, what: str) -> None:
+def known_drafter(strategy: Strategy, known: Collection[str], what: str) -> None:
     """ConfigError unless the strategy's drafter is among the names `known`."""
     if strategy.drafter not in known:
         raise ConfigError(

@@ -10,23 +10,24 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FiniteModel
-from tltlab.strategy import Strategy
+from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import FloatArray, Key, RequestAcceptance, Share, known_drafter, only_chains, reach
+from .base import Key, RequestAcceptance, Share, known_drafter, only_chains, reach
 
 POSITION_SCALE_TOKENS = 64.0
 """Progress is ln(1 + generated / this): acceptance moves fast at first and slowly later."""
 DraftedShare = Annotated[float, Field(gt=0, le=1)]
 
 
-def progress(generated_tokens: FloatArray) -> FloatArray:
+def progress(generated_tokens: Floats) -> Floats:
     """The drift's argument, 0 at the start of a response."""
-    grown: FloatArray = np.log1p(generated_tokens / POSITION_SCALE_TOKENS)
+    grown: Floats = np.log1p(generated_tokens / POSITION_SCALE_TOKENS)
     return grown
 
 
-def normals(seed: int, keys: Iterable[Key]) -> FloatArray:
+def normals(seed: int, keys: Iterable[Key]) -> Floats:
     """A standard normal per request, a hash of (seed, key) and of nothing else."""
     quantile = NormalDist().inv_cdf
     digests = (hashlib.blake2b(repr(("level", seed, key)).encode(), digest_size=8).digest() for key in keys)
@@ -64,11 +65,11 @@ class RequestCurve(FiniteModel):
         """The measured levels by the response's key."""
         return {(k.rl_step, k.prompt_id, k.sample, k.turn): k.level for k in self.known}
 
-    def survival(self, depth: int, levels: FloatArray, generated_tokens: FloatArray) -> FloatArray:
+    def survival(self, depth: int, levels: Floats, generated_tokens: Floats) -> Floats:
         """P(accepted >= i), i = 1..depth, shape (requests, depth)."""
         at = np.minimum(np.arange(depth), len(self.keep_logits) - 1)
         logits = np.asarray(self.keep_logits)[at] + (levels + self.drift * progress(generated_tokens))[:, None]
-        kept: FloatArray = np.cumprod(1.0 / (1.0 + np.exp(-logits)), axis=1)
+        kept: Floats = np.cumprod(1.0 / (1.0 + np.exp(-logits)), axis=1)
         return kept
 
 
@@ -88,15 +89,13 @@ class CurveAcceptance(RequestAcceptance):
     def drafters(self) -> tuple[str, ...]:
         return tuple(sorted(self.curves))
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
         curve = self.curves[drafter]
         known = curve.known_levels()
         drawn = curve.spread * normals(seed, keys)
         return np.array([known.get(key, level) for key, level in zip(keys, drawn.tolist(), strict=True)], np.float64)
 
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         return self._curve(strategy).survival(reach(strategy), levels, generated_tokens)
 
     def num_drafted(self, strategy: Strategy) -> float:
@@ -138,22 +137,20 @@ class SiblingAcceptance(RequestAcceptance):
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
-        return np.zeros(len(keys))
+    def knows(self, drafter: str) -> bool:
+        return drafter in self.drafters if self.drafters else drafter in MODEL_FREE
 
-    def alpha(self, num_siblings: FloatArray, generated_tokens: FloatArray) -> FloatArray:
+    def alpha(self, num_siblings: Floats, generated_tokens: Floats) -> Floats:
         """The chance to keep one more token."""
         references = num_siblings + (0.0 if self.own_tokens is None else generated_tokens / self.own_tokens)
-        kept: FloatArray = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
+        kept: Floats = self.most - (self.most - self.alone) * (1.0 + references) ** -self.exponent
         return kept
 
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
         only_chains(strategy, "sibling acceptance")
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the acceptance model")
-        kept: FloatArray = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, reach(strategy) + 1)
+        kept: Floats = self.alpha(num_siblings, generated_tokens)[:, None] ** np.arange(1, reach(strategy) + 1)
         return kept
 
     def num_drafted(self, strategy: Strategy) -> float:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Annotated, Literal
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import Field, model_validator
 
 from tltlab.config import FiniteModel
 from tltlab.errors import ConfigError
@@ -15,16 +15,13 @@ from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .base import (
-    AcceptanceModel,
     ConstantAcceptance,
-    FloatArray,
     GeometricAcceptance,
-    Key,
-    RequestAcceptance,
+    ScaledAcceptance,
+    ScaledRequests,
     Share,
     StoredModel,
-    from_survival,
-    scaled,
+    Variation,
 )
 from .by_request import CurveAcceptance, SiblingAcceptance
 from .measured import BatchAcceptance, FittedAcceptance
@@ -79,65 +76,6 @@ class Freshness(FiniteModel):
         return self.floor + (fresh - self.floor) * float(np.exp(-age / self.age_steps))
 
 
-class ScaledAcceptance(AcceptanceModel):
-    """A model in which each token of one drafter has its chance multiplied by `ratio`, at most 1."""
-
-    base: SerializeAsAny[AcceptanceModel]
-    drafter: str
-    ratio: Annotated[float, Field(ge=0)]
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
-
-    def at(self, batch: int) -> AcceptanceModel:
-        held = self.base.at(batch)
-        if held is self.base:
-            return self
-        # One object per band: callers remember models by identity.
-        if id(held) not in self._at:
-            self._at[id(held)] = ScaledAcceptance(base=held, drafter=self.drafter, ratio=self.ratio)
-        return self._at[id(held)]
-
-    @cached_property
-    def _at(self) -> dict[int, ScaledAcceptance]:
-        return {}
-
-    def survival(self, strategy: Strategy) -> FloatArray:
-        kept = self.base.survival(strategy)
-        return scaled(kept, self.ratio) if strategy.drafter == self.drafter else kept
-
-    def distribution(self, strategy: Strategy) -> FloatArray:
-        return from_survival(self.survival(strategy))
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.base.num_drafted(strategy)
-
-
-class ScaledRequests(RequestAcceptance):
-    """The same for a model that tells requests apart."""
-
-    base: SerializeAsAny[RequestAcceptance]
-    drafter: str
-    ratio: Annotated[float, Field(ge=0)]
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        return self.base.drafters
-
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
-        return self.base.levels(drafter, keys, seed)
-
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
-        kept = self.base.survival(strategy, levels, generated_tokens, num_siblings)
-        return scaled(kept, self.ratio) if strategy.drafter == self.drafter else kept
-
-    def num_drafted(self, strategy: Strategy) -> float:
-        return self.base.num_drafted(strategy)
-
-
 class Measured(FiniteModel):
     """The drafter's state in which the base model was measured."""
 
@@ -159,9 +97,28 @@ class FreshAcceptance(StoredModel):
     measured: Measured | None = None
     notes: tuple[str, ...] = ()
 
+    # What it varies by for drafters in a known state is the base's; before that, no two drafts need be alike.
+    varies_by: ClassVar[Variation] = "request"
+
     @property
     def drafters(self) -> tuple[str, ...]:
         return self.base.drafters
+
+    @property
+    def trained_drafter(self) -> str:
+        return self.drafter
+
+    def knows(self, drafter: str) -> bool:
+        return self.base.knows(drafter)
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return self.base.outside(strategy)
+
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> ScaledAcceptance | ScaledRequests:
+        return self.at_freshness(drafters.get(self.drafter, DrafterState()))
+
+    def at_best(self, drafters: Iterable[str]) -> ScaledAcceptance | ScaledRequests:
+        return self.in_state(dict.fromkeys(drafters, DrafterState(age=0, updates=sys.maxsize)))
 
     def ratio(self, state: DrafterState) -> float:
         """What the chance of every drafted token is multiplied by."""
@@ -176,9 +133,6 @@ class FreshAcceptance(StoredModel):
             )
         return level / reference
 
-    def at_freshness(self, state: DrafterState) -> AcceptanceModel | RequestAcceptance:
+    def at_freshness(self, state: DrafterState) -> ScaledAcceptance | ScaledRequests:
         """The model for a drafter in this state."""
-        ratio = self.ratio(state)
-        if isinstance(self.base, RequestAcceptance):
-            return ScaledRequests(base=self.base, drafter=self.drafter, ratio=ratio)
-        return ScaledAcceptance(base=self.base, drafter=self.drafter, ratio=ratio)
+        return self.base.scaled(self.drafter, self.ratio(state))

@@ -8,19 +8,17 @@ from statistics import NormalDist
 from typing import Generic, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
 from .base import known_drafter
 from .load import (
-    AcceptanceModel,
     BatchAcceptance,
     CurveAcceptance,
-    FloatArray,
     FreshAcceptance,
     SiblingAcceptance,
 )
@@ -40,7 +38,7 @@ class Way(Generic[Fitted]):
     """
 
     fit: Callable[[pd.DataFrame], Fitted]
-    tokens: Callable[[Fitted, pd.DataFrame], FloatArray]
+    tokens: Callable[[Fitted, pd.DataFrame], Floats]
     by: tuple[str, ...] = ("rl_step", "drafter")
 
     @property
@@ -88,7 +86,7 @@ def _span(rows: pd.DataFrame) -> str:
     return ", ".join(str(step) for step in sorted(rows["rl_step"].unique()))
 
 
-def tokens_at_batch(model: BatchAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_at_batch(model: BatchAcceptance, rows: pd.DataFrame) -> Floats:
     """Of rows that know their `batch`."""
     cells = rows[["batch", "drafter", "reach"]].astype({"drafter": str})
     known = {
@@ -98,7 +96,7 @@ def tokens_at_batch(model: BatchAcceptance, rows: pd.DataFrame) -> FloatArray:
     return np.array([known[key] for key in cells.itertuples(index=False, name=None)], np.float64)
 
 
-def tokens_of_strangers(model: CurveAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_of_strangers(model: CurveAcceptance, rows: pd.DataFrame) -> Floats:
     """Of responses whose levels are unknown: averaged over levels as drafts meet them.
 
     A response with a higher level needs fewer drafts for its tokens, so the mean over drafts is the harmonic one.
@@ -113,7 +111,7 @@ def tokens_of_strangers(model: CurveAcceptance, rows: pd.DataFrame) -> FloatArra
     return found
 
 
-def tokens_beside_siblings(model: SiblingAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_beside_siblings(model: SiblingAcceptance, rows: pd.DataFrame) -> Floats:
     """Of rows that know how many siblings had finished."""
     found = np.empty(len(rows))
     for at, strategy in _groups(rows):
@@ -122,20 +120,20 @@ def tokens_beside_siblings(model: SiblingAcceptance, rows: pd.DataFrame) -> Floa
     return found
 
 
-def tokens_at_age(model: FreshAcceptance, rows: pd.DataFrame) -> FloatArray:
+def tokens_at_age(model: FreshAcceptance, rows: pd.DataFrame) -> Floats:
     """Of rows that know the drafter's `age` and `updates`; the base is one for all batches."""
     found = np.empty(len(rows))
     for at, strategy in _groups(rows):
         states = rows.iloc[at][["age", "updates"]]
         for age, updates in states.drop_duplicates().itertuples(index=False):
             here = at[((states["age"] == age) & (states["updates"] == updates)).to_numpy()]
-            fresh = model.at_freshness(DrafterState(age=int(age), updates=int(updates))).at(1)
-            assert isinstance(fresh, AcceptanceModel)
-            found[here] = 1.0 + float(fresh.survival(strategy).sum())
+            fresh = model.at_freshness(DrafterState(age=int(age), updates=int(updates))).by_request().at(1)
+            none = np.zeros(1)
+            found[here] = 1.0 + float(fresh.survival(strategy, none, none, none)[0].sum())
     return found
 
 
-def _groups(rows: pd.DataFrame) -> Iterator[tuple[npt.NDArray[np.int64], Strategy]]:
+def _groups(rows: pd.DataFrame) -> Iterator[tuple[Ints, Strategy]]:
     """Positions of the rows of each drafter and reach, and the chain that these are of."""
     drafters, reaches = rows["drafter"].to_numpy(str), rows["reach"].to_numpy(np.int64)
     for drafter, reach in sorted(set(zip(drafters.tolist(), reaches.tolist(), strict=True))):

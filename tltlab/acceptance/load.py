@@ -7,7 +7,6 @@ replay per position.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -16,17 +15,18 @@ from pydantic import Field, TypeAdapter
 from tltlab.config import faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.state import DrafterState
 
 from .base import (
+    Acceptance,
     AcceptanceModel,
-    Alike,
+    ByRequest,
     ConstantAcceptance,
-    FloatArray,
     GeometricAcceptance,
     Key,
     RequestAcceptance,
-    per_request,
+    Settled,
+    SettledModel,
+    WrappedAcceptance,
     reach,
 )
 from .by_request import CurveAcceptance, RequestCurve, SiblingAcceptance
@@ -39,14 +39,13 @@ __all__ = [
     "SHIPPED",
     "Acceptance",
     "AcceptanceModel",
-    "Alike",
     "Band",
     "BatchAcceptance",
+    "ByRequest",
     "ConstantAcceptance",
     "CurveAcceptance",
     "FittedAcceptance",
     "FittedDepth",
-    "FloatArray",
     "FreshAcceptance",
     "Freshness",
     "GeometricAcceptance",
@@ -54,19 +53,14 @@ __all__ = [
     "RequestAcceptance",
     "RequestCurve",
     "Settled",
+    "SettledModel",
     "SiblingAcceptance",
     "TraceAcceptance",
     "TreeAcceptance",
-    "fresh",
+    "WrappedAcceptance",
     "load_acceptance",
-    "per_request",
     "reach",
 ]
-
-Settled = AcceptanceModel | RequestAcceptance | TraceAcceptance
-"""A model that can be asked."""
-Acceptance = Settled | FreshAcceptance
-"""Any model, also one that first has to hear how fresh the drafter is."""
 
 _TLT_TREES = TreeAcceptance(
     late_miss=0.12428737,
@@ -130,10 +124,10 @@ def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Accepta
     >>> load_acceptance("geometric:0.5").tokens_per_iteration(Strategy.chain("ngram", 2))
     1.75
     """
-    if isinstance(source, AcceptanceModel | RequestAcceptance | TraceAcceptance | FreshAcceptance):
-        return source
     if isinstance(source, dict):
         return _validated(source, "acceptance")
+    if not isinstance(source, str | Path):
+        return source
     if str(source) in SHIPPED:
         return SHIPPED[str(source)]
     name, colon, number = str(source).partition(":")
@@ -145,19 +139,6 @@ def load_acceptance(source: Acceptance | dict[str, Any] | str | Path) -> Accepta
             f"(-fresh: with an assumed effect of the drafter's age and training) or a fitted model's file"
         )
     return _validated(read_json(Path(source)), str(source))
-
-
-def fresh(model: Acceptance, drafters: Mapping[str, DrafterState]) -> Settled:
-    """The model for drafters in these states; one that is not named counts as never updated, and of age 0.
-
-    A replayed trace takes the age of the one drafter it has a state for, and its youngest rows where it has none.
-    """
-    if isinstance(model, FreshAcceptance):
-        return model.at_freshness(drafters.get(model.drafter, DrafterState()))
-    if isinstance(model, TraceAcceptance):
-        known = [drafters[name] for name in model.drafters if name in drafters]
-        return model.at_freshness(known[0]) if len(known) == 1 else model
-    return model
 
 
 def _validated(value: Any, where: str) -> AcceptanceModel | RequestAcceptance | FreshAcceptance:

@@ -11,11 +11,12 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, field_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .base import AcceptanceModel, FloatArray, known_drafter, only_chains, reach
+from .base import AcceptanceModel, known_drafter, only_chains, reach
 
 
 class FittedDepth(FrozenModel):
@@ -65,12 +66,12 @@ class FittedAcceptance(AcceptanceModel):
     def drafters(self) -> tuple[str, ...]:
         return tuple(sorted(self.drafters_by_depth))
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         _, fitted = self._measured(strategy)
         most = reach(strategy)
         p = np.asarray(fitted.accepted)
-        cut: FloatArray = np.append(p[:most], p[most:].sum())
-        normalised: FloatArray = cut / cut.sum()
+        cut: Floats = np.append(p[:most], p[most:].sum())
+        normalised: Floats = cut / cut.sum()
         return normalised
 
     def num_drafted(self, strategy: Strategy) -> float:
@@ -126,12 +127,12 @@ class BatchAcceptance(AcceptanceModel):
         return tuple(sorted({name for band in self.bands for name in band.drafters_by_depth}))
 
     @cached_property
-    def models(self) -> tuple[FittedAcceptance, ...]:
+    def by_batch(self) -> tuple[FittedAcceptance, ...]:
         return tuple(FittedAcceptance(drafters_by_depth=band.drafters_by_depth) for band in self.bands)
 
     def at(self, batch: int) -> FittedAcceptance:
         ends = [band.max_batch for band in self.bands if band.max_batch is not None]
-        return self.models[bisect_left(ends, batch)]
+        return self.by_batch[bisect_left(ends, batch)]
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
+    def distribution(self, strategy: Strategy) -> Floats:
         raise TypeError("acceptance differs by batch size: ask at(batch)")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar, NoReturn
+
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError, TraceError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
 
-from .base import Key, known_drafter, only_chains, reach
+from .base import Key, Variation, known_drafter, only_chains, reach
 
 _KEY = ("rl_step", "prompt_id", "sample", "turn")
-_Row = tuple[int, npt.NDArray[np.uint8]]
+_Row = tuple[int, Bytes]
 
 
 class TraceAcceptance:
@@ -25,6 +29,8 @@ class TraceAcceptance:
 
     Raises TraceError for an accepted length outside [0, max_depth].
     """
+
+    varies_by: ClassVar[Variation] = "position"
 
     def __init__(self, table: pd.DataFrame, drafter_age: int | None = None) -> None:
         self.drafters: tuple[str, ...] = tuple(sorted(table["drafter"].unique()))
@@ -43,25 +49,46 @@ class TraceAcceptance:
             ages[age] = max_depth, positions.astype(np.uint8)
 
     @property
-    def ages(self) -> tuple[int, ...]:
-        """The drafter ages that the trace has."""
-        return tuple(sorted({age for ages in self._rows.values() for age in ages}))
+    def trained_drafter(self) -> None:
+        return None
+
+    def knows(self, drafter: str) -> bool:
+        return not self.drafters or drafter in self.drafters
+
+    def outside(self, strategy: Strategy) -> list[str]:
+        return []
+
+    def in_state(self, drafters: Mapping[str, DrafterState]) -> TraceAcceptance:
+        """Takes the age of the one drafter that it has a state for, and its youngest rows where it has none."""
+        known = [drafters[name] for name in self.drafters if name in drafters]
+        return self.at_freshness(known[0]) if len(known) == 1 else self
 
     def at_freshness(self, state: DrafterState) -> TraceAcceptance:
         """The same recording with the drafter as old as `state` says; the rows are shared."""
-        made = TraceAcceptance.__new__(TraceAcceptance)
-        made.drafters, made.drafter_age, made._rows = self.drafters, state.age, self._rows
-        return made
+        return self._of_rows(self._rows, state.age)
 
-    def at_best(self) -> TraceAcceptance:
-        """The most that any of the recorded ages accepts at each position: for bounds."""
-        made = TraceAcceptance.__new__(TraceAcceptance)
-        made.drafters, made.drafter_age = self.drafters, None
-        made._rows = {
+    def at_best(self, drafters: Iterable[str] = ()) -> TraceAcceptance:
+        """The most that any of the recorded ages accepts at each position."""
+        best = {
             key: {0: (min(depth for depth, _ in ages.values()), np.max([row for _, row in ages.values()], axis=0))}
             for key, ages in self._rows.items()
         }
-        return made
+        return self._of_rows(best, None)
+
+    def at(self, batch: int) -> TraceAcceptance:
+        return self
+
+    def tokens_per_iteration(self, strategy: Strategy) -> float:
+        return math.nan
+
+    def num_drafted(self, strategy: Strategy) -> float:
+        return float(reach(strategy))
+
+    def cdf(self, strategy: Strategy) -> None:
+        return None
+
+    def by_request(self) -> NoReturn:
+        raise ConfigError("a budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
 
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError for a strategy that the recorded counterfactuals do not cover."""
@@ -74,7 +101,7 @@ class TraceAcceptance:
                 f"{strategy} is deeper: annotate the trace with a larger max_depth"
             )
 
-    def positions(self, drafter: str, key: Key, num_tokens: int) -> npt.NDArray[np.uint8]:
+    def positions(self, drafter: str, key: Key, num_tokens: int) -> Bytes:
         """Acceptable tokens at positions 0..num_tokens-1 of one request; ConfigError where the trace has none."""
         if (drafter, key) not in self._rows:
             raise ConfigError(f"acceptance.parquet has no row for drafter {drafter!r} and response {key}")
@@ -84,6 +111,11 @@ class TraceAcceptance:
                 f"acceptance.parquet has {len(row)} positions for {key}, its response has {num_tokens} tokens"
             )
         return row[:num_tokens]
+
+    def _of_rows(self, rows: dict[tuple[str, Key], dict[int, _Row]], drafter_age: int | None) -> TraceAcceptance:
+        made = TraceAcceptance.__new__(TraceAcceptance)
+        made.drafters, made.drafter_age, made._rows = self.drafters, drafter_age, rows
+        return made
 
     def _row(self, drafter: str, key: Key) -> _Row:
         ages = self._rows[drafter, key]

@@ -11,11 +11,12 @@ import pandas as pd
 from pydantic import Field
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
-from tltlab.strategy import Strategy
+from tltlab.strategy import MODEL_FREE, Strategy
 
-from .base import AcceptanceModel, FloatArray, from_survival, known_drafter, reach
+from .base import AcceptanceModel, from_survival, known_drafter, reach
 
 Positive = Annotated[float, Field(gt=0)]
 Span = tuple[int, int]
@@ -60,7 +61,10 @@ class TreeAcceptance(AcceptanceModel):
     def drafters(self) -> tuple[str, ...]:
         return () if self.drafter is None else (self.drafter,)
 
-    def survival(self, strategy: Strategy) -> FloatArray:
+    def knows(self, drafter: str) -> bool:
+        return drafter in self.drafters if self.drafters else drafter not in MODEL_FREE
+
+    def curve(self, strategy: Strategy) -> Floats:
         if self.drafter is not None:
             known_drafter(strategy, self.drafters, "the tree acceptance model")
         level = np.arange(1, reach(strategy) + 1, dtype=np.float64)
@@ -68,11 +72,11 @@ class TreeAcceptance(AcceptanceModel):
         share = np.ones_like(level) if chain else level / (strategy.tokens_to_verify - 1)
         branching = 1.0 if chain else np.exp(self.top_k_penalty * np.log(strategy.top_k / self.best_top_k) ** 2)
         late = self.late_miss * (1.0 - np.exp(-((level / self.onset_levels) ** self.onset_shape)))
-        kept: FloatArray = np.cumprod(1.0 - np.minimum(1.0, branching * (late + self.pruned * share)))
+        kept: Floats = np.cumprod(1.0 - np.minimum(1.0, branching * (late + self.pruned * share)))
         return kept
 
-    def distribution(self, strategy: Strategy) -> FloatArray:
-        return from_survival(self.survival(strategy))
+    def distribution(self, strategy: Strategy) -> Floats:
+        return from_survival(self.curve(strategy))
 
     def outside(self, strategy: Strategy) -> list[str]:
         """Names of the settings that lie outside what was measured; all of them where nothing is known.
@@ -114,7 +118,7 @@ def fit_tree(cells: pd.DataFrame, drafter: str | None = None) -> TreeAcceptance:
     measured = table["accept_length"].to_numpy(np.float64)
     spans = {name: (int(table[name].min()), int(table[name].max())) for name in _COLUMNS[:3]}
 
-    def model(p: FloatArray) -> TreeAcceptance:
+    def model(p: Floats) -> TreeAcceptance:
         late, levels, shape, pruned = np.clip(p[:4], [0, 1e-3, 1e-3, 0], [1, 1e3, 1e3, 1])
         best, penalty = (max(float(p[4]), 1e-3), max(float(p[5]), 0.0)) if branching else (8.0, 0.0)
         return TreeAcceptance(
@@ -127,10 +131,10 @@ def fit_tree(cells: pd.DataFrame, drafter: str | None = None) -> TreeAcceptance:
             calibrated=TreeRange(**spans),
         )
 
-    def residuals(p: FloatArray) -> FloatArray:
+    def residuals(p: Floats) -> Floats:
         held = model(p)
         found = np.array([1.0 + held.survival(s).sum() for s in strategies])
-        error: FloatArray = found / measured - 1.0
+        error: Floats = found / measured - 1.0
         return error
 
     found = least_squares(residuals, start, x_scale="jac", max_nfev=2000)
@@ -155,7 +159,7 @@ def leave_out_error(cells: pd.DataFrame, column: str) -> TreeError:
     return _error(np.array(found), np.array(measured))
 
 
-def _error(found: FloatArray, measured: FloatArray) -> TreeError:
+def _error(found: Floats, measured: Floats) -> TreeError:
     error = np.abs(found / measured - 1.0)
     return TreeError(mean=float(error.mean()), worst=float(error.max()), num_cells=len(error))
 

@@ -7,10 +7,11 @@ from textwrap import wrap
 
 import pandas as pd
 
+from tltlab.experiments.graph_readings import READINGS
+from tltlab.experiments.graph_readings import validation as graph_pool_validation
+
 from . import engine_overhead
 from . import roofline as roofline_accuracy
-from .graph_pool import READINGS
-from .graph_pool import validation as graph_pool_validation
 
 COLUMNS = ["model", "source", "what", "n_points", "used_for_fit", "mean_abs_error", "max_abs_error", "note"]
 WIDTH = 160

@@ -222,14 +222,16 @@ def runtime(
     """
     # Two threads on a busy machine stall for seconds; torch reads this when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from .runtime import bench_runtime, trained_model
-    from .speedups import text
+    from tltlab.experiments.baseline_measured import bench_runtime
+    from tltlab.experiments.models import own_model
+
+    from .runtime import text
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
     if fast:
         prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
-    folder = model or trained_model("tiny" if fast else "deep", progress)
+    folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
     found = bench_runtime(
         folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, progress=progress
     )

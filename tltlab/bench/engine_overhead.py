@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.calibration.isotonic import non_negative
 from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
 from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
-from tltlab.calibration.robust import FloatArray
 from tltlab.calibration.table import from_kernels
 from tltlab.calibration.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.costs.table import TableCosts
@@ -134,7 +134,7 @@ def with_speculation(costs: TableCosts, cells: pd.DataFrame) -> TableCosts:
     return costs.model_copy(update={name: c or 0.0 for name, c in found.items()} | {"sd_idle_s": 0.0})
 
 
-def speedups(costs: TableCosts, cells: pd.DataFrame) -> FloatArray:
+def speedups(costs: TableCosts, cells: pd.DataFrame) -> Floats:
     """Predicted speed-up of each cell over plain decoding at its batch."""
     plain, _ = _decoding(costs, cells)
     needed = cells[["batch_size", "draft_depth", "topk", "tokens_to_verify"]].itertuples(index=False)
@@ -241,7 +241,7 @@ def _speculation_rows(data: Path) -> list[tuple[object, ...]]:
     return rows
 
 
-def _decoding(costs: TableCosts, cells: pd.DataFrame) -> tuple[FloatArray, FloatArray]:
+def _decoding(costs: TableCosts, cells: pd.DataFrame) -> tuple[Floats, Floats]:
     """Seconds of plain decoding and of verifying alone, per cell."""
     pairs = []
     for batch, verify in cells[["batch_size", "tokens_to_verify"]].itertuples(index=False):
@@ -264,7 +264,7 @@ def _rounded(costs: TableCosts) -> TableCosts:
     return TableCosts.model_validate(short(costs.model_dump(mode="json")))
 
 
-def _terms(data: Path, points: pd.DataFrame, model_name: str) -> dict[str, FloatArray]:
+def _terms(data: Path, points: pd.DataFrame, model_name: str) -> dict[str, Floats]:
     kernels = Kernels.read(data, "H100")
     tables = {tp: from_kernels(kernels, model_name, int(tp)).costs for tp in points["tp"].unique()}
     cost = {tp: table.iteration(NO_SPECULATION) for tp, table in tables.items()}
@@ -277,11 +277,11 @@ def _terms(data: Path, points: pd.DataFrame, model_name: str) -> dict[str, Float
     return dict(zip(_TERMS, (kernels, prefill, np.ones_like(kernels), concurrency), strict=True))
 
 
-def _fit(terms: dict[str, FloatArray], points: pd.DataFrame, chosen: FloatArray) -> EngineOverhead:
+def _fit(terms: dict[str, Floats], points: pd.DataFrame, chosen: Floats) -> EngineOverhead:
     columns = {name: column[chosen] for name, column in terms.items()}
     found = non_negative(columns, points["seconds"].to_numpy(np.float64)[chosen])
     return EngineOverhead(**{name: found[name] or 0.0 for name in _TERMS})
 
 
-def _predicted(engine: EngineOverhead, terms: dict[str, FloatArray]) -> FloatArray:
+def _predicted(engine: EngineOverhead, terms: dict[str, Floats]) -> Floats:
     return np.asarray(sum(getattr(engine, name) * column for name, column in terms.items()), np.float64)

@@ -275,5 +275,5 @@ def _prompt(model: str, request: int, visit: int) -> list[int]:
 
 if __name__ == "__main__":
     part, arguments, answer = sys.argv[1:]
-    measure = {"graphs": _graphs, "seam": _seam, "sync": _sync}[part]
-    Path(answer).write_text(json.dumps(measure(**json.loads(arguments))))
+    measures: dict[str, Callable[..., Any]] = {"graphs": _graphs, "seam": _seam, "sync": _sync}
+    Path(answer).write_text(json.dumps(measures[part](**json.loads(arguments))))

@@ -12,12 +12,12 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Flags, Floats
 from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
 from tltlab.calibration.measurements.times import from_speedups, from_tpot, from_waves
-from tltlab.calibration.roofline import Fitted, FloatArray, fit, predict
+from tltlab.calibration.roofline import Fitted, fit, predict
 from tltlab.calibration.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, RooflineCosts
@@ -223,21 +223,21 @@ def _eagle3_row(found: Fitted, data: Path) -> tuple[object, ...]:
     return _row(source, "speed-up by batch, 4 to 64, chain of 3", False, accepted / ratio[1:] - 1, note)
 
 
-def _row(source: str, what: str, used: bool, error: FloatArray | pd.Series[float], note: str) -> tuple[object, ...]:
+def _row(source: str, what: str, used: bool, error: Floats | pd.Series[float], note: str) -> tuple[object, ...]:
     size = np.abs(np.asarray(error, np.float64))
     return source, what, len(size), used, float(size.mean()), float(size.max()), note
 
 
-def _mean(error: FloatArray) -> float:
+def _mean(error: Floats) -> float:
     return float(np.abs(error).mean())
 
 
-def _error(constants: Constants, rows: pd.DataFrame, context_tokens: float | None = None) -> FloatArray:
+def _error(constants: Constants, rows: pd.DataFrame, context_tokens: float | None = None) -> Floats:
     measured = rows["measured"].to_numpy(np.float64)
     return np.asarray(predict(constants, rows, context_tokens) / measured - 1, np.float64)
 
 
-def _decode(data: Path, backend: str) -> tuple[pd.DataFrame, npt.NDArray[np.bool_]]:
+def _decode(data: Path, backend: str) -> tuple[pd.DataFrame, Flags]:
     """bf16 rows of a backend on H100, and which of them fit into the KV cache when every response is complete."""
     table = measured_table(Path(data) / "decode_tpot_h100.csv", _DECODE, ("backend", "precision", "model_path"))
     chosen = table[(table["backend"] == backend) & (table["precision"] != "fp8")].reset_index(drop=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pandas as pd
 
 from tltlab.acceptance.load import BatchAcceptance
+from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
@@ -16,7 +17,6 @@ from tltlab.traces.trace import Trace
 from .costs import fit_trace
 from .estimators import iterations_of
 from .linear import fit_rows, predict, rows_of
-from .robust import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
     )
 
 
-def iteration_times(costs: LinearCosts, trace: Trace) -> FloatArray:
+def iteration_times(costs: LinearCosts, trace: Trace) -> Floats:
     """Seconds of each recorded iteration under a cost model, in the order of `trace.iterations`."""
     if trace.iterations is None:
         raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet")

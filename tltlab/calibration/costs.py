@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise, fit_noise
 from tltlab.errors import ConfigError
@@ -19,7 +20,6 @@ from tltlab.traces.trace import Trace
 
 from .estimators import Data, Hardware, Way, iterations_of, table_of_points, way_of_points, way_of_trace
 from .residuals import MOST_FOLDS, coverage, folds, held_out_errors, regimes, residuals, worker_sums
-from .robust import FloatArray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +118,13 @@ def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | 
     )
 
 
-def _noise(table: pd.DataFrame, predicted: FloatArray) -> IterationNoise | None:
+def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
     rows = table.assign(predicted=predicted, series=table.groupby(["rl_step", "worker"]).ngroup())
     rows = rows[rows["prefill_tokens"] == 0].sort_values(["series", "iteration"], kind="stable")
     return fit_noise(rows["duration"], rows["predicted"], rows["series"])
 
 
-def _left_out(way: Way[Data], fold: str, rest: Data, out: Data, num: int, notes: list[str]) -> FloatArray:
+def _left_out(way: Way[Data], fold: str, rest: Data, out: Data, num: int, notes: list[str]) -> Floats:
     try:
         return way.predict_unseen(way.fit(rest), out)
     except ConfigError as error:

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.calibration.measurements.times import COLUMNS, from_iterations
 from tltlab.costs.base import CalibratedRange, CostModel, LinearCosts
 from tltlab.costs.roofline import RooflineCosts
@@ -22,7 +23,6 @@ from . import linear as fit_linear
 from . import roofline as fit_roofline
 from . import table as fit_table
 from .residuals import REGIMES, regimes, worker_sums
-from .robust import FloatArray
 
 KINDS = ("linear", "roofline", "table")
 _LEVEL = 0.02
@@ -50,10 +50,10 @@ class Way(Generic[Data]):
     """How one kind of costs is fitted to one kind of data, and what it says about such data."""
 
     fit: Callable[[Data], CostModel]
-    predict: Callable[[CostModel, Data], FloatArray]
+    predict: Callable[[CostModel, Data], Floats]
     missing: Callable[[CostModel, Data], None] = lambda costs, data: None
 
-    def predict_unseen(self, costs: CostModel, data: Data) -> FloatArray:
+    def predict_unseen(self, costs: CostModel, data: Data) -> Floats:
         """`predict` for data that the costs were not fitted to; ConfigError for a term that these lack."""
         self.missing(costs, data)
         return self.predict(costs, data)
@@ -117,7 +117,7 @@ def _roofline(
     known: Hardware,
     measured: Callable[[Data], pd.DataFrame],
     thinned: Callable[[pd.DataFrame], pd.DataFrame] = lambda rows: rows,
-    level: Callable[[Data, FloatArray], float] = lambda data, predicted: 1.0,
+    level: Callable[[Data, Floats], float] = lambda data, predicted: 1.0,
 ) -> Way[Data]:
     """`level` is the factor from typical rows to what a rollout's sum is made of, given predictions of the rows."""
 
@@ -139,7 +139,7 @@ def _roofline(
             found = replace(found, constants=constants, notes=(*found.notes, note))
         return found.costs(known.gpu, known.model, known.tp)
 
-    def predict(costs: CostModel, data: Data) -> FloatArray:
+    def predict(costs: CostModel, data: Data) -> Floats:
         assert isinstance(costs, RooflineCosts)
         return fit_roofline.predict(costs.constants, measured(data))
 
@@ -163,7 +163,7 @@ def _covered(rows: pd.DataFrame) -> CalibratedRange:
     return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
 
 
-def _level_of_rollouts(trace: Trace, predicted: FloatArray) -> float:
+def _level_of_rollouts(trace: Trace, predicted: Floats) -> float:
     table = iterations_of(trace)
     sums = worker_sums(table, table["duration"].to_numpy(np.float64), predicted)
     return float((sums["measured_s"] / sums["predicted_s"]).median())
@@ -214,7 +214,7 @@ def table_of_points(points: pd.DataFrame, hardware: Hardware | None) -> tuple[Co
     return found.costs.model_copy(update={"prefill_per_token_s": max(each, 0.0)}), found.residuals
 
 
-def _predict_points(costs: CostModel, points: pd.DataFrame) -> FloatArray:
+def _predict_points(costs: CostModel, points: pd.DataFrame) -> Floats:
     found = np.empty(len(points))
     columns = ["batch", "tokens_to_verify", "context_tokens", "draft_depth", "prefill_tokens"]
     for i, (batch, verify, context, depth, prefill) in enumerate(points[columns].itertuples(index=False)):

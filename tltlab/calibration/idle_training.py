@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
-
-Floats = npt.NDArray[np.float64]
 
 _ROUND = (1000, 500, 100, 50, 25, 10, 5, 2, 1)
 """People set round numbers: of several that explain the data, one that the largest of these divides."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.costs.base import FAR_TOKENS, CalibratedRange, LinearCosts
 
 from .isotonic import non_negative
 from .residuals import NUM_BANDS, band, regimes
-from .robust import FloatArray, fit
+from .robust import fit
 
 _ENOUGH_FAR = 200
 """Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""
@@ -23,18 +23,18 @@ _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 class Rows:
     """Iterations as columns. What row i verified: batch, verified, spec; what it drafted: next_depth, draft_s."""
 
-    batch: FloatArray
-    context: FloatArray
-    prefill: FloatArray
-    verified: FloatArray
-    spec: npt.NDArray[np.bool_]
-    loaded: npt.NDArray[np.bool_]
-    next_depth: FloatArray
-    draft_s: FloatArray
-    draft_known: npt.NDArray[np.bool_]
-    duration: FloatArray
-    regime: npt.NDArray[np.int64]
-    block: npt.NDArray[np.int64]
+    batch: Floats
+    context: Floats
+    prefill: Floats
+    verified: Floats
+    spec: Flags
+    loaded: Flags
+    next_depth: Floats
+    draft_s: Floats
+    draft_known: Flags
+    duration: Floats
+    regime: Ints
+    block: Ints
 
 
 def rows_of(table: pd.DataFrame, steps: pd.DataFrame | None) -> Rows:
@@ -220,13 +220,13 @@ def _fit_idle(rows: Rows, idle_seen: bool, terms: dict[str, float | None], notes
         notes.append("sd_idle_s is not identified: no plain iteration with a drafter loaded")
 
 
-def _idle(rows: Rows) -> npt.NDArray[np.bool_]:
+def _idle(rows: Rows) -> Flags:
     """Rows that recorded what a loaded drafter took to draft nothing."""
-    idle: npt.NDArray[np.bool_] = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
+    idle: Flags = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
     return idle
 
 
-def predict(costs: LinearCosts, rows: Rows) -> FloatArray:
+def predict(costs: LinearCosts, rows: Rows) -> Floats:
     """Duration of each row under the fit; terms that are None stand for nothing here."""
     c = {name: getattr(costs, name) or 0.0 for name in LinearCosts.model_fields if name.endswith("_s")}
     far_s = c["per_token_s"] if costs.far_token_s is None else costs.far_token_s

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-FloatArray = npt.NDArray[np.float64]
+from tltlab.arrays import Flags, Floats, Ints
 
 BANDS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Upper ends of the batch bands; the last is open."""
@@ -18,12 +17,12 @@ NUM_BANDS = len(BANDS)
 REGIMES = ("plain", "speculative", "prefill")
 
 
-def band(batch: FloatArray) -> npt.NDArray[np.int64]:
+def band(batch: Floats) -> Ints:
     """Which batch band each row falls in."""
     return np.searchsorted(BANDS[:-1], batch, side="left").astype(np.int64)
 
 
-def regimes(prefill: FloatArray, spec: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
+def regimes(prefill: Floats, spec: Flags) -> Ints:
     """Index into REGIMES: an iteration that prefills is of no other regime."""
     return np.where(prefill > 0, 2, spec.astype(np.int64))
 
@@ -35,9 +34,7 @@ def _band_name(band: int) -> str:
     return f"batch {low}" if low == BANDS[band] else f"batch {low}-{BANDS[band]}"
 
 
-def residuals(
-    regime: npt.NDArray[np.int64], batch: FloatArray, duration: FloatArray, predicted: FloatArray
-) -> pd.DataFrame:
+def residuals(regime: Ints, batch: Floats, duration: Floats, predicted: Floats) -> pd.DataFrame:
     """Per regime and batch band: iterations, mean absolute relative error, and the bias of the sum."""
     bands = band(batch)
     parts = [("all", np.ones(len(predicted), dtype=bool))]
@@ -55,7 +52,7 @@ def residuals(
     return pd.DataFrame(found, columns=["regime", "num_iterations", "mean_abs_relative_error", "bias"])
 
 
-def worker_sums(table: pd.DataFrame, measured: FloatArray, predicted: FloatArray) -> pd.DataFrame:
+def worker_sums(table: pd.DataFrame, measured: Floats, predicted: Floats) -> pd.DataFrame:
     """Measured and predicted seconds per RL step and worker: what a rollout time is made of."""
     frame = table[["rl_step", "worker"]].assign(measured_s=measured, predicted_s=predicted)
     sums = frame.groupby(["rl_step", "worker"], as_index=False).sum()

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 from sklearn.linear_model import LinearRegression
 
-FloatArray = npt.NDArray[np.float64]
+from tltlab.arrays import Flags, Floats, Ints
+
 _ROUNDS = 6
 _MADS = 4.0
 
@@ -32,9 +32,7 @@ class Fit:
     level: float
 
 
-def fit(
-    columns: dict[str, FloatArray], y: FloatArray, groups: npt.NDArray[np.int64], blocks: npt.NDArray[np.int64]
-) -> Fit:
+def fit(columns: dict[str, Floats], y: Floats, groups: Ints, blocks: Ints) -> Fit:
     """Fit y = sum of coefficient * column, all coefficients >= 0.
 
     `groups` numbers the rows of one kind: outliers are sought among these, so a rare kind of row is not taken for one.
@@ -59,7 +57,7 @@ def fit(
     return Fit(coefficients=coefficients, level=level)
 
 
-def _level(y: FloatArray, predicted: FloatArray, blocks: npt.NDArray[np.int64]) -> float:
+def _level(y: Floats, predicted: Floats, blocks: Ints) -> float:
     """The median over blocks of measured over predicted sum, a block counting by its predicted sum."""
     measured, expected = np.bincount(blocks, y), np.bincount(blocks, predicted)
     seen = expected > 0
@@ -71,14 +69,14 @@ def _level(y: FloatArray, predicted: FloatArray, blocks: npt.NDArray[np.int64]) 
     return float(np.interp(weight.sum() / 2, share, ratio[order]))
 
 
-def identified(columns: dict[str, FloatArray]) -> list[str]:
+def identified(columns: dict[str, Floats]) -> list[str]:
     """Names of the columns that are not (nearly) a combination of those before them.
 
     >>> identified({"one": np.ones(3), "batch": np.array([1.0, 2, 3]), "double": np.array([2.0, 4, 6])})
     ['one', 'batch']
     """
     names: list[str] = []
-    basis: list[FloatArray] = []
+    basis: list[Floats] = []
     for name, column in columns.items():
         norm = float(np.linalg.norm(column))
         left = column / norm if norm > 0 else column
@@ -91,7 +89,7 @@ def identified(columns: dict[str, FloatArray]) -> list[str]:
     return names
 
 
-def _near_median(ratio: FloatArray, groups: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def _near_median(ratio: Floats, groups: Ints) -> Flags:
     kept = np.ones(len(ratio), dtype=bool)
     for group in np.unique(groups):
         rows = groups == group
@@ -100,10 +98,10 @@ def _near_median(ratio: FloatArray, groups: npt.NDArray[np.int64]) -> npt.NDArra
     return kept
 
 
-def _least_squares(x: FloatArray, y: FloatArray, weight: FloatArray) -> FloatArray:
+def _least_squares(x: Floats, y: Floats, weight: Floats) -> Floats:
     # Columns of like size: contexts are millions where intercepts are ones.
     scale = np.sqrt((weight[:, None] * x**2).sum(axis=0))
     scale[scale == 0] = 1.0
     model = LinearRegression(positive=True, fit_intercept=False).fit(x / scale, y, sample_weight=weight)
-    found: FloatArray = np.asarray(model.coef_, np.float64) / scale
+    found: Floats = np.asarray(model.coef_, np.float64) / scale
     return found

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
+from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import (
     Constants,
@@ -23,7 +24,6 @@ from tltlab.costs.roofline import (
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model
 
-FloatArray = npt.NDArray[np.float64]
 UNKNOWN_CONTEXT = (1024.0, 16384.0)
 """Where the context of a speed-up is not known, tokens per request: up to the mean of a response of 32 Ki tokens."""
 
@@ -107,7 +107,7 @@ def fit(measurements: pd.DataFrame, folds: Sequence[str] = ()) -> Fitted:
     )
 
 
-def predict(constants: Constants, measurements: pd.DataFrame, context_tokens: float | None = None) -> FloatArray:
+def predict(constants: Constants, measurements: pd.DataFrame, context_tokens: float | None = None) -> Floats:
     """What these constants say about measurements; `context_tokens` per request where a speed-up does not give its own.
 
     A GPU or model that is not known is a ConfigError, and so is speculation that the constants do not know.
@@ -127,19 +127,19 @@ class _Prepared:
 
     ideal: Ideal
     kind: npt.NDArray[np.str_]
-    batch: FloatArray
-    verified: FloatArray
-    depth: FloatArray
-    levels: FloatArray
-    top_k: FloatArray
-    context: FloatArray
-    context_unknown: npt.NDArray[np.bool_]
-    isl: FloatArray
-    osl: FloatArray
-    prefill: FloatArray
-    ttft: FloatArray
-    accepted: FloatArray
-    measured: FloatArray
+    batch: Floats
+    verified: Floats
+    depth: Floats
+    levels: Floats
+    top_k: Floats
+    context: Floats
+    context_unknown: Flags
+    isl: Floats
+    osl: Floats
+    prefill: Floats
+    ttft: Floats
+    accepted: Floats
+    measured: Floats
 
     @classmethod
     def of(cls, table: pd.DataFrame) -> _Prepared:
@@ -150,7 +150,7 @@ class _Prepared:
         each = [ideals[key] for key in table[["gpu", "model", "tp"]].itertuples(index=False, name=None)]
         stacked = {f.name: np.array([getattr(i, f.name) for i in each], np.float64) for f in fields(Ideal)}
 
-        def column(name: str, missing: float) -> FloatArray:
+        def column(name: str, missing: float) -> Floats:
             return np.asarray(table[name].fillna(missing), np.float64)
 
         kind = table["kind"].to_numpy(str)
@@ -172,11 +172,11 @@ class _Prepared:
             measured=column("measured", np.nan),
         )
 
-    def without(self, out: npt.NDArray[np.bool_]) -> _Prepared:
+    def without(self, out: Flags) -> _Prepared:
         rest = {f.name: getattr(self, f.name)[~out] for f in fields(self) if f.name != "ideal"}
         return _Prepared(ideal=Ideal(**{f.name: getattr(self.ideal, f.name)[~out] for f in fields(Ideal)}), **rest)
 
-    def predict(self, values: dict[str, float]) -> FloatArray:
+    def predict(self, values: dict[str, float]) -> Floats:
         c = _constants(values)
         context = np.where(self.context_unknown, values.get(_CONTEXT, 0.0), self.context)
         found = np.empty_like(self.measured)
@@ -186,15 +186,15 @@ class _Prepared:
                 found = np.where(self.kind == kind, of(c, context), found)
         return found
 
-    def _iteration(self, c: Constants, context: FloatArray) -> FloatArray:
+    def _iteration(self, c: Constants, context: Floats) -> Floats:
         took = self._forward(c, self.batch, self.verified, context) + self._drafting(c)
         return np.asarray(took + prefill_token_s(self.ideal, c) * self.prefill, np.float64)
 
-    def _speedup(self, c: Constants, context: FloatArray) -> FloatArray:
+    def _speedup(self, c: Constants, context: Floats) -> Floats:
         plain = self._forward(c, self.batch, np.ones_like(self.batch), context)
         return self.accepted * plain / (self._forward(c, self.batch, self.verified, context) + self._drafting(c))
 
-    def _tpot(self, c: Constants, context: FloatArray) -> FloatArray:
+    def _tpot(self, c: Constants, context: Floats) -> Floats:
         """A request that ends is replaced by one that has to be prefilled, and the others wait meanwhile.
 
         So per token of output there are batch/osl prefills; while its own lasts a request does not decode.
@@ -208,18 +208,18 @@ class _Prepared:
             decoding = self.batch * self.osl * tpot / (self.osl * tpot + prefill + tpot)
         return tpot
 
-    def _wave(self, c: Constants, context: FloatArray) -> FloatArray:
+    def _wave(self, c: Constants, context: Floats) -> Floats:
         """Prefills go first: a request that had its own early waits for the rest of them before it decodes."""
         prefills = np.asarray(self.batch * prefill_token_s(self.ideal, c) * self.isl, np.float64)
         step = self._forward(c, self.batch, np.ones_like(self.batch), self.isl + self.osl / 2)
         return step + np.maximum(prefills - self.ttft, 0.0) / self.osl
 
-    def _forward(self, c: Constants, batch: FloatArray, queries: FloatArray, context: FloatArray) -> FloatArray:
+    def _forward(self, c: Constants, batch: Floats, queries: Floats, context: Floats) -> Floats:
         slope = context_slope_s(self.ideal, c, queries=queries)
         took = forward_s(self.ideal, c, tokens=batch * queries, batch=batch) + slope * batch * context
         return np.asarray(took, np.float64)
 
-    def _drafting(self, c: Constants) -> FloatArray:
+    def _drafting(self, c: Constants) -> Floats:
         took = np.zeros_like(self.batch)
         if (self.depth > 0).any():
             took = took + (self.depth > 0) * c.need("sd_base_s")
@@ -253,10 +253,10 @@ def _range(name: str) -> tuple[float, float, float]:
     return (float(np.sqrt(least * most)), least, most) if name == _CONTEXT else _RANGES[name]
 
 
-def _solve(prepared: _Prepared, names: list[str], start: FloatArray | None) -> FloatArray:
+def _solve(prepared: _Prepared, names: list[str], start: Floats | None) -> Floats:
     typical, least, most = (np.log([_range(name)[i] for name in names]) for i in range(3))
 
-    def residuals(x: FloatArray) -> FloatArray:
+    def residuals(x: Floats) -> Floats:
         error = prepared.predict(dict(zip(names, np.exp(x), strict=True))) / prepared.measured - 1
         softened = np.sign(error) * _TYPICAL_ERROR * np.sqrt(2 * (np.sqrt(1 + (error / _TYPICAL_ERROR) ** 2) - 1))
         return np.concatenate([softened, _PRIOR_WEIGHT * (x - typical)])
@@ -266,9 +266,7 @@ def _solve(prepared: _Prepared, names: list[str], start: FloatArray | None) -> F
     return np.asarray(np.clip(found.x, least, most), np.float64)
 
 
-def _left_out(
-    prepared: _Prepared, names: list[str], fold: pd.Series[str], start: FloatArray
-) -> list[tuple[object, ...]]:
+def _left_out(prepared: _Prepared, names: list[str], fold: pd.Series[str], start: Floats) -> list[tuple[object, ...]]:
     found: list[tuple[object, ...]] = []
     for value in sorted(fold.dropna().unique()):
         out = (fold == value).to_numpy(bool)
@@ -284,12 +282,12 @@ def _left_out(
     return found
 
 
-def _notes(prepared: _Prepared, names: list[str], best: FloatArray, context: float | None) -> list[str]:
+def _notes(prepared: _Prepared, names: list[str], best: Floats, context: float | None) -> list[str]:
     notes: list[str] = []
     if context is not None:
         notes.append(f"the context of the speed-ups is not known: fitted, {context:.0f} tokens per request")
 
-    def predicted(x: FloatArray) -> FloatArray:
+    def predicted(x: Floats) -> Floats:
         return np.log(prepared.predict(dict(zip(names, np.exp(x), strict=True))))
 
     step = 1e-4

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Floats
 from tltlab.costs.stages import (
     STAGES,
     InferenceCosts,
@@ -29,7 +29,6 @@ from tltlab.traces.trace import Trace
 
 from .robust import fit
 
-Floats = npt.NDArray[np.float64]
 Columns = Callable[[StepWorkload], dict[str, float]]
 """What each coefficient of a stage is multiplied with, the terms in the order in which they are tried."""
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
+from tltlab.arrays import Floats, Ints
 from tltlab.calibration.measurements.kernels import Kernels
 from tltlab.costs.base import CalibratedRange, CostModel
 from tltlab.costs.table import Roofline, TableCosts, TokenKnot
@@ -28,7 +28,7 @@ from .isotonic import (
     non_negative,
 )
 from .residuals import NUM_BANDS, band, residuals, worker_sums
-from .robust import FloatArray, fit
+from .robust import fit
 
 FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 """Knots of a table from kernels."""
@@ -170,7 +170,7 @@ def from_trace(trace: Trace, rl_steps: Sequence[int] | None = None) -> TableFit:
     return TableFit(costs=costs, residuals=residuals(regime, batch, duration, predict_iterations(costs, table)))
 
 
-def predict_iterations(costs: CostModel, table: pd.DataFrame) -> FloatArray:
+def predict_iterations(costs: CostModel, table: pd.DataFrame) -> Floats:
     """Seconds of each row of iterations.parquet under any cost model: what it verified, drafted and prefilled.
 
     Drafting counts in the iteration that verifies it: sums over a rollout are right, single rows are off by that.
@@ -245,7 +245,7 @@ def _fit_points(rows: pd.DataFrame, roofline: Roofline | None) -> TableCosts:
     return TableCosts.model_validate(knots | terms)
 
 
-def _predict_points(costs: TableCosts, rows: pd.DataFrame) -> FloatArray:
+def _predict_points(costs: TableCosts, rows: pd.DataFrame) -> Floats:
     found = np.empty(len(rows))
     for i, (batch, verify, context, _, *depth) in enumerate(rows.itertuples(index=False)):
         drafts = int(depth[0]) if depth else 0
@@ -265,9 +265,7 @@ def _smoothing_note(rows: pd.DataFrame, error: pd.Series) -> str:
     )
 
 
-def _drafting(
-    table: pd.DataFrame, batch: FloatArray, draft: FloatArray, block: npt.NDArray[np.int64]
-) -> dict[str, float | None]:
+def _drafting(table: pd.DataFrame, batch: Floats, draft: Floats, block: Ints) -> dict[str, float | None]:
     depth = _next_depth(table)
     drafting = (depth > 0) & (draft > 0)
     none: dict[str, float | None] = dict.fromkeys(_DRAFTING, 0.0)
@@ -279,13 +277,13 @@ def _drafting(
     return none | {name: value or 0.0 for name, value in found.items()}
 
 
-def _next_depth(table: pd.DataFrame) -> FloatArray:
+def _next_depth(table: pd.DataFrame) -> Floats:
     if "next_draft_depth" not in table:
         return np.zeros(len(table))
     return table["next_draft_depth"].fillna(0).to_numpy(np.float64)
 
 
-def _knots(values: FloatArray) -> FloatArray:
+def _knots(values: Floats) -> Floats:
     """The ends, and the powers of four that are not near one."""
     low, high = max(1.0, float(values.min())), float(values.max())
     powers = 4.0 ** np.arange(0, 10)
@@ -293,6 +291,6 @@ def _knots(values: FloatArray) -> FloatArray:
     return np.unique(np.concatenate([[low], inside, [high]]))
 
 
-def _covered(batch: FloatArray, tokens: FloatArray, context: FloatArray) -> CalibratedRange:
+def _covered(batch: Floats, tokens: Floats, context: Floats) -> CalibratedRange:
     spans = [(float(x.min()), float(x.max())) for x in (batch, tokens, context)]
     return CalibratedRange(batch=spans[0], verified_tokens=spans[1], context_tokens=spans[2])

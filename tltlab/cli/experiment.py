@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit, made_by, progress
+from tltlab.console import Json, emit, made_by, progress, table
 from tltlab.errors import ConfigError
 from tltlab.experiments import EXPERIMENTS, find
-from tltlab.experiments.result import check_replaceable, describe_settings, read_settings
+from tltlab.experiments.result import check_replaceable, describe_settings, read_settings, settings_json
 
 
 def experiment(
@@ -51,8 +51,13 @@ def experiment(
     settings = read_settings(module.Settings, module.FAST if fast else None, asked)
     check_replaceable(out / name)
     progress(f"{name}: {describe_settings(settings)}")
-    found = module.run(settings, folder=out, seed=seed, progress=progress)
-    result = replace(found, **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"))
+    result = replace(
+        module.run(settings, folder=out, seed=seed, progress=progress),
+        name=name,
+        question=chosen.question,
+        settings=settings_json(settings, seed=seed),
+        **made_by("vllm", "torch", "ray", "transformers", "simpy", "numpy"),
+    )
     result.write(out / name)
     emit(
         result.json() | {"out": str(out / name)},
@@ -63,5 +68,5 @@ def experiment(
 
 def _list(as_json: bool) -> None:
     rows = [{"name": row.name, "question": row.question, "takes": row.takes} for row in EXPERIMENTS.values()]
-    text = "\n".join(f"{row['name']:14s}{row['question']} ({row['takes']})" for row in rows)
+    text = table([], [(row["name"], f"{row['question']} ({row['takes']})") for row in rows], left=2)
     emit({"experiments": rows}, as_json=as_json, text=f"{text}\n\ntltlab experiment NAME [key=value ...] runs one")

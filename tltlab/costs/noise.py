@@ -8,15 +8,14 @@ divided out, as otherwise workers that drift apart would lengthen every predicte
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from tltlab.arrays import Array, Floats, Ints
 from tltlab.config import FiniteModel, FrozenModel
-
-FloatArray = npt.NDArray[np.float64]
 
 SPANS = (4, 16, 64)
 """Lengths in iterations of the blocks that share an excess; with 1 they cover lags up to a fast rollout's length."""
@@ -71,11 +70,11 @@ class IterationNoise(FiniteModel):
         parts = [(1, rest), *((block.iterations, block.share) for block in self.blocks)]
         return tuple((length, share) for length, share in parts if share > 0)
 
-    def at(self, probabilities: FloatArray) -> FloatArray:
+    def at(self, probabilities: Floats) -> Floats:
         """The ratios at these probabilities, in [0, 1]."""
         known = np.asarray(self.ratios)
         part = np.minimum((probabilities * len(known)).astype(np.int64), len(known) - 1)
-        found: FloatArray = known[part]
+        found: Floats = known[part]
         return found
 
 
@@ -88,7 +87,7 @@ def fit_noise(
     level. None where fewer than 200 iterations say anything, or the model is within 0.1 % of all of them.
     """
     seconds, model = np.asarray(measured, np.float64), np.asarray(predicted, np.float64)
-    which: npt.NDArray[Any] = np.zeros(len(seconds)) if series is None else np.asarray(series)
+    which: Array = np.zeros(len(seconds)) if series is None else np.asarray(series)
     known = (seconds > 0) & (model > 0)
     if known.sum() < _ENOUGH:
         return None
@@ -104,7 +103,7 @@ def fit_noise(
     return IterationNoise(ratios=tuple((parts / parts.mean()).tolist()), blocks=_blocks(ratio, which))
 
 
-def _blocks(ratio: FloatArray, which: npt.NDArray[np.int64]) -> tuple[Block, ...]:
+def _blocks(ratio: Floats, which: Ints) -> tuple[Block, ...]:
     # Costs are read by commands that should start quickly, and scipy does not load quickly.
     from scipy.optimize import nnls
     from scipy.special import ndtri

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field, field_validator, model_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, model, per_gpu_heads
@@ -17,7 +16,7 @@ from tltlab.strategy import MODEL_FREE, Strategy
 
 from .base import CostModel, IterationCost, Seconds, padded
 
-Numbers = float | npt.NDArray[np.float64]
+Numbers = float | Floats
 Share = Annotated[float, Field(gt=0, le=1)]
 
 _Record = TypeVar("_Record", Gpu, ModelShape)

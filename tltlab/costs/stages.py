@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from pydantic import Field, TypeAdapter
 
+from tltlab.arrays import Flags, Floats, Ints
 from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
@@ -51,8 +51,8 @@ class StepWorkload:
     @classmethod
     def of(
         cls,
-        prompt_tokens: Sequence[int] | npt.NDArray[np.int64],
-        response_tokens: Sequence[int] | npt.NDArray[np.int64],
+        prompt_tokens: Sequence[int] | Ints,
+        response_tokens: Sequence[int] | Ints,
         *,
         groups: Sequence[str] | None = None,
         rewards: Sequence[float | None] | None = None,
@@ -97,7 +97,7 @@ class StepWorkload:
         )
 
 
-def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> npt.NDArray[np.bool_]:
+def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> Flags:
     frame = pd.DataFrame({"group": list(groups), "reward": np.array(rewards, np.float64)})
     by_group = frame.groupby("group")["reward"]
     differ = by_group.transform("max") > by_group.transform("min")
@@ -131,7 +131,7 @@ class RewardCosts(Record):
     per_token_s: Seconds = 0.0
     when: Literal["after", "overlapped"] = "after"
 
-    def seconds(self, finish_s: npt.NDArray[np.float64], response_tokens: npt.NDArray[np.int64]) -> float:
+    def seconds(self, finish_s: Floats, response_tokens: Ints) -> float:
         """Seconds that grading adds behind the rollout's last finish.
 
         Overlapped, the grader's queue ends at max over j of (finish of the j-th response + grading of it and all later

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import Field, field_validator, model_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, model, per_gpu_heads
@@ -22,7 +21,7 @@ from .base import CalibratedRange, CostModel, IterationCost, Seconds, padded
 DIP = 0.05
 """How far a knot may lie below the one before it, as a share of that: noise, lifted to it. More is an error."""
 _SHARPNESS = 4.0
-_Seconds = TypeVar("_Seconds", float, npt.NDArray[np.float64])
+_Seconds = TypeVar("_Seconds", float, Floats)
 
 
 class TokenKnot(FrozenModel):

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Flags, Floats
 from tltlab.calibration.linear import covered, fit_rows, predict, rows_of
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
@@ -25,8 +26,6 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.trace import Trace, read
 
 from .finding import NotChecked
-
-FloatArray = npt.NDArray[np.float64]
 
 ENOUGH_PLAIN = 50
 """Plain iterations from which a fit has several per term: four terms, and single iterations vary by some 10 %."""
@@ -52,16 +51,16 @@ class PlainTimes:
     batches: tuple[float, float]
     source: str
 
-    def seconds(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> FloatArray:
+    def seconds(self, batch: npt.ArrayLike, context: npt.ArrayLike) -> Floats:
         """Seconds of plain iterations of `batch` requests whose contexts sum to `context` tokens."""
         sizes, at = np.unique(np.asarray(batch, np.int64), return_inverse=True)
         cost = self.costs.iteration(NO_SPECULATION)
         fixed = np.array([cost.without_context_s(int(size)) for size in sizes])
         slope = np.array([cost.context_slope_s(int(size)) for size in sizes])
-        found: FloatArray = fixed[at] + slope[at] * np.asarray(context, np.float64)
+        found: Floats = fixed[at] + slope[at] * np.asarray(context, np.float64)
         return found
 
-    def knows(self, batch: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    def knows(self, batch: npt.ArrayLike) -> Flags:
         """Which batches lie within, or close to, those seen."""
         least, most = self.batches
         sizes = np.asarray(batch, np.float64)
@@ -217,7 +216,7 @@ class RunEvidence:
         return None if hardware is None else "CPU" not in hardware
 
 
-def ratio(measured: Sequence[float] | FloatArray, reference: Sequence[float] | FloatArray) -> Interval:
+def ratio(measured: Sequence[float] | Floats, reference: Sequence[float] | Floats) -> Interval:
     """Sum of `measured` over sum of `reference` with its 95 % interval over RL steps; the same for the same data."""
     return paired_interval(measured, reference, rng=np.random.default_rng(0))
 

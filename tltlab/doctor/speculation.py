@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 from scipy.stats import linregress
 
+from tltlab.arrays import Floats
 from tltlab.stats import Interval, student_margin
 from tltlab.strategy import MODEL_FREE
 
-from .evidence import ENOUGH_STEPS, FloatArray, RunEvidence, accepted_pairs, ratio
+from .evidence import ENOUGH_STEPS, RunEvidence, accepted_pairs, ratio
 from .finding import Finding, NotChecked, hint, problem, span
 from .plain_decoding import UNSURE, against_plain, told
 
@@ -225,7 +226,7 @@ def _acceptance_by_step(rows: pd.DataFrame) -> pd.Series:
     return level
 
 
-def _slope(x: FloatArray, y: FloatArray, other: FloatArray | None = None) -> tuple[float, float, float]:
+def _slope(x: Floats, y: Floats, other: Floats | None = None) -> tuple[float, float, float]:
     """Least-squares slope of y on x with its 95 % interval; `other`, where it varies, is accounted for."""
     lost = 2
     if other is not None and np.ptp(other):

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
@@ -83,18 +83,18 @@ class AcceptanceBudget(DraftBudget):
             total = min(total, self.max_draft_tokens)
         return [int(n) for n in share_out(self._chances(state), strategy.draft_depth, total, self.min_tokens)]
 
-    def _chances(self, state: StepState) -> npt.NDArray[np.float64]:
+    def _chances(self, state: StepState) -> Floats:
         recent = [request.recent_acceptance for request in state.requests]
         if len(recent) != state.batch:
             recent = [None] * state.batch
         seen = [a for a in recent if a is not None]
         usual = float(np.mean(seen)) if seen else self.prior
         kept = np.array([usual if a is None else max(a, 0.0) for a in recent], np.float64)
-        chances: npt.NDArray[np.float64] = kept / (kept + 1.0)
+        chances: Floats = kept / (kept + 1.0)
         return chances
 
 
-def share_out(chances: npt.NDArray[np.float64], depth: int, total: int, min_tokens: int = 0) -> npt.NDArray[np.int64]:
+def share_out(chances: Floats, depth: int, total: int, min_tokens: int = 0) -> Ints:
     """Tokens for each request that maximise the expected number kept, sum over requests of sum_i chance^i.
 
     Never more than `depth` each or `total` in all; `min_tokens` for everyone comes first, in order, while it lasts.

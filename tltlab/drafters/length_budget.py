@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.state import RequestState, StepState
 from tltlab.strategy import Strategy
 
 from .budget import DraftBudget, even, refuse_trees
 from .length_classes import LengthClasses
-
-Floats = npt.NDArray[np.float64]
 
 _GOLDEN = 0.6180339887498949
 _PRIOR_TOKENS = 256.0

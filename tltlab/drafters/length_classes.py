@@ -7,12 +7,9 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 _LEAST_RECORDS = 8
 _REFITS_PER_WINDOW = 64

@@ -6,14 +6,10 @@ import importlib
 from itertools import islice
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
+from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
 from .base import Key
-
-Tokens = NDArray[np.int32]
 
 
 class TextTree:

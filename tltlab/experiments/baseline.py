@@ -21,10 +21,9 @@ from tltlab.charts import COLORS, draw_bars
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 
-from . import EXPERIMENTS
-from .baseline_predicted import LONG_TAIL, PAPER_RANGE, Published, predicted_rows
+from .baseline_predicted import LONG_TAIL, PAPER_RANGE, predicted_rows
 from .models import own_model
-from .result import ExperimentResult, as_json
+from .result import ExperimentResult
 
 Count = Annotated[int, Field(ge=1)]
 Part = Literal["measured", "predicted"]
@@ -78,9 +77,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     notes: list[str] = []
     said: list[str] = []
     if "predicted" in settings.parts:
-        predicted, notes = predicted_rows(
-            settings.models, settings.machines, _published(settings), seed=seed, progress=progress
-        )
+        predicted, notes = predicted_rows(settings, seed=seed, progress=progress)
         said.append(_predicted_verdict(settings, predicted))
         rows += predicted
     if "measured" in settings.parts:
@@ -97,30 +94,11 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         raise ConfigError("parts is empty: give measured, predicted or both")
     frame = pd.DataFrame(rows)
     return ExperimentResult(
-        name="baseline",
-        question=EXPERIMENTS["baseline"].question,
         verdict="; ".join(said) + ".",
         rows=frame,
         figure=_picture(frame),
         prediction="measured" not in settings.parts,
-        settings=as_json(settings, seed=seed),
         notes=tuple(notes),
-    )
-
-
-def _published(settings: Settings) -> Published:
-    return Published(
-        gpus=settings.gpus,
-        prompts=settings.gpu_prompts,
-        group_size=settings.gpu_group_size,
-        cap=settings.gpu_cap,
-        rl_steps=settings.gpu_rl_steps,
-        lengths=settings.lengths,
-        acceptance=settings.acceptance,
-        model_free_acceptance=settings.model_free_acceptance,
-        decision_block=settings.decision_block,
-        repeats=settings.repeats,
-        jobs=settings.jobs,
     )
 
 
@@ -131,7 +109,7 @@ def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[s
         if not isinstance(found, dict) or not {"modes", "speedups", "goals", "policies"} <= set(found):
             raise ConfigError(f"{settings.measured} is not what `tltlab bench runtime --out` writes")
         return found
-    from tltlab.bench.runtime import bench_runtime
+    from .baseline_measured import bench_runtime
 
     return dict(
         bench_runtime(

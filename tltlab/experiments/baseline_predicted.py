@@ -11,9 +11,8 @@ as its figure 2 shows of a production run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
@@ -27,6 +26,9 @@ from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import REGIMES
 from tltlab.traces.trace import Trace
 
+if TYPE_CHECKING:
+    from .baseline import Settings
+
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
 PAPER_RANGE = (1.7, 2.1)
 """TLT's end-to-end speed-ups over VeRL, the range over its models and clusters: nothing finer is known."""
@@ -37,30 +39,8 @@ _TENSOR_PARALLEL = {"Qwen2.5-7B": 2, "Qwen2.5-32B": 4}
 _INFINIBAND_BYTES_PER_S = 5e10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Published:
-    """What is simulated of TLT's settings; see `baseline.Settings`."""
-
-    gpus: int
-    prompts: int
-    group_size: int
-    cap: int
-    rl_steps: int
-    lengths: tuple[str, ...]
-    acceptance: str
-    model_free_acceptance: str
-    decision_block: int
-    repeats: int
-    jobs: int
-
-
 def predicted_rows(
-    models: tuple[str, ...],
-    machines: tuple[str, ...],
-    settings: Published,
-    *,
-    seed: int,
-    progress: Callable[[str], None],
+    settings: Settings, *, seed: int, progress: Callable[[str], None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row per machine, model and system, VeRL's speed being 1; and what is assumed, in sentences."""
     from tltlab.sim.systems import compare_systems
@@ -69,11 +49,11 @@ def predicted_rows(
     notes: dict[str, None] = {}
     for lengths in settings.lengths:
         trace = lengths_trace(lengths, settings, seed)
-        for name, machine in product(models, machines):
+        for name, machine in product(settings.models, settings.machines):
             costs = costs_of(machine, name)
             workers = settings.gpus // costs.tensor_parallel
             progress(
-                f"simulating {settings.rl_steps} RL steps of {name} on {settings.gpus} {machine}, {lengths} lengths"
+                f"simulating {settings.gpu_rl_steps} RL steps of {name} on {settings.gpus} {machine}, {lengths} lengths"
             )
             found = compare_systems(
                 trace,
@@ -107,18 +87,20 @@ def costs_of(machine: str, name: str) -> CostModel:
     return load_costs(shipped.model_dump(mode="json") | {"tp": tp, "kv_capacity_tokens": room})
 
 
-def lengths_trace(lengths: str, settings: Published, seed: int) -> Trace:
+def lengths_trace(lengths: str, settings: Settings, seed: int) -> Trace:
     """Responses to simulate: of one of `length_model.REGIMES`, or `LONG_TAIL`. ConfigError for another name."""
     if lengths != LONG_TAIL and lengths not in REGIMES:
         raise ConfigError(f"no lengths named {lengths!r}; there are {', '.join(REGIMES)}, {LONG_TAIL}")
-    size: dict[str, Any] = {"group_size": settings.group_size, "seed": seed}
     if lengths == LONG_TAIL:
-        median = REGIMES["reasoning"].quantile(0.5)
         return log_normal(
-            median=median, sigma=1.0, cap=settings.cap, rl_steps=settings.rl_steps, prompts=settings.prompts, **size
-        )
-    model = REGIMES[lengths].with_changes(max_response_tokens=settings.cap)
-    return generate(model, num_rl_steps=settings.rl_steps, prompts_per_step=settings.prompts, **size)
+            median=REGIMES["reasoning"].quantile(0.5), sigma=1.0, cap=settings.gpu_cap, rl_steps=settings.gpu_rl_steps,
+            prompts=settings.gpu_prompts, group_size=settings.gpu_group_size, seed=seed,
+        )  # fmt: skip
+    model = REGIMES[lengths].with_changes(max_response_tokens=settings.gpu_cap)
+    return generate(
+        model, num_rl_steps=settings.gpu_rl_steps, prompts_per_step=settings.gpu_prompts,
+        group_size=settings.gpu_group_size, seed=seed,
+    )  # fmt: skip
 
 
 def _stages(machine: str, name: str, gpus: int) -> dict[str, Any]:
@@ -154,16 +136,16 @@ def _row(row: Mapping[Any, Any], where: str) -> dict[str, Any]:
     }
 
 
-def _common_notes(settings: Published) -> Iterator[str]:
+def _common_notes(settings: Settings) -> Iterator[str]:
     least, most = (PAPER_ROLLOUT_SHARE / (1 / speedup - (1 - PAPER_ROLLOUT_SHARE)) for speedup in PAPER_RANGE)
     yield (
-        f"predicted: {settings.prompts} prompts x {settings.group_size} up to {settings.cap} tokens an RL step, "
-        f"{settings.rl_steps} RL steps; lengths, as many A100 as H100, TP 2 for 7B and 4 for 32B, and the same prompts "
-        "for both are assumptions: the paper does not say"
+        f"predicted: {settings.gpu_prompts} prompts x {settings.gpu_group_size} up to {settings.gpu_cap} tokens an RL "
+        f"step, {settings.gpu_rl_steps} RL steps; lengths, as many A100 as H100, TP 2 for 7B and 4 for 32B, and the "
+        "same prompts for both are assumptions: the paper does not say"
     )
     yield (
         "predicted: 95 % intervals are over RL steps"
-        + (", too narrow below ten," if settings.rl_steps < 10 else "")
+        + (", too narrow below ten," if settings.gpu_rl_steps < 10 else "")
         + " and hold for the luck of the lengths, not for errors of the models"
     )
     yield (

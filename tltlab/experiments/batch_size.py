@@ -17,23 +17,20 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, DASHES, MARKERS, finish
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
 from tltlab.stats import mean_of_few
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from . import EXPERIMENTS
 from .batch_size_measured import Visit, Work, measure
 from .models import own_model
-from .result import ExperimentResult, as_json, finish, with_interval
+from .result import ExperimentResult, with_interval
 
 Count = Annotated[int, Field(ge=1)]
-_LINES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)))
 _FEWEST = 4
 """Rounds below which no interval is given: Student's would hold anything."""
-_MARKERS = "os^Dv<>*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,27 +68,16 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     if settings.drafter not in known:
         raise ConfigError(f"no drafter named {settings.drafter!r} here; there are: {', '.join(known)}")
     chains = [Strategy.chain(settings.drafter, depth) for depth in settings.depths]
-    work = Work(
-        batches=tuple(sorted(set(settings.batches))),
-        arms=tuple(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies])),
-        policy=policy,
-        rounds=settings.rounds,
-        tokens=settings.tokens,
-        requests=settings.requests,
-        warm_up=settings.warm_up,
-    )
+    arms = tuple(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies]))
     model = own_model(settings.model, folder, size=settings.size, progress=progress)
-    visits = measure(model, work, seed=seed, progress=progress)
+    visits = measure(model, Work(settings=settings, arms=arms, policy=policy), seed=seed, progress=progress)
     rows = table(visits, settings.policy)
     frame = pd.DataFrame(rows)
     return ExperimentResult(
-        name="batch-size",
-        question=EXPERIMENTS["batch-size"].question,
         verdict=verdict(rows, settings.policy, overall(visits)),
         rows=frame,
         figure=_picture(frame, settings.policy),
         prediction=False,
-        settings=as_json(settings, seed=seed),
         notes=_notes(settings, model, visits),
     )
 
@@ -236,8 +222,8 @@ def _picture(frame: pd.DataFrame, policy: str) -> Figure:
         rows = frame[frame["arm"] == name].sort_values("batch")
         middle, low, high = (rows[column].to_numpy(np.float64) for column in ("speedup", "low", "high"))
         color = "#111111" if name == policy else COLORS[i % len(COLORS)]
-        top.plot(at, middle, label=name, color=color, marker=_MARKERS[i % len(_MARKERS)], markersize=4,
-                 linewidth=2.2 if name == policy else 1.3, linestyle=_LINES[i % len(_LINES)])  # fmt: skip
+        top.plot(at, middle, label=name, color=color, marker=MARKERS[i % len(MARKERS)], markersize=4,
+                 linewidth=2.2 if name == policy else 1.3, linestyle=DASHES[i % len(DASHES)])  # fmt: skip
         top.fill_between(at, low, high, color=color, alpha=0.13, linewidth=0)
     best = frame[frame["best"] == True]  # noqa: E712
     top.plot(at, best.sort_values("batch")["speedup"], linestyle="none", marker="o", markersize=11, fillstyle="none",

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.simple import Fixed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+if TYPE_CHECKING:
+    from .batch_size import Settings
+
 TEMPERATURE = 1.0
 _UNSETTLED = 2
 """Iterations after a prefill that do not count: the first has nothing to verify yet."""
@@ -30,19 +33,15 @@ _STALL = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is measured: `rounds` visits of every batch size under every arm and the policy.
+    """What is measured: the settings' rounds of every batch size under every arm and the policy."""
 
-    A visit generates `tokens` per request, of as many batches one after the other as `requests` need; the policy learns
-    for `warm_up` iterations at each batch size before.
-    """
-
-    batches: tuple[int, ...]
+    settings: Settings
     arms: tuple[Strategy, ...]
     policy: Policy
-    rounds: int
-    tokens: int
-    requests: int
-    warm_up: int
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted(set(self.settings.batches))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +78,7 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
     progress(f"starting an engine on {model}")
     engine = Engine(
         str(model),
-        drafters=DEFAULT_DRAFTERS | work.policy.drafters,
+        drafters={**DEFAULT_DRAFTERS, **work.policy.drafters},
         max_draft_depth=depth,
         seed=seed,
         vllm_args={"max_num_seqs": max(work.batches), "max_model_len": room, "gpu_memory_utilization": 0.4},
@@ -95,11 +94,11 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
 
 def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     """Token ids to go on from: prompts, each with the first half of a response among the longest."""
-    from tltlab.bench.drafter.texts import prompts_of
     from tltlab.runtime.engine.engine import GenerationRequest
+    from tltlab.runtime.models.runs import prompts_of
 
     prompts = prompts_of(model, "train", 4 * max(work.batches))
-    cap = min(4 * work.tokens, room // 2)
+    cap = min(4 * work.settings.tokens, room // 2)
     requests = [
         GenerationRequest(key=(0, prompt.prompt_id, 0, 0), prompt_token_ids=prompt.token_ids, max_response_tokens=cap)
         for prompt in prompts
@@ -113,7 +112,7 @@ def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
         raise ConfigError(
             f"{model / 'train.jsonl'} has {len(found)} prompts: a batch of {max(work.batches)} needs more"
         )
-    return found[: max(max(work.batches), work.requests)]
+    return found[: max(max(work.batches), work.settings.requests)]
 
 
 class _Bench:
@@ -134,17 +133,17 @@ class _Bench:
             for batch in work.batches
         }
         for batch in work.batches:
-            self._visit(batch, None, learning[batch], self._order(), -1, iterations=work.warm_up)
-        progress(f"the policy has learned for {work.warm_up} iterations at {len(work.batches)} batch sizes")
+            self._visit(batch, None, learning[batch], self._order(), -1, iterations=work.settings.warm_up)
+        progress(f"the policy has learned for {work.settings.warm_up} iterations at {len(work.batches)} batch sizes")
         visits = []
-        for round_ in range(work.rounds):
+        for round_ in range(work.settings.rounds):
             for batch in work.batches:
                 order = self._order()
                 modes: list[Strategy | None] = [*work.arms, None]
                 for at in self.rng.permutation(len(modes)):
                     visits.append(self._visit(batch, modes[at], learning[batch], order, round_))
             seconds = sum(visit.seconds for visit in visits if visit.round == round_)
-            progress(f"round {round_ + 1} of {work.rounds}: {seconds:.1f} s")
+            progress(f"round {round_ + 1} of {work.settings.rounds}: {seconds:.1f} s")
         return visits
 
     def _order(self) -> list[int]:
@@ -161,7 +160,7 @@ class _Bench:
         rows: list[dict[str, Any]] = []
         past = generated = 0
         loops = 0
-        while len(rows) < iterations if iterations else loops * batch < self.work.requests:
+        while len(rows) < iterations if iterations else loops * batch < self.work.settings.requests:
             chosen = [self.starts[order[(loops * batch + n) % len(order)]] for n in range(batch)]
             more, responses = self._generate(batch, chosen)
             if not more:
@@ -206,7 +205,7 @@ class _Bench:
             done += sum(row["num_generated"] for row in rows[seen:])
             seen = len(rows)
             # A request that has reached the model's context leaves a smaller batch.
-            return bool(ended) or done >= batch * self.work.tokens
+            return bool(ended) or done >= batch * self.work.settings.tokens
 
         rollout = self.engine.generate(requests, rl_step=self.number, temperature=TEMPERATURE, until=enough)
         rows = [row for row in rollout.iterations if row["batch"] == batch and not row["prefill_tokens"]]

@@ -4,15 +4,13 @@ Plans: one strategy, TLT's four captured naively, the same in buckets as the rel
 exactly, by `tltlab.planning.buckets`, within several caps. Time is the objective of those: seconds of decoding at
 batches up to `max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a
 trace. Memory is `tltlab.planning.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be
-fitted to. On a CUDA device graphs are captured too and their memory is measured. vLLM drafts chains only, so they are
-those of one depth, of three depths by batch size, and of plain decoding.
+fitted to. All of it is predicted: what graphs take on a CUDA device is measured by `tltlab bench gpu graphs`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +20,7 @@ from matplotlib.figure import Figure
 from pydantic import Field
 
 from tltlab.acceptance.load import AcceptanceModel, load_acceptance
-from tltlab.bench import graph_pool as tlt
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, finish
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
@@ -31,18 +28,16 @@ from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
 from tltlab.lengths.generate import generate
 from tltlab.lengths.model import of_regime
-from tltlab.planning.batch_times import batch_weights, mean_contexts
+from tltlab.planning.batch_times import batch_times
 from tltlab.planning.buckets import plan_buckets
-from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, plan_single, sglang_sizes
+from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
-from . import EXPERIMENTS
-from .result import ExperimentResult, as_json, finish
+from . import graph_readings as tlt
+from .result import ExperimentResult
 
 GIB = tlt.GIB
-KV_CACHE_BYTES = 4 << 30
-"""The same in every engine that is measured, so that graphs alone differ."""
 Count = Annotated[int, Field(ge=1)]
 Rows = tuple[tuple[int, Strategy], ...]
 
@@ -53,7 +48,7 @@ class Settings:
 
     `depths` and `verify` span the strategies that the exact search chooses from, with TLT's four and no speculation.
     `caps` is how many memory limits it gets, spaced evenly from the least to what the fastest plan takes. `reading` is
-    the reading of Table 5 that plans are judged by. `model` (a folder or hub id) and `gpu_batch` are for measuring.
+    the reading of Table 5 that plans are judged by.
     """
 
     trace: Path | None = None
@@ -72,8 +67,6 @@ class Settings:
     verify: tuple[Annotated[int, Field(ge=2)], ...] = (16, 32, 48, 64)
     caps: Count = 8
     reading: str = "shipped strategies, one logits buffer"
-    model: str | None = None
-    gpu_batch: Count = 64
 
 
 FAST: Mapping[str, Any] = {"prompts": 64, "rl_steps": 1, "workers": 4, "depths": (4, 8), "verify": (16, 48), "caps": 4}
@@ -95,17 +88,11 @@ class _Pools:
         if reading not in known:
             raise ConfigError(f"no reading named {reading!r}; there are: {'; '.join(known)}")
         model = {
-            "num_layers": shape.layers,
-            "hidden_size": shape.hidden,
-            "vocab_size": shape.vocab,
-            "context_tokens": context_tokens,
-            "tensor_parallel": tensor_parallel,
-        }
-        self._pools: dict[str, GraphPool] = {}
-        for name, each in known.items():
-            single, _, _ = tlt.validation((each,))
-            if single.fitted:
-                self._pools[name] = each.pool(single.bytes_per_layer).model_copy(update=model)
+            "num_layers": shape.layers, "hidden_size": shape.hidden, "vocab_size": shape.vocab,
+            "context_tokens": context_tokens, "tensor_parallel": tensor_parallel,
+        }  # fmt: skip
+        fitted = {name: each.fitted() for name, each in known.items()}
+        self._pools = {name: pool.model_copy(update=model) for name, pool in fitted.items() if pool is not None}
         if reading not in self._pools:
             raise ConfigError(
                 f"the reading {reading!r} cannot be fitted to Table 5; take another of {list(self._pools)}"
@@ -131,8 +118,8 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         raise ConfigError(f"acceptance {settings.acceptance}: take a model that treats all requests alike")
     trace = _trace(settings, seed)
     strategies = _strategies(settings)
-    weights = {b: w for b, w in batch_weights(trace, settings.workers).items() if b <= settings.max_batch}
-    contexts = mean_contexts(trace, settings.workers)
+    weights, contexts = batch_times(trace, settings.workers)
+    weights = {b: w for b, w in weights.items() if b <= settings.max_batch}
     per_token_s = _seconds_per_token(strategies, costs, acceptance, contexts)
     pools = _Pools(
         find_model(settings.shape), costs.tensor_parallel, settings.cap + tlt.RL_CONTEXT - 32_768, settings.reading
@@ -154,17 +141,11 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         for plan in plans
     ]
     frame = pd.DataFrame([*rows, *_table_5()])
-    measured = measured_rows(settings.model, settings.gpu_batch, pools.chosen.bytes_per_layer, progress=progress)
-    if measured:
-        frame = pd.concat([frame, pd.DataFrame(measured)], ignore_index=True)
     return ExperimentResult(
-        name="graph-memory",
-        question=EXPERIMENTS["graph-memory"].question,
-        verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans)), measured),
+        verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans))),
         rows=frame,
         figure=_picture(frame.iloc[: len(rows)], settings),
-        prediction=not measured,
-        settings=as_json(settings, seed=seed),
+        prediction=True,
         notes=tuple(_notes(settings, strategies, acceptance)),
     )
 
@@ -240,7 +221,7 @@ def _plans(
     plain: Rows = ((1, NO_SPECULATION),)
     plans = [
         fixed("no speculation", plain, plan_bucketed(plain, top, sizes)),
-        fixed("single", ((1, tlt.DEFAULT),), plan_single(tlt.DEFAULT, top, sizes)),
+        fixed("single", ((1, tlt.DEFAULT),), plan_naive([tlt.DEFAULT], top, sizes)),
         fixed("naive", tuple((1, s) for s in four), plan_naive(four, top, sizes), four),
         fixed("buckets as released", shipped, released),
         exact("exact, memory as released", pool.memory_bytes(released)),
@@ -279,14 +260,12 @@ def _naive_and_released(plans: Sequence[_Plan]) -> tuple[CapturePlan, CapturePla
     return captured["naive"], captured["buckets as released"]
 
 
-def _verdict(
-    rows: pd.DataFrame, settings: Settings, saved: tuple[float, float], measured: Sequence[Mapping[str, Any]]
-) -> str:
+def _verdict(rows: pd.DataFrame, settings: Settings, saved: tuple[float, float]) -> str:
     by = rows.set_index("plan")
     naive, released, equal, free = (
         by.loc[name] for name in ("naive", "buckets as released", "exact, memory as released", "exact, no cap")
     )
-    said = (
+    return (
         f"Predicted for {settings.shape}: buckets as released take {released.predicted_gib:.1f} GiB against "
         f"{naive.predicted_gib:.1f} captured naively ({naive.predicted_gib / released.predicted_gib:.1f} times; "
         f"{saved[0]:.1f} to {saved[1]:.1f} over the readings of TLT's Table 5, which itself has "
@@ -294,12 +273,8 @@ def _verdict(
         f"and strategies chosen exactly within the same memory take {equal.seconds:.0f} worker-seconds of decoding at "
         f"batches up to {settings.max_batch} against {released.seconds:.0f} "
         f"({1 - equal.seconds / released.seconds:.1%} less); with {free.predicted_gib:.1f} GiB "
-        f"the fastest plan takes {free.seconds:.0f}"
+        f"the fastest plan takes {free.seconds:.0f}."
     )
-    if measured:
-        errors = [abs(row["predicted_gib"] / row["measured_gib"] - 1) for row in measured if row["measured_gib"]]
-        said += f"; captured here, the model errs by up to {max(errors):.0%}" if errors else ""
-    return said + "."
 
 
 def _notes(settings: Settings, strategies: Sequence[Strategy], acceptance: AcceptanceModel) -> Iterator[str]:
@@ -319,10 +294,7 @@ def _notes(settings: Settings, strategies: Sequence[Strategy], acceptance: Accep
     outside = [_short(s) for s in strategies if s.speculates and acceptance.outside(s)]
     if outside:
         yield f"acceptance of {', '.join(outside)} is an extrapolation of {settings.acceptance}"
-    if not cuda():
-        yield "no CUDA device here: nothing was captured, all figures are predicted"
-    elif settings.model is None:
-        yield "nothing was captured: name a model with --model to measure on this device"
+    yield "nothing was captured, all figures are predicted; `tltlab bench gpu graphs` measures on a CUDA device"
 
 
 def _picture(rows: pd.DataFrame, settings: Settings) -> Figure:
@@ -353,67 +325,3 @@ def _picture(rows: pd.DataFrame, settings: Settings) -> Figure:
     )
     axes.legend(fontsize=8, frameon=False)
     return figure
-
-
-def cuda() -> bool:
-    """Whether this machine has a CUDA device and an engine for it."""
-    if find_spec("torch") is None or find_spec("vllm") is None:
-        return False
-    import torch
-
-    return bool(torch.cuda.is_available())
-
-
-def measured_rows(
-    model: str | None,
-    max_batch: int,
-    bytes_per_layer: float,
-    *,
-    progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Predicted and measured GiB of each policy's graphs; none without a CUDA device or a model.
-
-    Measured is the device memory that an engine takes more than one that runs eagerly, each in a process of its own:
-    nothing else may use the device meanwhile. Not run on CUDA yet.
-    """
-    if model is None or not cuda():
-        return []
-    from tltlab.runtime.cli.export_policy import graph_pool
-    from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs
-
-    eager_bytes = _engine_bytes(model, max_batch, {"enforce_eager": True}, depth=0)
-    pool = graph_pool(model, 1, bytes_per_layer)
-    rows = []
-    for name, policy in chain_policies().items():
-        plan = plan_graphs(policy, max_batch)
-        told = plan.settings()
-        progress(f"capturing {len(plan.full_graphs())} graphs for {name}")
-        args = {"enforce_eager": False, "compilation_config": told["compilation_config"]}
-        taken = _engine_bytes(model, max_batch, args, depth=plan.depths[-1]) - eager_bytes
-        rows.append(
-            {
-                "model": model,
-                "plan": f"{name} (vLLM)",
-                "strategies": f"K in {', '.join(map(str, plan.depths))}",
-                "graphs": len(plan.full_graphs()) + len(plan.capture_sizes),
-                "predicted_gib": memory_bytes(pool, plan) / GIB,
-                "measured_gib": taken / GIB,
-            }
-        )
-    return rows
-
-
-def _engine_bytes(model: str, max_batch: int, args: Mapping[str, Any], *, depth: int) -> int:
-    """Bytes of device memory that an engine holds after its start, in its own process."""
-    import torch
-
-    from tltlab.runtime.engine.engine import Engine
-
-    free_before, _ = torch.cuda.mem_get_info()
-    vllm_args = {"max_num_seqs": max_batch, "kv_cache_memory_bytes": KV_CACHE_BYTES, **args}
-    engine = Engine(model, max_draft_depth=depth, own_process=True, vllm_args=vllm_args)
-    try:
-        free_after, _ = torch.cuda.mem_get_info()
-        return int(free_before - free_after)
-    finally:
-        engine.close()

@@ -8,6 +8,7 @@ that would find small faults.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +22,13 @@ from pydantic import Field
 from scipy.optimize import brentq
 from scipy.stats import nct
 
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, finish
 from tltlab.errors import ConfigError
-from tltlab.stats import student_margin
+from tltlab.stats import interval_json, mean_of_few, student_margin
 
-from . import EXPERIMENTS, models
+from . import models
 from .models import Count, RunSettings, on_devices, prepared
-from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
+from .result import ExperimentResult, whole_numbers, with_interval
 
 Part = Literal["rewards", "tokens"]
 POWER = 0.9
@@ -67,13 +68,10 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     rewards, curves = _rewards(settings, folder, seed, progress) if "rewards" in settings.parts else ([], _NO_CURVES)
     rows = [*rewards, *map(token_row, tokens["cases"])]
     return ExperimentResult(
-        name="lossless",
-        question=EXPERIMENTS["lossless"].question,
         verdict=verdict(rows),
         rows=pd.DataFrame(rows),
         figure=_picture(curves, rows, settings),
         prediction=False,
-        settings=as_json(settings, seed=seed),
         notes=_notes(settings, rewards, tokens["cases"]),
     )
 
@@ -108,8 +106,7 @@ def _rewards(
 ) -> tuple[list[dict[str, Any]], pd.DataFrame]:
     """Rows of the differences, and the reward of every RL step of every run."""
     with prepared(settings, folder, progress, workers=settings.workers, heldout=settings.heldout) as work:
-        from tltlab.bench.drafter.reward import adaptive_policy, differences
-        from tltlab.bench.drafter.runs import recipe_of, trained_beside
+        from tltlab.runtime.models.runs import adaptive_policy, recipe_of, trained_beside
 
         policy = adaptive_policy(work.out / "policy.json", settings.draft_depth)
         drafted = {"policy": policy, "drafter": trained_beside(work.head, work.sizes)}
@@ -133,13 +130,30 @@ def _rewards(
 
 def _run(recipe: Any, out: Path, steps: int, progress: Callable[[str], None]) -> tuple[dict[str, float], list[float]]:
     """A run's held-out reward at the end and its mean over the RL steps, and the reward of each."""
-    from tltlab.runtime.run.train import GrpoRun
+    from tltlab.runtime.run.grpo import GrpoRun
 
     with GrpoRun(recipe, out) as grpo:
         for _ in range(steps):
             progress(str(grpo.step()))
         by_step = [report.reward_mean for report in grpo.reports]
         return {"held_out": grpo.evaluate(), "trained": float(np.mean(by_step))}, by_step
+
+
+def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -> dict[str, Any]:
+    """With minus without, of each kind of reward, over seeds; `equal` is None from one seed: it allows no interval.
+
+    `prompts`: on how many a reward is a mean, in each run. Its chance is known from that, and no interval is narrower.
+    """
+    found = {}
+    for name, count in prompts.items():
+        values = [row["with"][name] - row["without"][name] for row in rows]
+        chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in ("with", "without")]
+        found[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
+    known = len(rows) > 1
+    return {
+        **{name: interval_json(interval) for name, interval in found.items()},
+        "equal": all(interval.low <= 0 <= interval.high for interval in found.values()) if known else None,
+    }
 
 
 def reward_row(kind: str, difference: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

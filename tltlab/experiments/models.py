@@ -86,15 +86,14 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
     import ray
     import torch
 
-    from tltlab.bench.drafter.runs import sizes_of, warmed_up
+    from tltlab.runtime.models.runs import Sizes, warmed_up
     from tltlab.runtime.ray.start import start_ray
 
     # Two threads on a busy machine stall for seconds.
     torch.set_num_threads(1)
     if settings.head is not None and not (settings.head / "config.json").is_file():
         raise ConfigError(f"{settings.head} is no folder of `tltlab train-drafter`: it has no config.json")
-    sizes = sizes_of(
-        fast=False,
+    sizes = Sizes(
         model=settings.size,
         prompts_per_step=settings.prompts,
         group_size=settings.group_size,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -27,19 +27,19 @@ _OURS = {RESULT, TABLE, PICTURE, "report.html"}
 class ExperimentResult:
     """An answer. `verdict` is one sentence with figures; `prediction` says that all of it is simulated or modelled.
 
-    `rows` is the table; where some of its rows are measured and some predicted, a column says which. `settings` is what
-    the experiment ran with, as JSON values; `notes` are what a reader must know to read the table right. `command` and
-    `versions`, by program, are how to repeat it.
+    `rows` is the table; where some of its rows are measured and some predicted, a column says which; `notes` are what a
+    reader must know to read it right. What follows is filled in by the command: which experiment it was, its settings
+    as JSON values, and how to repeat it.
     """
 
-    name: str
-    question: str
     verdict: str
     rows: pd.DataFrame
     figure: Figure
     prediction: bool
-    settings: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    name: str = ""
+    question: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     command: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -104,20 +104,6 @@ def _plain(value: Any) -> Any:
     return None if isinstance(plain, float) and not math.isfinite(plain) else plain
 
 
-def finish(
-    axes: Axes, *, title: str, xlabel: str, ylabel: str = "", grid: Literal["x", "y", "both"] | None = "y"
-) -> None:
-    """Title, labels, grid and type sizes, as in `tltlab.charts`."""
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(xlabel, fontsize=9)
-    axes.set_ylabel(ylabel, fontsize=9)
-    axes.tick_params(labelsize=8)
-    if grid is not None:
-        axes.grid(axis=grid, color="#dddddd", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def whole_numbers(axes: Axes) -> None:
     """Ticks of the horizontal axis at whole numbers only, also where there is a single one."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -161,7 +147,7 @@ def read_settings(kind: type[S], changes: Mapping[str, Any] | None = None, overr
         return TypeAdapter(kind).validate_python(given)
 
 
-def as_json(settings: Any, **more: Any) -> dict[str, Any]:
+def settings_json(settings: Any, **more: Any) -> dict[str, Any]:
     """The settings as JSON values, with `more` of them behind."""
     adapter: TypeAdapter[Any] = TypeAdapter(type(settings))
     return {**adapter.dump_python(settings, mode="json"), **more}

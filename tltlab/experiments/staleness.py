@@ -18,15 +18,15 @@ import pandas as pd
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.charts import COLORS
+from tltlab.charts import COLORS, finish
 from tltlab.coordination.schedule import DriftSummary, ScheduleConfig, TrainingSchedule
 from tltlab.errors import ConfigError, RunError
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace, read
 
-from . import EXPERIMENTS, models
+from . import models
 from .models import Count, Prepared, RunSettings, on_devices, prepared
-from .result import ExperimentResult, as_json, finish, whole_numbers, with_interval
+from .result import ExperimentResult, whole_numbers, with_interval
 
 FROZEN, STOPPED, ADAPTIVE = "frozen", "stopped", "adaptive"
 _ENOUGH_STEPS = 5
@@ -69,21 +69,18 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     found = summary(rows, settings.stop_after, np.random.default_rng(seed))
     frame = pd.DataFrame(rows)
     return ExperimentResult(
-        name="staleness",
-        question=EXPERIMENTS["staleness"].question,
         verdict=verdict(found, settings.stop_after),
         rows=frame,
         figure=_picture(frame, settings.stop_after),
         prediction=False,
-        settings=as_json(settings, seed=seed),
         notes=_notes(settings, model, found),
     )
 
 
 def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, progress: Callable[[str], None]) -> Trace:
     """A run whose idle workers train the drafter in the first `stop` RL steps, and never after."""
-    from tltlab.bench.drafter.runs import fixed_depth, recipe_of, trained_beside
-    from tltlab.runtime.run.train import GrpoRun
+    from tltlab.runtime.models.runs import fixed_depth, recipe_of, trained_beside
+    from tltlab.runtime.run.grpo import GrpoRun
 
     policy = fixed_depth(work.out / "policy.json", settings.draft_depth)
     drafter = trained_beside(work.head, work.sizes).model_copy(update={"annotate": settings.annotate})
@@ -91,29 +88,30 @@ def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, pr
     with GrpoRun(on_devices(recipe, settings), out) as grpo:
         for rl_step in range(settings.steps):
             if rl_step == stop:
-                grpo.drafting.schedule.config = ScheduleConfig(kind="never")
+                drafting: Any = grpo.drafting
+                drafting.schedule.config = ScheduleConfig(kind="never")
             progress(str(grpo.step()))
     return read(out / "trace")
 
 
 def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
     """A row per RL step: the drafter's age and updates, what was kept of its drafts, how far the policy then moved."""
-    from tltlab.bench.drafter.runs import DRAFTER
     from tltlab.runtime.drafter.figures import live_drafts
+    from tltlab.runtime.models.runs import DRAFTER
 
     assert trace.steps is not None
-    steps = trace.steps.set_index("rl_step")
+    steps: Any = trace.steps.set_index("rl_step").to_dict("index")
     found = live_drafts(trace, DRAFTER)
     if not found:
         raise RunError(f"the learned drafter drafted nothing in the run {name}")
     return [
         _row("live", name, seed, kept.rl_step)
         | {
-            "drafter_age": int(steps.loc[kept.rl_step, "drafter_age"]),
-            "drafter_updates": int(steps.loc[kept.rl_step, "drafter_updates"]),
+            "drafter_age": int(steps[kept.rl_step]["drafter_age"]),
+            "drafter_updates": int(steps[kept.rl_step]["drafter_updates"]),
             "accept_length": kept.accept_length,
             "drafts": kept.drafts,
-            "target_moved": float(steps.loc[kept.rl_step, "drift_kl"]),
+            "target_moved": float(steps[kept.rl_step]["drift_kl"]),
         }
         for kept in found
     ]

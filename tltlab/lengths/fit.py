@@ -8,17 +8,14 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Flags, Floats
 from tltlab.errors import ConfigError
 from tltlab.traces.metrics import prompt_share as measured_share
 from tltlab.traces.trace import Trace
 
 from .model import LengthModel
-
-Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 MAX_RESPONSES = 1_000_000
 """Of a larger trace only evenly spaced RL steps with about so many responses are looked at."""

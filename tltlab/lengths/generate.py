@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
 from .model import REGIMES, LengthModel
 
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 StepTables = tuple[pd.DataFrame, pd.DataFrame]
 
 

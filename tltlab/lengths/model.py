@@ -9,14 +9,13 @@ from statistics import NormalDist
 from typing import Annotated, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import Field, field_validator
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, write_json
 
-Floats = npt.NDArray[np.float64]
 Share = Annotated[float, Field(ge=0, le=1)]
 Growth = Annotated[float, Field(gt=-1, allow_inf_nan=False)]
 

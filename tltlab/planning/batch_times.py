@@ -8,76 +8,50 @@ iteration needs w_b / A. Response lengths do not depend on the policy, so neithe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
+from tltlab.arrays import Ints
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
 BatchPlacement = Literal["contiguous", "round_robin", "recorded"]
 
 
-def weights_of(lengths: Sequence[int] | npt.NDArray[np.int64]) -> dict[int, float]:
-    """w_b of one worker with responses of these lengths, batch sizes ascending; those that never run are left out.
-
-    >>> weights_of([10, 4, 4])
-    {1: 6.0, 3: 4.0}
-    """
-    falling = np.sort(np.asarray(lengths, np.float64))[::-1]
-    drops = falling - np.append(falling[1:], 0.0)
-    return {b: float(drop) for b, drop in enumerate(drops, 1) if drop > 0}
-
-
-def batch_weights(
+def batch_times(
     trace: Trace,
     workers: int | None = None,
     placement: BatchPlacement | None = None,
     max_batch: int | None = None,
-) -> dict[int, float]:
-    """w_b summed over workers and averaged over RL steps, in plain decode iterations.
+) -> tuple[dict[int, float], dict[int, float]]:
+    """By batch size: w_b in plain decode iterations, summed over workers and averaged over RL steps; and the mean
+    context while b requests run, prompts and generated tokens summed over the batch.
 
     `workers` is the trace's number unless given. `placement` is `recorded` where the trace knows the workers and their
     number is not changed, else `contiguous`. Where a worker has more requests than `max_batch`, the next one begins
     when one ends, in workload order.
+
+    >>> batch_times(of_lengths([10, 4], workers=1, prompt_tokens=100))  # doctest: +SKIP
+    ({1: 6.0, 2: 4.0}, {1: 106.5, 2: 203.0})
     """
-    total: dict[int, float] = defaultdict(float)
-    for lengths, _ in _loads(trace, workers, placement):
-        for b, weight, _ in _drain(lengths, np.zeros_like(lengths), max_batch):
-            total[b] += weight
-    return {b: total[b] / len(trace.rl_steps) for b in sorted(total)}
-
-
-def mean_contexts(
-    trace: Trace,
-    workers: int | None = None,
-    placement: BatchPlacement | None = None,
-    max_batch: int | None = None,
-) -> dict[int, float]:
-    """The mean context while b requests run, prompts and generated tokens summed over the batch; see `batch_weights`.
-
-    >>> mean_contexts(of_lengths([10, 4], workers=1, prompt_tokens=100))  # doctest: +SKIP
-    {1: 106.5, 2: 203.0}
-    """
-    total: dict[int, float] = defaultdict(float)
     weights: dict[int, float] = defaultdict(float)
+    contexts: dict[int, float] = defaultdict(float)
     for lengths, prompts in _loads(trace, workers, placement):
         for b, weight, context in _drain(lengths, prompts, max_batch):
             weights[b] += weight
-            total[b] += weight * context
-    return {b: total[b] / weights[b] for b in sorted(total)}
+            contexts[b] += weight * context
+    sizes = sorted(weights)
+    return {b: weights[b] / len(trace.rl_steps) for b in sizes}, {b: contexts[b] / weights[b] for b in sizes}
 
 
-def _drain(
-    lengths: npt.NDArray[np.int64], prompts: npt.NDArray[np.int64], max_batch: int | None
-) -> Iterator[tuple[int, float, float]]:
+def _drain(lengths: Ints, prompts: Ints, max_batch: int | None) -> Iterator[tuple[int, float, float]]:
     """(batch, plain iterations, mean context) of each stretch between two changes of a worker's batch."""
     waiting = list(range(len(lengths)))[::-1]
     slots = len(lengths) if max_batch is None else max_batch
-    left: npt.NDArray[np.int64] = np.zeros(0, np.int64)
-    context: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+    left: Ints = np.zeros(0, np.int64)
+    context: Ints = np.zeros(0, np.int64)
     while waiting or len(left):
         new = [waiting.pop() for _ in range(min(slots - len(left), len(waiting)))]
         left, context = np.append(left, lengths[new]), np.append(context, prompts[new])
@@ -88,9 +62,7 @@ def _drain(
         left, context = left[left > 0], context[left > 0]
 
 
-def _loads(
-    trace: Trace, workers: int | None, placement: BatchPlacement | None
-) -> Iterator[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _loads(trace: Trace, workers: int | None, placement: BatchPlacement | None) -> Iterator[tuple[Ints, Ints]]:
     """Response and prompt lengths of each worker in each RL step."""
     number = workers or trace.manifest.num_workers
     if number is None or number < 1:

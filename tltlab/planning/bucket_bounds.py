@@ -15,16 +15,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import scipy.sparse as sp
 from scipy.optimize import linprog
 
+from tltlab.arrays import Flags, Floats, Ints, Words
 from tltlab.strategy import Strategy
 
-from .graph_pool import DrafterRunner, GraphPool, TargetRunner, plan_single
-
-Floats = npt.NDArray[np.float64]
-Bits = npt.NDArray[np.uint64]
+from .graph_pool import DrafterRunner, GraphPool, TargetRunner, has_drafter_graphs
 
 PRICES = (0.0, 0.7, 1.0, 1.4)
 """Prices of a byte that are tried, in units of the linear programme's; the best one shifts with what is left."""
@@ -42,7 +39,7 @@ class Problem:
     uses: Floats
     graph: Floats
     opening: Floats
-    captured: npt.NDArray[np.bool_]
+    captured: Flags
     cap: float
 
     @classmethod
@@ -52,7 +49,7 @@ class Problem:
         """The pool's bytes taken apart into runners, graphs and openings."""
         batches = range(1, seconds.shape[1] + 1)
         targets = sorted({s.tokens_to_verify for s in strategies})
-        drafters = [s for s in strategies if plan_single(s, 1, (1,)).drafter]
+        drafters = [s for s in strategies if has_drafter_graphs(s)]
         one = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b,))) for b in batches] for v in targets]
         two = [[pool.target_bytes(TargetRunner(tokens_to_verify=v, batches=(b, b))) for b in batches] for v in targets]
         one += [[pool.drafter_bytes(DrafterRunner(strategy=s, batches=(b,))) for b in batches] for s in drafters]
@@ -79,11 +76,11 @@ class Problem:
         return self.end * self.captured
 
     @cached_property
-    def bits(self) -> Bits:
+    def bits(self) -> Words:
         """The runners of each strategy as a set of bits."""
         return np.asarray((self.uses.astype(np.uint64) << np.arange(len(self.graph), dtype=np.uint64)).sum(axis=1))
 
-    def has(self, masks: Bits) -> Floats:
+    def has(self, masks: Words) -> Floats:
         """1 where runner r is in mask n, [N, R]."""
         runners = np.arange(len(self.graph), dtype=np.uint64)
         return ((masks[:, None] >> runners) & np.uint64(1)).astype(np.float64)
@@ -106,7 +103,7 @@ class Bounds:
         price, shares = _duals(problem)
         return cls(problem=problem, prices=price * np.array(PRICES if price else (0.0,)), shares=shares)
 
-    def of_rest(self, masks: Bits, last: npt.NDArray[np.int64], b: int) -> Floats:
+    def of_rest(self, masks: Words, last: Ints, b: int) -> Floats:
         """For each label the bounds of batches 1..b, [N, 1 + prices]."""
         different, where = np.unique(masks, return_inverse=True)
         if new := [mask for mask in different.tolist() if len(self._known.get(mask, ())) < b]:
@@ -114,7 +111,7 @@ class Bounds:
         tables = np.array([self._known[mask][b - 1] for mask in different.tolist()])
         return np.asarray(tables[where, :, last])
 
-    def _tables(self, masks: Bits, b: int) -> Floats:
+    def _tables(self, masks: Words, b: int) -> Floats:
         """[N, b, 1 + prices, S]."""
         p = self.problem
         shares = np.tensordot(1.0 - p.has(masks), p.uses[:, :, None] * self.shares[:, :b], axes=([1], [1]))

@@ -11,11 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from .bucket_bounds import Bits, Bounds, Floats, Problem
+from tltlab.arrays import Floats, Ints, Words
 
-Ints = npt.NDArray[np.int64]
+from .bucket_bounds import Bounds, Problem
+
 WIDTHS = (20, 300, 2000)
 ROUNDING = 1e-12
 
@@ -26,7 +26,7 @@ class Labels:
 
     seconds: Floats
     memory: Floats
-    open: Bits
+    open: Words
     last: Ints
     num_rows: Ints
     parent: Ints

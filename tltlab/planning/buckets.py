@@ -7,7 +7,9 @@ gives contiguous ranges of batch sizes one strategy each; borders may lie anywhe
 
 Without a cap each batch takes its fastest strategy, and a limit on the number of rows is a dynamic programme over
 (batch, rows, strategy). A cap couples the ranges, since strategies share runners and a runner is paid at its largest
-batch: then a label-setting search is made (`bucket_labels`). All are exact.
+batch: then a label-setting search is made (`bucket_labels`). All are exact. HiGHS (scipy.optimize.milp) finds the same
+seconds from the integer programme that `bucket_bounds` relaxes, but took 93 ms in the median and up to 4.9 s for 32
+batch sizes x 16 strategies where the search took 62 and 228 ms, and does not find the smallest of equals.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 
-from .bucket_bounds import Floats, Problem
+from .bucket_bounds import Problem
 from .bucket_labels import cheapest
 from .graph_pool import GraphPool, plan_bucketed, sglang_sizes
 

@@ -1,4 +1,4 @@
-"""Memory and padding of a pool of captured CUDA graphs: one strategy, several captured naively, or bucketed as in TLT.
+"""Memory of a pool of captured CUDA graphs: one strategy, several captured naively, or bucketed as in TLT.
 
 A runner is what SGLang calls so: one capture session for one drafter or one tokens_to_verify, with a graph per batch
 size. TLT (arXiv 2511.16665, section on the bucketed CUDAGraph pool) captures graphs only for the batches that a
@@ -20,8 +20,7 @@ Terms sum over runners, so memory is additive.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated
@@ -85,17 +84,12 @@ def sglang_sizes(max_batch: int) -> tuple[int, ...]:
     return tuple(b for b in steps if b <= max_batch)
 
 
-def plan_single(strategy: Strategy, max_batch: int, sizes: Sequence[int]) -> CapturePlan:
-    """One strategy, captured at every size up to `max_batch`."""
-    return plan_naive([strategy], max_batch, sizes)
-
-
 def plan_naive(strategies: Sequence[Strategy], max_batch: int, sizes: Sequence[int]) -> CapturePlan:
     """Every strategy captured at every size, nothing shared."""
     batches = _within(sizes, 1, max_batch)
     return CapturePlan(
         target=tuple(TargetRunner(tokens_to_verify=s.tokens_to_verify, batches=batches) for s in strategies),
-        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if _drafts(s)),
+        drafter=tuple(DrafterRunner(strategy=s, batches=batches) for s in strategies if has_drafter_graphs(s)),
         max_batch=max_batch,
     )
 
@@ -124,7 +118,7 @@ def plan_bucketed(
     for min_batch, strategy in rows:
         batches = _within(sizes, 1 if min_batch == starts[0] else min_batch, ends[min_batch] - 1)
         target.setdefault(strategy.tokens_to_verify, set()).update(batches)
-        if _drafts(strategy):
+        if has_drafter_graphs(strategy):
             drafter.setdefault(strategy, set()).update(batches if bucket_drafters else _within(sizes, 1, max_batch))
     return CapturePlan(
         target=tuple(TargetRunner(tokens_to_verify=v, batches=tuple(sorted(b))) for v, b in sorted(target.items())),
@@ -167,31 +161,6 @@ def _rows(selector: Selector) -> list[tuple[int, Strategy]]:
     elif isinstance(selector, BegMab):
         starts, arms = selector.thresholds, selector.arms
     return [(start, arm) for start, own in zip((1, *starts[1:]), arms, strict=True) for arm in own]
-
-
-def padding_waste(plan: CapturePlan, batches: Iterable[int]) -> float:
-    """Share of the target's tokens that are padding when each batch runs in the next larger captured size.
-
-    One entry of `batches` is one iteration. Where strategies with different tokens_to_verify have that size, the
-    largest counts. Batches beyond `plan.max_batch` run without a graph and pad nothing.
-
-    >>> padding_waste(plan_single(Strategy("learned", 8, 4, 48), 8, (1, 2, 4, 8)), [3, 8])
-    0.08333333333333333
-    """
-    verified: dict[int, int] = {}
-    for batch, tokens in plan.target_graphs:
-        verified[batch] = max(tokens, verified.get(batch, 0))
-    captured = sorted(verified)
-    padding = total = 0
-    for batch in batches:
-        if batch < 1:
-            raise ConfigError(f"a batch has at least one request, got {batch}")
-        if batch > captured[-1]:
-            continue
-        size = captured[bisect_left(captured, batch)]
-        padding += (size - batch) * verified[size]
-        total += size * verified[size]
-    return padding / total if total else 0.0
 
 
 class GraphPool(FrozenModel):
@@ -274,7 +243,8 @@ def _drafter_passes(strategy: Strategy) -> int:
     return 2 * strategy.draft_depth
 
 
-def _drafts(strategy: Strategy) -> bool:
+def has_drafter_graphs(strategy: Strategy) -> bool:
+    """Whether a network drafts for it, which runs in graphs of its own."""
     return strategy.speculates and strategy.drafter not in MODEL_FREE
 
 

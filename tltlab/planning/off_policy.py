@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 from scipy.stats import norm
 from sklearn.linear_model import Ridge
 
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.reward import RewardKind
@@ -35,8 +35,6 @@ from tltlab.traces.trace import Trace
 
 from .decisions import Logged, logged_decisions
 from .targets import Chances, chances
-
-Floats = npt.NDArray[np.float64]
 
 NUM_FOLDS = 5
 MIN_ESS_SHARE = 0.05
@@ -187,16 +185,16 @@ class RewardModel:
         self._strategies = np.array([self._number[decision.strategy] for decision in log])
         self._scale = float(self._rewards.std()) or 1.0
 
-    def fitted(self, rows: npt.NDArray[np.int64]) -> Ridge:
+    def fitted(self, rows: Ints) -> Ridge:
         """The model of these decisions."""
         return Ridge(alpha=0.3).fit(self._features(rows, self._strategies[rows]), self._rewards[rows] / self._scale)
 
-    def predict(self, model: Ridge, rows: npt.NDArray[np.int64], strategy: Strategy) -> Floats:
+    def predict(self, model: Ridge, rows: Ints, strategy: Strategy) -> Floats:
         """Expected rewards of one strategy in the states of these decisions; of all of them where it is unknown."""
         strategies = np.full(len(rows), self._number.get(strategy, -1))
         return np.asarray(model.predict(self._features(rows, strategies)), np.float64) * self._scale
 
-    def _features(self, rows: npt.NDArray[np.int64], strategies: npt.NDArray[np.int64]) -> Floats:
+    def _features(self, rows: Ints, strategies: Ints) -> Floats:
         own = strategies[:, None] == np.arange(len(self._number))
         shared = self._states[rows]
         return np.column_stack([shared[:, 1:], (own[:, :, None] * shared[:, None, :]).reshape(len(rows), -1)])
@@ -221,17 +219,17 @@ def _predicted(
     return of_policy, of_logged
 
 
-def _clusters(log: Sequence[Logged]) -> npt.NDArray[np.int64]:
+def _clusters(log: Sequence[Logged]) -> Ints:
     keys = [(d.state.rl_step, d.state.worker) for d in log]
     number = {key: i for i, key in enumerate(dict.fromkeys(keys))}
     return np.array([number[key] for key in keys])
 
 
-def _summed(cluster: npt.NDArray[np.int64], values: Floats) -> Floats:
+def _summed(cluster: Ints, values: Floats) -> Floats:
     return np.bincount(cluster, values).astype(np.float64)
 
 
-def _interval(name: str, top: Floats, bottom: Floats, counts: npt.NDArray[np.int64], level: float) -> Estimate:
+def _interval(name: str, top: Floats, bottom: Floats, counts: Ints, level: float) -> Estimate:
     """sum(top) / sum(bottom) over clusters, and the expanded percentile interval of its bootstrap."""
     num_clusters = len(top)
     if not bottom.sum():
@@ -308,5 +306,4 @@ def _warned(found: Evaluation, weight: Estimate, alike: float) -> Evaluation:
         said.append(
             f"{found.num_clusters} clusters of RL step and worker: with fewer than {MIN_CLUSTERS} an interval is a hint"
         )
-    values = {name: getattr(found, name) for name in Evaluation.__slots__ if name != "warnings"}
-    return Evaluation(**values, warnings=tuple(said))
+    return replace(found, warnings=tuple(said))

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-import numpy as np
 from pydantic import SerializeAsAny
 
 from tltlab.acceptance.load import (
     Acceptance,
-    AcceptanceModel,
-    FloatArray,
     FreshAcceptance,
     Key,
     RequestAcceptance,
-    SiblingAcceptance,
-    TraceAcceptance,
+    SettledModel,
     TreeAcceptance,
-    fresh,
 )
+from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
@@ -28,8 +23,6 @@ from tltlab.policies.policy import Bucket, Policy
 from tltlab.strategy import MODEL_FREE, Strategy
 
 from .systems import Rung, System, strategies
-
-_MOST_REQUESTS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +61,7 @@ def bind(
             "acceptance is taken as the fresh and fully trained drafter's, and changes with age and training by the "
             "default values of Freshness"
         )
-    depends = isinstance(model, FreshAcceptance) and model.drafter in chosen
+    depends = model.trained_drafter in chosen
     learned = [name for name in chosen if name not in MODEL_FREE]
     if learned and "ngram" in system.drafters and len(chosen) == 1:
         notes.append("the drafter was warmed up before RL step 0, so that the model-free one never has to serve")
@@ -78,15 +71,14 @@ def bind(
     for rung in system.ladder:
         arms = [arm for name in chosen for arm in _arms(rung, name, model)]
         buckets.append(Bucket(min_batch=rung.min_batch, strategies=tuple(dict.fromkeys(arms))))
-    base = model.base if isinstance(model, FreshAcceptance) else model
     asked = {shape for rung in system.ladder for name in chosen for shape in _asked(rung, name)}
     drafted = dict.fromkeys(arm for bucket in buckets for arm in bucket.strategies if arm.speculates)
-    outside = [str(arm) for arm in drafted if isinstance(base, AcceptanceModel) and base.outside(arm)]
+    outside = [str(arm) for arm in drafted if model.outside(arm)]
     if outside:
         notes.append(f"acceptance is extrapolated for {'; '.join(outside)}")
     if shallower := [str(arm) for arm in drafted if arm not in asked]:
         notes.append(f"deeper drafts are not covered by the acceptance: {', '.join(shallower)} instead")
-    if system.budget is not None and isinstance(model, TraceAcceptance):
+    if system.budget is not None and model.varies_by == "position":
         raise ConfigError("its budget needs an acceptance model, and acceptance.parquet is replayed: name a model")
     policy = Policy(
         selector=system.selector(buckets),
@@ -118,7 +110,7 @@ def _drafters(
             alone = "learned" in system.drafters and all(name in MODEL_FREE for name in chosen)
             return chosen, model, [_without_learned(system)] if alone else []
     for model in (model_free, acceptance):
-        known = [] if model is None else [name for name in ("suffix", "ngram") if knows(model, name)]
+        known = [] if model is None else [name for name in ("suffix", "ngram") if model.knows(name)]
         if known and model is not None:
             return (
                 [known[0]],
@@ -147,27 +139,11 @@ def _without_learned(system: System) -> str:
 def _played_by(name: str, model: Acceptance) -> str | None:
     """The drafter of the model that plays `name`."""
     if name != "learned":
-        return name if knows(model, name) else None
-    if isinstance(model, FreshAcceptance) and model.drafter not in MODEL_FREE:
-        return model.drafter
+        return name if model.knows(name) else None
+    if model.trained_drafter is not None and model.trained_drafter not in MODEL_FREE:
+        return model.trained_drafter
     named = [drafter for drafter in model.drafters if drafter not in MODEL_FREE]
-    return "learned" if knows(model, "learned") else next(iter(named), None)
-
-
-def knows(acceptance: Acceptance, drafter: str) -> bool:
-    """Whether an acceptance model speaks of a drafter; constant and geometric ones are said to speak of any.
-
-    >>> knows(load_acceptance("tlt-qwen2.5-32b"), "ngram"), knows(load_acceptance("geometric:0.7"), "ngram")
-    (False, True)
-    """
-    model = acceptance.base if isinstance(acceptance, FreshAcceptance) else acceptance
-    if model.drafters:
-        return drafter in model.drafters
-    if isinstance(model, TreeAcceptance):
-        return drafter not in MODEL_FREE
-    if isinstance(model, SiblingAcceptance):
-        return drafter in MODEL_FREE
-    return True
+    return "learned" if model.knows("learned") else next(iter(named), None)
 
 
 def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
@@ -196,26 +172,14 @@ def _asked(rung: Rung, drafter: str) -> set[Strategy]:
 
 
 def _covers(model: Acceptance, strategy: Strategy) -> bool:
-    settled = fresh(model, {})
+    settled = model.in_state({})
     if not strategy.speculates:
         return True
     try:
-        if isinstance(settled, TraceAcceptance):
-            settled.check(strategy)
-        elif isinstance(settled, RequestAcceptance):
-            nobody = np.zeros(0)
-            settled.survival(strategy, nobody, nobody, nobody)
-        else:
-            for held in _by_batch(settled):
-                held.distribution(strategy)
+        settled.check(strategy)
     except ConfigError:
         return False
     return True
-
-
-def _by_batch(model: AcceptanceModel) -> list[AcceptanceModel]:
-    """The models that hold at different batch sizes, each once."""
-    return list({id(held): held for held in map(model.at, range(1, _MOST_REQUESTS))}.values())
 
 
 class PerDrafter(RequestAcceptance):
@@ -224,25 +188,14 @@ class PerDrafter(RequestAcceptance):
     At each batch size a model may differ; this one has the best of all of them.
     """
 
-    learned: SerializeAsAny[AcceptanceModel | RequestAcceptance]
-    model_free: SerializeAsAny[AcceptanceModel | RequestAcceptance]
+    learned: SerializeAsAny[SettledModel]
+    model_free: SerializeAsAny[SettledModel]
 
-    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> FloatArray:
-        model = self._of(drafter)
-        return model.levels(drafter, keys, seed) if isinstance(model, RequestAcceptance) else np.zeros(len(keys))
+    def levels(self, drafter: str, keys: Sequence[Key], seed: int) -> Floats:
+        return self._of(drafter).levels(drafter, keys, seed)
 
-    def survival(
-        self, strategy: Strategy, levels: FloatArray, generated_tokens: FloatArray, num_siblings: FloatArray
-    ) -> FloatArray:
-        model = self._of(strategy.drafter)
-        if isinstance(model, RequestAcceptance):
-            return model.survival(strategy, levels, generated_tokens, num_siblings)
-        best: FloatArray = np.max([held.survival(strategy) for held in self._bands[id(model)]], axis=0)
-        return np.broadcast_to(best, (len(levels), len(best)))
+    def survival(self, strategy: Strategy, levels: Floats, generated_tokens: Floats, num_siblings: Floats) -> Floats:
+        return self._of(strategy.drafter).best_survival(strategy, levels, generated_tokens, num_siblings)
 
-    def _of(self, drafter: str) -> AcceptanceModel | RequestAcceptance:
+    def _of(self, drafter: str) -> SettledModel:
         return self.model_free if drafter in MODEL_FREE else self.learned
-
-    @cached_property
-    def _bands(self) -> dict[int, list[AcceptanceModel]]:
-        return {id(m): _by_batch(m) for m in (self.learned, self.model_free) if isinstance(m, AcceptanceModel)}

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from tltlab.arrays import Floats
 from tltlab.costs.base import CostModel
 from tltlab.errors import ConfigError
 from tltlab.state import StepOutcome, StepState
@@ -146,7 +146,7 @@ def _reach(strategy: Strategy) -> int:
     return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
 
-def _kept(accepted: npt.NDArray[np.float64], depth: int) -> npt.NDArray[np.float64]:
+def _kept(accepted: Floats, depth: int) -> Floats:
     """What was kept at each position, (requests, depth): 1s and then 0s that sum to `accepted` where it is whole.
 
     Else it is an expected value, of the simulator's fluid mode, and the chances are those of the geometric distribution

@@ -17,17 +17,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Array, Flags, Floats, Ints
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, TraceError
 
 from .schema import KEY
 from .trace import Trace
 
-Ints = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.floating]
 COLUMNS = (*KEY, "drafter", "reach", "generated_tokens", "accepted")
 
 
@@ -101,7 +99,7 @@ class Batch(NamedTuple):
     running: Ints
     before: Ints
     accepted: Ints
-    drafting: npt.NDArray[np.bool_]
+    drafting: Flags
 
 
 def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[Batch] | None:
@@ -135,15 +133,13 @@ def attributed_batches(lengths: Ints, iterations: pd.DataFrame) -> list[Batch] |
     return batches
 
 
-def _attributed(
-    requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[Any, npt.NDArray[np.float64]]
-) -> pd.DataFrame | None:
+def _attributed(requests: pd.DataFrame, iterations: pd.DataFrame, finishes: dict[Any, Floats]) -> pd.DataFrame | None:
     """One worker's drafts in one RL step; None where its batches do not follow from the lengths."""
     batches = attributed_batches(requests["response_tokens"].to_numpy(np.int64), iterations)
     if batches is None:
         return None
     group = list(zip(requests["rl_step"], requests["prompt_id"], strict=True))
-    pieces: list[tuple[npt.NDArray[Any], ...]] = []
+    pieces: list[tuple[Array, ...]] = []
     for row, running, before, accepted, drafting in batches:
         if row["top_k"] != 1 or not drafting.any():
             continue
@@ -155,7 +151,7 @@ def _attributed(
     if not pieces:
         return _no_drafts()
     who, named, most_kept, before, kept, beside_ = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    drafts = requests[list(KEY)].iloc[who].reset_index(drop=True)
+    drafts: pd.DataFrame = requests[list(KEY)].iloc[who].reset_index(drop=True)
     return drafts.assign(drafter=named, reach=most_kept, generated_tokens=before, accepted=kept, num_siblings=beside_)
 
 
@@ -172,7 +168,7 @@ class RecordedResponse:
     prompt_token_ids: list[int]
     token_ids: list[int]
     opened_s: float
-    times_s: FloatArray
+    times_s: Floats
 
 
 def recorded_responses(step: Trace) -> list[RecordedResponse]:
@@ -190,7 +186,7 @@ def recorded_responses(step: Trace) -> list[RecordedResponse]:
     for row in joined[[*KEY, *columns]].itertuples(index=False, name=None):
         key, (prompt, response, worker, submit, first, finish) = row[:4], row[4:]
         if key in exact:
-            times = exact[key]
+            times: Array = exact[key]
         elif pd.notna(first) and pd.notna(finish):
             times = np.linspace(first, max(first, finish), len(response))
         else:
@@ -217,21 +213,21 @@ def _turn_starts(known: pd.DataFrame) -> dict[Key, float]:
     return dict(zip(ordered[list(KEY)].itertuples(index=False, name=None), starts.astype(float), strict=True))
 
 
-def _iteration_times(known: pd.DataFrame, iterations: pd.DataFrame | None) -> dict[Key, FloatArray]:
+def _iteration_times(known: pd.DataFrame, iterations: pd.DataFrame | None) -> dict[Key, Floats]:
     """Token times by key, of the workers whose iterations tell them."""
     if iterations is None or known["worker"].isna().any():
         return {}
     if "accepted_per_request" not in iterations:
         iterations = iterations.assign(accepted_per_request=None)
     ordered = known.sort_values("t_submit", kind="stable") if known["t_submit"].notna().all() else known
-    times: dict[Key, FloatArray] = {}
+    times: dict[Key, Floats] = {}
     for worker, rows in iterations.groupby("worker", sort=True):
         mine = ordered[ordered["worker"] == worker]
         lengths = mine["response_tokens"].to_numpy(np.int64)
         batches = attributed_batches(lengths, rows.sort_values("iteration"))
         if batches is None:
             continue
-        pieces: list[list[FloatArray]] = [[] for _ in lengths]
+        pieces: list[list[Floats]] = [[] for _ in lengths]
         for batch in batches:
             end = batch.row["t_start"] + batch.row["duration"]
             for who, num in zip(batch.running.tolist(), (batch.accepted + 1).tolist(), strict=True):

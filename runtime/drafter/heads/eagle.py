@@ -48,7 +48,7 @@ class EagleHead(DrafterHead):
         return states
 
     def config_dict(self) -> dict[str, Any]:
-        return self.config.to_dict()
+        return dict(self.config.to_dict())
 
     @classmethod
     def load(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> EagleHead:

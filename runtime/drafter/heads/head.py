@@ -61,7 +61,8 @@ class Layer(nn.Module):
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         """What follows attention: of the residual (B, T, H) and attended values (B, heads, T, D), states (B, T, H)."""
         x = residual + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        states: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return states
 
 
 class DrafterHead(nn.Module, ABC):

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.eagle import is_eagle_head
 from tltlab.runtime.drafter.heads.head import DrafterHead
@@ -32,8 +32,6 @@ from tltlab.traces.drafts import RecordedResponse
 
 from .chains import CHUNK, kept_along
 from .data import load_target
-
-Kept = npt.NDArray[np.uint8]
 
 
 def learned_annotator(method: str, model: str, target: str | None) -> TeacherForced:
@@ -66,7 +64,7 @@ class TeacherForced(ABC):
 
     vocabulary: int
 
-    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Kept]:
+    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Bytes]:
         kept = []
         for response in responses:
             text = response.prompt_token_ids + response.token_ids

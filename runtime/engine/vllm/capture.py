@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tltlab.arrays import Ints
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.control import Live
 
-from .row_store import Ints, Rows, RowStore
+from .row_store import Rows, RowStore
 
 Sink = Callable[[TrainingSequence], None]
 

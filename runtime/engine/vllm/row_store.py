@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+
+from tltlab.arrays import Array
 
 PAGE = 32
 """Rows per page."""
@@ -17,8 +17,6 @@ PAGE = 32
 _UNKNOWN, _WAITS, _DROPPED = -1, -2, -3
 # Of each slot: its rows from `first` to before `end` are there, it has pages from position `low` to before `high`.
 _FIRST, _END, _LOW, _HIGH = range(4)
-
-Ints = NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +70,8 @@ class RowStore:
     def put(
         self,
         request_ids: Sequence[str],
-        bounds: Ints,
-        positions: Ints,
+        bounds: Array,
+        positions: Array,
         hidden: Tensor,
         aux: Sequence[Tensor] | None,
     ) -> None:
@@ -127,14 +125,14 @@ class RowStore:
         self._asked = ()
         return rows
 
-    def _slots_of(self, request_ids: Sequence[str]) -> Ints:
+    def _slots_of(self, request_ids: Sequence[str]) -> Array:
         # Most iterations run what the last one ran.
         if request_ids != self._asked:
             self._asked = list(request_ids)
             self._found = np.array([self._slots.get(name, _UNKNOWN) for name in request_ids], np.int64)
         return self._found
 
-    def _rows(self, slots: Ints | int, positions: Ints) -> Tensor:
+    def _rows(self, slots: Array | int, positions: Array) -> Tensor:
         page, row = np.divmod(positions, PAGE)
         return torch.from_numpy(self._table[slots, page] * PAGE + row)
 

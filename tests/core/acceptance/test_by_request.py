@@ -16,7 +16,6 @@ from tltlab.acceptance.load import (
     RequestCurve,
     SiblingAcceptance,
     load_acceptance,
-    per_request,
 )
 from tltlab.calibration.acceptance.by_request import fit_requests, fit_siblings, held_out_error
 from tltlab.errors import ConfigError, TraceError
@@ -106,10 +105,9 @@ def test_no_state_of_a_request_beats_the_most_it_can_get():
 
 
 def test_a_model_without_differences_answers_request_by_request():
-    model = per_request(GeometricAcceptance(alpha=0.5))
+    model = GeometricAcceptance(alpha=0.5).by_request()
     kept = model.survival(CHAIN, np.zeros(3), np.zeros(3), np.zeros(3))
     assert kept == pytest.approx(np.tile([0.5, 0.25, 0.125, 0.0625], (3, 1)))
-    assert per_request(model) is model
 
 
 @pytest.mark.parametrize("model", [CURVES, load_acceptance("seer-siblings")], ids=["curves", "siblings"])

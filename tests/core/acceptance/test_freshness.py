@@ -13,7 +13,6 @@ from tltlab.acceptance.load import (
     Freshness,
     GeometricAcceptance,
     TraceAcceptance,
-    fresh,
     load_acceptance,
 )
 from tltlab.calibration.acceptance.freshness import fit_freshness, levels, measured_state
@@ -270,16 +269,16 @@ def test_one_state_stands_for_several_of_the_same_mean_level(states: list[tuple[
 def test_the_state_of_the_drafters_settles_any_model():
     states = {"learned": DrafterState(age=3, updates=2)}
     plain = GeometricAcceptance(alpha=0.5)
-    assert fresh(plain, states) is plain
-    model = fresh(wrapped(), states)
+    assert plain.in_state(states) is plain
+    model = wrapped().in_state(states)
     assert isinstance(model, AcceptanceModel)
     assert model.survival(CHAIN)[0] == pytest.approx(0.8 * HALF.level(3, 2))
     table = recorded([0, 3], [2], tokens=5).assign(sample=0)
     trace = TraceAcceptance(table)
-    replayed = fresh(trace, states)
+    replayed = trace.in_state(states)
     assert isinstance(replayed, TraceAcceptance)
     assert replayed.drafter_age == 3
-    assert fresh(trace, {}) is trace
+    assert trace.in_state({}) is trace
 
 
 def test_the_shipped_trees_come_with_an_assumed_freshness_too():
@@ -289,8 +288,8 @@ def test_the_shipped_trees_come_with_an_assumed_freshness_too():
     assert model.freshness == Freshness()
     assert "assumption" in model.notes[0]
     tree = Strategy("learned", 8, 8, 48)
-    best = fresh(model, {"learned": DrafterState(age=0, updates=10**6)})
-    stale = fresh(model, {"learned": DrafterState(age=10**6, updates=10**6)})
+    best = model.in_state({"learned": DrafterState(age=0, updates=10**6)})
+    stale = model.in_state({"learned": DrafterState(age=10**6, updates=10**6)})
     assert best.tokens_per_iteration(tree) == pytest.approx(base.tokens_per_iteration(tree))
     assert stale.tokens_per_iteration(tree) < best.tokens_per_iteration(tree)
     with pytest.raises(ConfigError, match=r"tlt-qwen2.5-32b-fresh.*assumed effect of the drafter's age"):

@@ -33,7 +33,6 @@ def test_the_nearest_age_that_is_not_younger_is_replayed(age: int | None, kept: 
 
 def test_each_response_has_its_own_ages():
     model = TraceAcceptance(counterfactuals(), drafter_age=5)
-    assert model.ages == (1, 2, 5)
     assert model.positions("learned", KEY_B, 1).tolist() == [1]
 
 

@@ -14,13 +14,12 @@ import pytest
 from matplotlib.figure import Figure
 from pydantic import Field
 
-from tltlab.bench.graph_pool import MEASURED_GB
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
 from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
-from tltlab.experiments.graph_memory import measured_rows
-from tltlab.experiments.result import ExperimentResult, as_json, read_settings
+from tltlab.experiments.graph_readings import MEASURED_GB
+from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ def test_settings_are_the_defaults_then_those_of_fast_then_the_users():
     assert read_settings(Settings) == Settings()
     fast = read_settings(Settings, {"rounds": 1, "depths": (2,)}, ["depths=1,3", "share=0.25", "model=here"])
     assert fast == Settings(model=Path("here"), rounds=1, depths=(1, 3), share=0.25)
-    assert as_json(fast, seed=3) == {"model": "here", "rounds": 1, "depths": [1, 3], "share": 0.25, "seed": 3}
+    assert settings_json(fast, seed=3) == {"model": "here", "rounds": 1, "depths": [1, 3], "share": 0.25, "seed": 3}
 
 
 @pytest.mark.parametrize(
@@ -230,7 +229,6 @@ def test_the_papers_figures_stand_in_rows_of_their_own_and_nothing_is_called_mea
     assert paper["predicted_gib"].isna().all()
     assert graphs.prediction
     assert graphs.verdict.startswith("Predicted for Qwen2.5-32B")
-    assert measured_rows(None, 32, 1e6, progress=print) == []
 
 
 def test_what_would_be_captured_on_a_gpu_can_be_told_to_vllm():
@@ -290,12 +288,12 @@ def test_the_two_gpus_engines_split_a_model_as_the_paper_says():
 
 
 def test_the_long_tail_reaches_the_cap_and_the_reasoning_models_do_not():
-    settings = baseline._published(read_settings(baseline.Settings))
+    settings = read_settings(baseline.Settings)
     longest, share = {}, {}
     for name in settings.lengths:
-        tokens = lengths_trace(name, replace(settings, rl_steps=2), seed=0).outcomes["response_tokens"]
-        longest[name], share[name] = tokens.max(), (tokens == settings.cap).mean()
-    assert longest["reasoning"] < settings.cap == longest[LONG_TAIL]
+        tokens = lengths_trace(name, replace(settings, gpu_rl_steps=2), seed=0).outcomes["response_tokens"]
+        longest[name], share[name] = tokens.max(), (tokens == settings.gpu_cap).mean()
+    assert longest["reasoning"] < settings.gpu_cap == longest[LONG_TAIL]
     assert 0 < share[LONG_TAIL] < 0.02
     with pytest.raises(ConfigError, match="no lengths named 'short'"):
         lengths_trace("short", settings, seed=0)

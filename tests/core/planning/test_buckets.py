@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
-from tltlab.importers.lengths import of_lengths
-from tltlab.planning.batch_times import batch_weights, mean_contexts, weights_of
+from tltlab.planning.batch_times import batch_times
 from tltlab.planning.buckets import BucketPlan, plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ...traces_of_lengths import of_lengths
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)
 NGRAM, SUFFIX = Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)
@@ -193,11 +194,6 @@ def test_what_cannot_be_planned_says_why():
             plan_buckets(**(one | wrong))
 
 
-def test_a_worker_spends_the_gaps_between_its_lengths():
-    assert weights_of([10, 4, 4]) == {1: 6.0, 3: 4.0}
-    assert weights_of([]) == {}
-
-
 def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
     rng = np.random.default_rng(3)
     lengths = rng.integers(1, 30, size=12).tolist()
@@ -214,13 +210,14 @@ def test_weights_and_contexts_are_those_of_a_walk_token_by_token():
                 contexts.setdefault(b, []).append(sum(context for context, _ in running))
                 running = [[context + 1, left - 1] for context, left in running if left > 1]
         trace = of_lengths(lengths, workers=3, prompt_tokens=100)
-        assert batch_weights(trace, max_batch=max_batch) == dict(sorted(steps.items()))
-        assert mean_contexts(trace, max_batch=max_batch) == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
+        weights, means = batch_times(trace, max_batch=max_batch)
+        assert weights == dict(sorted(steps.items()))
+        assert means == pytest.approx({b: np.mean(c) for b, c in contexts.items()})
 
 
 def test_weights_are_averaged_over_rl_steps_and_say_what_is_missing():
     with pytest.raises(ConfigError, match="how many workers"):
-        batch_weights(of_lengths([3, 4]))
-    assert batch_weights(of_lengths([3, 5]), workers=2) == {1: 8.0}
-    assert batch_weights(of_lengths([3, 5]), workers=1) == {1: 2.0, 2: 3.0}
+        batch_times(of_lengths([3, 4]))
+    assert batch_times(of_lengths([3, 5]), workers=2)[0] == {1: 8.0}
+    assert batch_times(of_lengths([3, 5]), workers=1)[0] == {1: 2.0, 2: 3.0}
     assert isinstance(plan_buckets({}, lambda s, b: 1.0, [NGRAM], max_batch=1), BucketPlan)

@@ -4,16 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.bench.graph_pool import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.errors import ConfigError
+from tltlab.experiments.graph_readings import GIB, MEASURED_GB, READINGS, RL_CONTEXT, SHIPPED, TOP_KS, validation
 from tltlab.planning.graph_pool import (
     CapturePlan,
     GraphPool,
-    padding_waste,
     plan_bucketed,
     plan_for,
     plan_naive,
-    plan_single,
     sglang_sizes,
 )
 from tltlab.policies.policy import (
@@ -39,13 +37,13 @@ ROWS = st.lists(
 
 
 def test_one_strategy_is_captured_at_every_size():
-    plan = plan_single(DEEP, 32, SIZES)
+    plan = plan_naive([DEEP], 32, SIZES)
     assert plan.target_graphs == [(b, 48) for b in (*range(1, 9), *range(10, 33, 2))]
     assert plan.drafter_graphs == [(DEEP, b) for b in SIZES]
 
 
 def test_the_largest_batch_is_always_captured():
-    assert plan_single(DEEP, 7, (1, 4, 16)).target_graphs == [(1, 48), (4, 48), (7, 48)]
+    assert plan_naive([DEEP], 7, (1, 4, 16)).target_graphs == [(1, 48), (4, 48), (7, 48)]
     assert plan_bucketed([(1, DEEP), (4, SHORT)], 8, (1, 2, 4, 8)).target_graphs == [
         (4, 8),
         (8, 8),
@@ -80,7 +78,7 @@ def test_strategies_that_differ_in_width_share_the_targets_graphs():
 
 def test_only_a_model_drafter_is_captured():
     for strategy in (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)):
-        assert plan_single(strategy, 8, SIZES).drafter == ()
+        assert plan_naive([strategy], 8, SIZES).drafter == ()
 
 
 def test_batches_below_the_first_row_use_it():
@@ -93,14 +91,14 @@ def test_the_bytes_of_a_small_pool_are_its_terms():
         num_layers=1, hidden_size=10, vocab_size=100, context_tokens=1000, page_tables=1, workspace_bytes=5,
         bytes_per_layer=7,
     )  # fmt: skip
-    plan = plan_single(Strategy("learned", 2, 1, 3), 2, (2,))
+    plan = plan_naive([Strategy("learned", 2, 1, 3)], 2, (2,))
     target = 7 * 2 + 6 * 20 + 6 * 400 + 6 * 200 + 2 * 4000 + 5
     drafter = 7 * 4 + 2 * (200 + 400) + 2 * (200 + 400) + 2 * 400 + 2 * 2 * 4000 + 10
     assert pool.memory_bytes(plan) == target + drafter
 
 
 def test_kept_logits_add_up_over_graphs():
-    plan = plan_single(NO_SPECULATION, 8, (1, 2, 4, 8))
+    plan = plan_naive([NO_SPECULATION], 8, (1, 2, 4, 8))
     kept = POOL.model_copy(update={"keeps_logits": True}).memory_bytes(plan)
     assert kept - POOL.memory_bytes(plan) == 4 * POOL.vocab_size * (1 + 2 + 4)
 
@@ -121,42 +119,27 @@ def test_memory_is_additive_over_runners(rows: list[tuple[int, Strategy]]):
     assert sum(map(POOL.memory_bytes, parts)) == pytest.approx(POOL.memory_bytes(plan))
 
 
-@given(ROWS, st.lists(st.integers(1, 32), min_size=1))
-def test_a_graph_per_batch_pads_nothing(rows: list[tuple[int, Strategy]], batches: list[int]):
-    assert padding_waste(plan_bucketed(rows, 32, range(1, 33)), batches) == 0
-    assert 0 <= padding_waste(plan_bucketed(rows, 32, SIZES), batches) < 0.5
-
-
-def test_fewer_sizes_trade_memory_for_padding():
-    many, few = (plan_single(DEEP, 32, sizes) for sizes in (SIZES, (8, 32)))
+def test_fewer_sizes_take_less_memory():
+    many, few = (plan_naive([DEEP], 32, sizes) for sizes in (SIZES, (8, 32)))
     assert POOL.memory_bytes(few) < POOL.memory_bytes(many)
-    assert padding_waste(few, range(1, 33)) > padding_waste(many, range(1, 33))
-
-
-def test_padding_counts_the_tokens_of_the_next_size():
-    plan = plan_bucketed([(1, DEEP), (5, SHORT)], 16, (1, 2, 4, 8, 16))
-    assert padding_waste(plan, [3]) == 1 / 4
-    # 1 of 4 requests at 48 tokens and 4 of 16 at 8.
-    assert padding_waste(plan, [3, 12]) == (48 + 4 * 8) / (4 * 48 + 16 * 8)
-    assert padding_waste(plan, [17, 40]) == 0.0
 
 
 def test_a_cap_is_kept_to_the_byte():
-    plan = plan_single(DEEP, 32, SIZES)
+    plan = plan_naive([DEEP], 32, SIZES)
     needed = POOL.memory_bytes(plan)
     assert POOL.fits(plan, needed)
     assert not POOL.fits(plan, needed - 1)
 
 
 def test_fitting_meets_the_measured_pool():
-    plan = plan_single(DEEP, 32, SIZES)
+    plan = plan_naive([DEEP], 32, SIZES)
     assert POOL.fitted(plan, 9e9).memory_bytes(plan) == pytest.approx(9e9)
     assert POOL.fitted(plan, POOL.memory_bytes(plan)).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
 
 
 def test_a_pool_smaller_than_its_buffers_is_refused():
     with pytest.raises(ConfigError, match="buffers alone take"):
-        POOL.fitted(plan_single(DEEP, 32, SIZES), 1e8)
+        POOL.fitted(plan_naive([DEEP], 32, SIZES), 1e8)
 
 
 @pytest.mark.parametrize(
@@ -170,11 +153,9 @@ def test_bad_rows_are_refused(rows: list[tuple[int, Strategy]], max_batch: int, 
 
 def test_bad_sizes_and_batches_are_refused():
     with pytest.raises(ConfigError, match="at least 1"):
-        plan_single(DEEP, 8, (0, 4))
+        plan_naive([DEEP], 8, (0, 4))
     with pytest.raises(ConfigError, match="at least 1"):
-        plan_single(DEEP, 0, (1,))
-    with pytest.raises(ConfigError, match="at least one request"):
-        padding_waste(plan_single(DEEP, 8, SIZES), [0])
+        plan_naive([DEEP], 0, (1,))
 
 
 def test_only_the_single_figure_is_fitted():
@@ -225,7 +206,7 @@ def test_the_readings_spread_as_the_module_says():
 
 
 def test_a_fixed_policy_is_captured_as_one_strategy():
-    assert plan_for(Policy(selector=FixedSpec(strategy=DEEP)), 32, SIZES) == plan_single(DEEP, 32, SIZES)
+    assert plan_for(Policy(selector=FixedSpec(strategy=DEEP)), 32, SIZES) == plan_naive([DEEP], 32, SIZES)
 
 
 def test_a_policy_that_never_speculates_captures_plain_decoding_alone():
@@ -272,7 +253,6 @@ def test_speculation_is_captured_up_to_the_activation_and_plain_decoding_beyond(
 def test_every_shipped_policy_has_a_plan_with_a_graph_for_every_batch(name: str):
     plan = plan_for(load_policy(name), 64, sglang_sizes(64))
     assert max(b for b, _ in plan.target_graphs) == 64
-    assert 0 <= padding_waste(plan, range(1, 65)) < 0.5
 
 
 def test_a_tuner_can_filter_policies_by_memory():

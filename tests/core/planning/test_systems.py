@@ -13,7 +13,7 @@ from tltlab.acceptance.load import (
 )
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.planning.system_binding import PerDrafter, bind, knows
+from tltlab.planning.system_binding import PerDrafter, bind
 from tltlab.planning.systems import SYSTEMS, Rung, System, find_systems, length_aware, one_strategy, strategies
 from tltlab.policies.policy import Activation, FixedSpec, load_policy
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -84,7 +84,7 @@ def test_systems_without_speculation_ask_for_no_acceptance():
     ],
 )
 def test_a_model_speaks_only_of_the_drafters_it_was_made_for(model, learned, ngram, suffix):
-    assert [knows(model, name) for name in ("learned", "ngram", "suffix")] == [learned, ngram, suffix]
+    assert [model.knows(name) for name in ("learned", "ngram", "suffix")] == [learned, ngram, suffix]
 
 
 def test_trees_say_nothing_of_drafters_that_look_text_up():

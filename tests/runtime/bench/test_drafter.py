@@ -16,10 +16,10 @@ from tltlab.bench.drafter import adaptive as bench_adaptive
 from tltlab.bench.drafter import coordination as bench_coordination
 from tltlab.bench.drafter import recipes as bench_recipes
 from tltlab.bench.drafter import reward as bench_reward
-from tltlab.bench.drafter.intervals import as_text, to_json
+from tltlab.bench.drafter.intervals import as_text
 from tltlab.bench.drafter.run import PARTS, bench_learned
-from tltlab.bench.drafter.runs import FAST, Sizes, recipe_of, sizes_of
-from tltlab.bench.drafter.texts import policy_kl, prompts_of, written
+from tltlab.bench.drafter.runs import FAST, BenchSizes, sizes_of
+from tltlab.bench.drafter.texts import policy_kl
 from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.figures import (
@@ -32,8 +32,9 @@ from tltlab.runtime.drafter.figures import (
     live_drafts,
 )
 from tltlab.runtime.drafter.offline.data import Text, load_target
+from tltlab.runtime.models.runs import prompts_of, recipe_of, written
 from tltlab.runtime.recipe.recipe import DataConfig
-from tltlab.stats import mean_of_few, mean_over_orders
+from tltlab.stats import interval_json, mean_of_few, mean_over_orders
 from tltlab.traces.schema import TABLES
 from tltlab.traces.trace import Manifest, Trace
 
@@ -169,7 +170,9 @@ def test_a_run_in_which_nothing_was_trained_has_no_slow_down():
     with pytest.raises(RunError, match="never idle long enough"):
         bench_coordination.figures(trace.replace(spot_training=trace.spot_training.assign(updates=0)), {})
     with pytest.raises(ConfigError, match="at least 4"):
-        bench_coordination.bench_coordination(Path("m"), Path("h"), Path("o"), Sizes(workers=3), seed=0, progress=quiet)
+        bench_coordination.bench_coordination(
+            Path("m"), Path("h"), Path("o"), BenchSizes(workers=3), seed=0, progress=quiet
+        )
 
 
 def run_of(lengths: dict[str, list[int]], lost: float) -> dict:
@@ -259,9 +262,9 @@ def test_the_mean_of_a_few_has_students_interval():
     found = mean_of_few([1.0, 2.0, 3.0])
     # The 97.5 % quantile of Student's t with 2 degrees of freedom is 4.3027.
     assert found.high - found.estimate == pytest.approx(4.3027 / math.sqrt(3), rel=1e-4)
-    assert as_text(to_json(found)) == "2.000 [-0.484, 4.484]"
-    assert as_text(to_json(found), sign=-1) == "-2.000 [-4.484, 0.484]"
-    assert as_text(to_json(mean_of_few([1.0]))) == "1.000 (no interval from one value)"
+    assert as_text(interval_json(found)) == "2.000 [-0.484, 4.484]"
+    assert as_text(interval_json(found), sign=-1) == "-2.000 [-4.484, 0.484]"
+    assert as_text(interval_json(mean_of_few([1.0]))) == "1.000 (no interval from one value)"
 
 
 def test_what_comes_first_may_be_slower_and_that_neither_counts_nor_widens_the_interval():

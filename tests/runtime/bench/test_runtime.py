@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.bench.runtime import bench_runtime, measured, modes
-from tltlab.bench.speedups import Measured, PlainSteps, summarise, text
+from tltlab.bench.runtime import text
 from tltlab.errors import ConfigError
+from tltlab.experiments.baseline_measured import Measured, PlainSteps, bench_runtime, measured, modes, summarise
 from tltlab.runtime.engine.engine import Response, Rollout
 
 

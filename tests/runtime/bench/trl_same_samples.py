@@ -16,8 +16,8 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from tltlab.bench.drafter.texts import prompts_of
 from tltlab.files import write_json
+from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.trainer import Trainer

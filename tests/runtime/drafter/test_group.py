@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -82,20 +81,6 @@ def test_a_process_joins_and_leaves_many_groups(tmp_path: Path):
         assert one["sums"] == [3.0 + 3 * term for term in range(5)]
         assert one["files"][-1] <= one["files"][1] + 2
         assert not one["default_group"]
-
-
-def over_tcp(rank: int, port: int) -> list[float]:
-    with DrafterGroup.join(f"tcp://127.0.0.1:{port}", "term-1", rank, 2, TIMEOUT_S) as group:
-        values = torch.tensor([float(rank), 5.0 - rank])
-        group.broadcast(values)
-        return values.tolist()
-
-
-def test_members_may_meet_at_an_address_and_the_leader_is_rank_0():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert run(over_tcp, 2, port) == {0: [0.0, 5.0], 1: [0.0, 5.0]}
 
 
 def trains_with_others(rank: int, folder: Path, kind: str) -> tuple[dict[str, Any], list[float]]:
@@ -210,8 +195,6 @@ def test_a_group_that_never_fills_is_lost_in_time(tmp_path: Path):
     assert time.perf_counter() - began < 5
 
 
-def test_a_rank_or_place_that_cannot_be_is_a_mistake_of_the_caller(tmp_path: Path):
+def test_a_rank_that_cannot_be_is_a_mistake_of_the_caller(tmp_path: Path):
     with pytest.raises(ConfigError, match="ranks go from 0 to 1"):
         DrafterGroup.join(tmp_path, "term-1", 2, 2, 1.0)
-    with pytest.raises(ConfigError, match="tcp://HOST:PORT"):
-        DrafterGroup.join("tcp://nowhere", "term-1", 0, 1, 1.0)

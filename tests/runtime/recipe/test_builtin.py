@@ -8,9 +8,8 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
-from tltlab.runtime.recipe.builtin import builtin_recipes, find_recipe
 from tltlab.runtime.recipe.dry_run import plan_of
-from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.recipe.recipe import Recipe, builtin_recipes, find_recipe, load_recipe
 
 OWN_MODEL = ("cpu", "gpu_smoke")
 

@@ -86,6 +86,14 @@ def test_what_cannot_be_done_is_one_line(
     assert {path for path in place.iterdir() if path.name != "__pycache__"} == set(before)
 
 
+def test_all_that_is_in_the_way_is_told_at_once(place: Path, capsys: pytest.CaptureFixture[str]):
+    wrong = ("model=bare", "data.train=gone.jsonl", "reward=loud:rewards", "train.gpus=2", "--out=t.jsonl/run")
+    code, _, err = train(capsys, "recipe.toml", *wrong)
+    assert code == 2
+    for said in ("no weights", "cannot read gone.jsonl", "no 'rewards'", "raise train.ranks", "t.jsonl is a file"):
+        assert said in err.splitlines()[-1]
+
+
 def test_a_trace_without_decisions_cannot_be_replayed(place: Path, capsys: pytest.CaptureFixture[str]):
     Recorder(place / "trace", Manifest(kind="recorded")).close()
     code, _, err = train(capsys, "recipe.toml", "--replay-decisions=trace", "--dry-run")

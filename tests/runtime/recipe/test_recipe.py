@@ -80,6 +80,11 @@ def test_a_secret_among_vllms_options_is_refused_and_not_repeated(tmp_path: Path
 def test_all_faults_of_a_recipe_are_told_at_once(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model.*reward.*data"):
         load_recipe(written(tmp_path / "r.toml", "seed = 1"))
+    several = ["rollout.min_p=0.1", "train.overlong_buffer=4096", 'rollout.vllm={"x":NaN,"max_num_seqs":0}']
+    with pytest.raises(ConfigError, match=r"rollout\.vllm: x = nan is not .*; max_num_seqs = 0 is not"):
+        load_recipe(written(tmp_path / "r.toml", RECIPE), several)
+    with pytest.raises(ConfigError, match=r"rollout\.min_p = 0\.1 cuts .*; rollout\.min_p needs .*; train\.overlong_b"):
+        load_recipe(written(tmp_path / "r.toml", RECIPE), several[:2])
 
 
 def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.rollout.collected import Collected
+from tltlab.runtime.rollout.collected import Collected, Trajectory
 from tltlab.runtime.rollout.partial import PartialRollouts
-from tltlab.runtime.rollout.samples import Trajectory
 from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from tltlab.runtime.data.order import prompt_batch
+from tltlab.runtime.rollout.collected import Trajectory
 from tltlab.runtime.rollout.partial import PartialRollouts
 from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
-from tltlab.runtime.rollout.samples import Trajectory
 from tltlab.runtime.rollout.ways import SynchronousRollouts, rollouts_of
 
 from .scripted_engines import ScriptedEngines, data_order, prompts, recipe

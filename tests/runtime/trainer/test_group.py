@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,8 @@ def test_two_ranks_train_what_one_does_and_go_on_bit_by_bit_from_a_checkpoint(
     alone = one_rank(recipe)
     # Of two samples in three mini-batches a rank has none to work on.
     for rl_step, drawn in enumerate((samples(), samples()[:2])):
-        measured = group.old_logprobs(drawn) | group.update(rl_step)
-        expected = alone.old_logprobs(drawn) | alone.update(rl_step)
+        measured = asdict(group.old_logprobs(drawn)) | asdict(group.update(rl_step))
+        expected = asdict(alone.old_logprobs(drawn)) | asdict(alone.update(rl_step))
         assert measured == pytest.approx(expected, abs=1e-4, rel=1e-4)
         assert flat(ray.get(group.weights())) == pytest.approx(flat(alone.weights()), abs=1e-5)
     pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]

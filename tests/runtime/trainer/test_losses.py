@@ -1,6 +1,7 @@
 """The losses against their papers' formulas, written out as loops over responses and tokens."""
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 from tltlab.runtime.trainer.losses import (
+    Mismatch,
     advantages,
     correction_weights,
     kl_estimate,
@@ -307,15 +309,15 @@ def test_the_kl_estimate_is_never_negative_and_on_average_the_divergence():
 
 def test_the_mismatch_is_nothing_where_engine_and_trainer_agree():
     logp = torch.tensor([-0.5, -2.0])
-    assert mismatch(logp, logp) == {"mismatch_abs": 0, "mismatch_max": 0, "mismatch_kl": 0, "mismatch_ess": 1}
-    assert mismatch(torch.empty(0), torch.empty(0))["mismatch_kl"] == 0
+    assert mismatch(logp, logp) == mismatch(torch.empty(0), torch.empty(0)) == Mismatch()
+    assert asdict(Mismatch()) == {"mismatch_abs": 0, "mismatch_max": 0, "mismatch_kl": 0, "mismatch_ess": 1}
 
 
 def test_the_mismatch_is_that_of_its_formulas():
     old, engine = np.array([-1.0, -2.0, -0.5]), np.array([-1.2, -2.0, -2.5])
     found = mismatch(torch.tensor(old), torch.tensor(engine), cap=2.0)
     weights = np.minimum(np.exp(old - engine), 2.0)
-    assert found["mismatch_abs"] == pytest.approx(2.2 / 3)
-    assert found["mismatch_max"] == pytest.approx(2.0)
-    assert found["mismatch_kl"] == pytest.approx(np.mean(np.exp(old - engine) - (old - engine) - 1))
-    assert found["mismatch_ess"] == pytest.approx(weights.sum() ** 2 / (3 * (weights**2).sum()))
+    assert found.mismatch_abs == pytest.approx(2.2 / 3)
+    assert found.mismatch_max == pytest.approx(2.0)
+    assert found.mismatch_kl == pytest.approx(np.mean(np.exp(old - engine) - (old - engine) - 1))
+    assert found.mismatch_ess == pytest.approx(weights.sum() ** 2 / (3 * (weights**2).sum()))

@@ -169,7 +169,7 @@ def test_dropout_is_never_applied_and_layers_may_have_any_name(random_model: Pat
     made = trainer(tmp_path, dtype=dtype, activation_checkpointing=True, minibatches=1)
     try:
         made.old_logprobs(samples())
-        assert made.update(0)["clip_fraction"] == 0
+        assert made.update(0).clip_fraction == 0
     finally:
         made.close()
 
@@ -194,7 +194,7 @@ def test_groups_without_a_difference_teach_nothing(random_model: Path):
     before = flat(made)
     same = [Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0) for _ in range(4)]
     made.old_logprobs(same)
-    assert made.update(0)["trained_responses"] == 0
+    assert made.update(0).trained_responses == 0
     assert (before == flat(made)).all()
 
 
@@ -203,14 +203,14 @@ def test_a_penalty_also_moves_responses_without_an_advantage(random_model: Path)
     trained(made)
     before = flat(made)
     made.old_logprobs([Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0)] * 4)
-    assert made.update(1)["trained_responses"] == 4
+    assert made.update(1).trained_responses == 4
     assert (before != flat(made)).any()
 
 
 def test_truncated_responses_are_left_out_where_they_are_filtered(random_model: Path):
     made = trainer(random_model, overlong="filter")
     made.old_logprobs(samples())
-    assert made.update(0)["trained_responses"] == 7
+    assert made.update(0).trained_responses == 7
 
 
 def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(random_model: Path):
@@ -218,8 +218,8 @@ def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(rand
     alone.old_logprobs(samples())
     dead = [replace(s, reward=1.0, group=7) for s in samples()]
     among.old_logprobs([*samples(), *dead])
-    norm = alone.update(0)["grad_norm"]
-    assert among.update(0)["grad_norm"] == pytest.approx(norm / 2, rel=1e-4)
+    norm = alone.update(0).grad_norm
+    assert among.update(0).grad_norm == pytest.approx(norm / 2, rel=1e-4)
 
 
 def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_learns_nothing(random_model: Path):
@@ -233,7 +233,7 @@ def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_le
         drawn = [*samples(), *(replace(s, group=7) for s in others)]
         exact = made.score([(s.prompt_token_ids, s.token_ids) for s in drawn])
         made.old_logprobs([replace(s, logprobs=logp.tolist()) for s, logp in zip(drawn, exact, strict=True)])
-        measured.append(made.update(0)["correction_mean"])
+        measured.append(made.update(0).correction_mean)
     assert measured == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
 
 
@@ -244,7 +244,7 @@ def test_responses_without_a_token_move_nothing(random_model: Path):
     made.old_logprobs([replace(s, token_ids=[], logprobs=[]) for s in samples()])
     measured = made.update(1)
     assert (before == flat(made)).all()
-    assert measured["trained_responses"] == measured["drift_kl"] == 0
+    assert measured.trained_responses == measured.drift_kl == 0
 
 
 def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_divide(random_model: Path):
@@ -267,7 +267,7 @@ def test_the_learning_rate_warms_up_over_optimizer_steps(random_model: Path):
     rates = []
     for rl_step in range(3):
         made.old_logprobs(samples())
-        rates.append(made.update(rl_step)["lr"])
+        rates.append(made.update(rl_step).lr)
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
 
 
@@ -277,11 +277,11 @@ def test_a_correction_weighs_tokens_by_who_drew_them(random_model: Path):
         made = trainer(random_model, correction=correction, correction_cap=1.5)
         made.old_logprobs(samples())
         measured[correction] = made.update(0)
-    assert measured["none"]["correction_mean"] == pytest.approx(1.0)
-    assert measured["behaviour"]["correction_mean"] == pytest.approx(1.0)
-    assert 0.1 < measured["truncated"]["correction_mean"] < 1.5
+    assert measured["none"].correction_mean == pytest.approx(1.0)
+    assert measured["behaviour"].correction_mean == pytest.approx(1.0)
+    assert 0.1 < measured["truncated"].correction_mean < 1.5
     # Only there is the clip about the distance to the engine, and these tokens are far from it.
-    assert measured["behaviour"]["clip_fraction"] > 0.2 > measured["truncated"]["clip_fraction"]
+    assert measured["behaviour"].clip_fraction > 0.2 > measured["truncated"].clip_fraction
 
 
 def test_a_penalty_keeps_the_policy_near_the_model_it_came_from_after_a_resume_too(random_model: Path, tmp_path: Path):
@@ -293,7 +293,7 @@ def test_a_penalty_keeps_the_policy_near_the_model_it_came_from_after_a_resume_t
         resumed = trainer(random_model, lr=1e-3, kl_coef=kl_coef)
         resumed.load_checkpoint(str(tmp_path / str(kl_coef)))
         resumed.old_logprobs(samples())
-        distances[kl_coef] = resumed.update(5)["kl"]
+        distances[kl_coef] = resumed.update(5).kl
     assert 0 < distances[10.0] < distances[1e-6]
 
 

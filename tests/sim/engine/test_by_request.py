@@ -18,7 +18,6 @@ from tltlab.acceptance.load import (
     RequestCurve,
     SiblingAcceptance,
     load_acceptance,
-    per_request,
 )
 from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
@@ -138,7 +137,7 @@ def slowly(
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=10),
     st.sampled_from(CHAINS),
-    st.sampled_from([CURVES, SIBLINGS, per_request(GeometricAcceptance(alpha=0.6))]),
+    st.sampled_from([CURVES, SIBLINGS, GeometricAcceptance(alpha=0.6).by_request()]),
     st.booleans(),
     st.integers(0, 12),
     st.none() | st.integers(90, 220),

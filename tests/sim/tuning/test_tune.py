@@ -255,9 +255,9 @@ def test_costs_that_are_off_are_off_by_what_was_said():
     assert off.noise == CPU.noise
     known = GeometricAcceptance(alpha=0.6)
     for factor in (0.8, 1.2):
-        accepted = OffAcceptance(model=known, factor=factor).tokens_per_iteration(strategy) - 1.0
+        accepted = OffAcceptance(base=known, factor=factor).tokens_per_iteration(strategy) - 1.0
         assert accepted == pytest.approx(factor * (known.tokens_per_iteration(strategy) - 1.0))
-    full = OffAcceptance(model=GeometricAcceptance(alpha=0.95), factor=2.0)
+    full = OffAcceptance(base=GeometricAcceptance(alpha=0.95), factor=2.0)
     assert full.tokens_per_iteration(strategy) == pytest.approx(5.0)
     assert len(corners(0.2)) == 4
 

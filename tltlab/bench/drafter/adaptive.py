@@ -9,15 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.runtime.drafter.offline.data import Text
-from tltlab.stats import paired_interval
+from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
+from tltlab.stats import interval_json, paired_interval
 from tltlab.traces.trace import Trace
 
-from .intervals import as_text, decimals, to_json
-from .runs import DRAFTER, Kind, Progress, Sizes, fixed_depth, kept, recipe_of, run_steps, trained_beside
-from .texts import judged, policy_kl, prompts_of
+from .intervals import as_text, decimals
+from .runs import BenchSizes, kept, run_steps
+from .texts import judged, policy_kl
 
 GOAL = 1.15
 KINDS: dict[str, Kind] = {"frozen": "never", "adaptive": "always"}
@@ -27,7 +29,7 @@ KL_TEXTS = 64
 
 
 def bench_adaptive(
-    model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
 ) -> dict[str, Any]:
     """Two GRPO runs per seed from the same model, head, seed and prompts, drafting at the same fixed depth.
 
@@ -85,7 +87,7 @@ def compared(frozen: Trace, adaptive: Trace) -> dict[str, Any]:
     }
 
 
-def around_updates(model: Path, head: Path, run: Path, sizes: Sizes, seed: int) -> list[dict[str, Any]]:
+def around_updates(model: Path, head: Path, run: Path, sizes: BenchSizes, seed: int) -> list[dict[str, Any]]:
     """The first token's acceptance around each update of the policy, on fresh responses to the same held-out prompts.
 
     `before`: the drafter that training left, on the policy it was trained for; `after`: the same on the updated policy;
@@ -153,8 +155,8 @@ def summary(runs: Sequence[Mapping[str, Any]], rng: np.random.Generator) -> dict
     return {
         "accept_length_at_start": {name: steps[0].accept_length for name, steps in live.items()},
         "accept_length": {name: _mean(_in(steps, late)) for name, steps in live.items()},
-        "ratio": to_json(length_ratio(_in(live["adaptive"], late), _in(live["frozen"], late), rng)),
-        "paired_ratio": to_json(length_ratio(_in(paired["in_service"], late), _in(paired["initial"], late), rng)),
+        "ratio": interval_json(length_ratio(_in(live["adaptive"], late), _in(live["frozen"], late), rng)),
+        "paired_ratio": interval_json(length_ratio(_in(paired["in_service"], late), _in(paired["initial"], late), rng)),
         "by_position": {name: by_position(_in(steps, late)) for name, steps in live.items()},
         **{name: _change(values, rng) for name, values in pairs.items()},
         "initial_drafter": {"at_start": start, "at_end": end, "change": end / start - 1},
@@ -195,7 +197,7 @@ def _change(pairs: Sequence[tuple[float | None, float | None]], rng: np.random.G
     if not known:
         return None
     now, then = zip(*known, strict=True)
-    return to_json(paired_interval(now, then, statistic="mean_difference", rng=rng))
+    return interval_json(paired_interval(now, then, statistic="mean_difference", rng=rng))
 
 
 def text(found: Mapping[str, Any]) -> str:
@@ -204,16 +206,17 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{found['steps']} GRPO steps, {found['workers']} workers, {len(found['runs'])} seed(s), draft depth {depth}: "
         "tokens per draft, live",
-        f"{'step':>6s}{'frozen':>9s}{'adaptive':>10s}{'policy moved, nats/token':>26s}",
     ]
     run = found["runs"][0]
     frozen = {step["rl_step"]: step["accept_length"] for step in run["live"]["frozen"]}
-    for step in run["live"]["adaptive"]:
-        at = step["rl_step"]
-        lines.append(
-            f"{at:6d}{decimals(frozen.get(at)):>9s}{step['accept_length']:10.2f}"
-            f"{run['drift']['adaptive']['per_step'][at]:26.2g}"
+    rows = [
+        (
+            at := step["rl_step"], decimals(frozen.get(at)), f"{step['accept_length']:.2f}",
+            f"{run['drift']['adaptive']['per_step'][at]:.2g}",
         )
+        for step in run["live"]["adaptive"]
+    ]  # fmt: skip
+    lines.append(table(("step", "frozen", "adaptive", "policy moved, nats/token"), rows, left=0))
     start, late = found["accept_length_at_start"], found["accept_length"]
     drafter = found["initial_drafter"]
     lines += [

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 from tltlab.runtime.engine.environment import hardware, versions
@@ -105,7 +106,7 @@ def bench_checkpoint(
     if failures:
         raise RunError(f"a checkpoint of the benchmark was not written: {failures[0]}")
     kept = {way: times[1:] for way, times in measured.items()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "way": way,
             "bytes": sum(value.nbytes for value in ways[way].values()),
@@ -140,12 +141,14 @@ def bench_checkpoint(
 
 def text(found: Mapping[str, Any]) -> str:
     """A table of what `bench_checkpoint` returned."""
-    lines = [f"{'way':<18}{'MB':>7}{'blocks ms':>11}{'on disk ms':>12}{'TLT ms':>8}"]
-    for row in found["rows"]:
-        lines.append(
-            f"{row['way']:<18}{row['bytes'] / 1e6:>7.0f}{row['blocking_s'] * 1e3:>11.1f}"
-            f"{row['complete_s'] * 1e3:>12.0f}{row['tlt_ms']:>8.0f}"
+    rows = [
+        (
+            row["way"], f"{row['bytes'] / 1e6:.0f}", f"{row['blocking_s'] * 1e3:.1f}",
+            f"{row['complete_s'] * 1e3:.0f}", f"{row['tlt_ms']:.0f}",
         )
+        for row in found["rows"]
+    ]  # fmt: skip
+    lines = [table(("way", "MB", "blocks ms", "on disk ms", "TLT ms"), rows)]
     ratio = found["ratio"]
     lines.append(
         f"selective async blocks {ratio['estimate']:.1f} [{ratio['low']:.1f}, {ratio['high']:.1f}] times shorter than "
@@ -168,5 +171,5 @@ def _state(shape: Shape, numbers: int, seed: int) -> dict[str, Tensor]:
 
 def _save_all(state: Mapping[str, Tensor], folder: Path) -> float:
     began = time.perf_counter()
-    dcp.save(dict(state), checkpoint_id=folder, no_dist=True)
+    save(dict(state), checkpoint_id=folder, no_dist=True)
     return time.perf_counter() - began

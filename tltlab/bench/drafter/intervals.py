@@ -1,19 +1,9 @@
-"""Intervals of the drafter's benchmark, as JSON, which knows no NaN, and as text."""
+"""Figures of the drafter's benchmark for people."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
-
-from tltlab.stats import Interval
-
-
-def to_json(found: Interval | None) -> dict[str, Any] | None:
-    """An interval as a record; ends that are unknown are None."""
-    if found is None:
-        return None
-    return {name: None if value != value else value for name, value in asdict(found).items()}
 
 
 def as_text(found: Mapping[str, Any] | None, *, sign: int = 1) -> str:

@@ -171,7 +171,7 @@ class _Side:
         started = time.perf_counter()
         for sequences in batches:
             self.optimizer.zero_grad()
-            self.loss(self.head, frozen, sequences).backward()  # type: ignore[no-untyped-call]
+            self.loss(self.head, frozen, sequences).backward()
             self.optimizer.step()
         if frozen.embedding.is_cuda:
             torch.cuda.synchronize()

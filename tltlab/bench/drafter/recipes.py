@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
@@ -17,13 +18,14 @@ from tltlab.runtime.drafter.offline.data import Epochs, TargetStates, load_targe
 from tltlab.runtime.drafter.offline.evaluate import acceptance_along
 from tltlab.runtime.drafter.offline.warm_up import FIT_TOKENS
 from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.models.runs import Progress, prompts_of, written
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
-from tltlab.stats import paired_interval
+from tltlab.stats import interval_json, paired_interval
 
-from .intervals import as_text, decimals, to_json
-from .runs import Progress, Sizes
-from .texts import MAX_BYTES, prompts_of, written
+from .intervals import as_text, decimals
+from .runs import BenchSizes
+from .texts import MAX_BYTES
 
 Kind = Literal["eagle", "hass", "eagle3"]
 
@@ -56,7 +58,7 @@ class _Student:
         self.seconds.append(self.training.update(sequences).seconds)
 
 
-def bench_recipes(model: Path, sizes: Sizes, *, seed: int, progress: Progress) -> dict[str, Any]:
+def bench_recipes(model: Path, sizes: BenchSizes, *, seed: int, progress: Progress) -> dict[str, Any]:
     """Train a fresh head by each recipe on the model's own responses, `sizes.updates` updates in turn.
 
     All see the same texts in the same order. Then those that took less time go on until all have had the same seconds
@@ -124,7 +126,7 @@ def bench_recipes(model: Path, sizes: Sizes, *, seed: int, progress: Progress) -
                 "recipe": s.kind,
                 "accept_length": by_updates[s.kind],
                 "update_s": float(np.median(took[s.kind])),
-                "cost": to_json(paired_interval(took[s.kind], took["eagle"], rng=rng)),
+                "cost": interval_json(paired_interval(took[s.kind], took["eagle"], rng=rng)),
                 "accept_length_same_seconds": by_seconds[s.kind],
                 "updates_same_seconds": s.training.updates,
                 "parameters": sum(p.numel() for p in s.head.parameters()),
@@ -144,13 +146,15 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{found['responses']} responses to learn from, {found['heldout_responses']} held out, drafts of "
         f"{found['depth']} tokens",
-        f"{'recipe':8s}{'after ' + str(found['updates']) + ' updates':>20s}{'cost of an update':>27s}"
-        f"{'after ' + format(found['seconds'], '.0f') + ' s':>14s}{'updates':>9s}{'TLT: length, cost':>20s}",
     ]
-    for row in found["rows"]:
-        tlt = f"{row['tlt']['accept_length']:.2f}, {row['tlt']['cost']:.0f}x"
-        lines.append(
-            f"{row['recipe']:8s}{decimals(row['accept_length']):>20s}{as_text(row['cost']):>27s}"
-            f"{decimals(row['accept_length_same_seconds']):>14s}{row['updates_same_seconds']:>9d}{tlt:>20s}"
+    rows = [
+        (
+            row["recipe"], decimals(row["accept_length"]), as_text(row["cost"]),
+            decimals(row["accept_length_same_seconds"]), row["updates_same_seconds"],
+            f"{row['tlt']['accept_length']:.2f}, {row['tlt']['cost']:.0f}x",
         )
+        for row in found["rows"]
+    ]  # fmt: skip
+    after = (f"after {found['updates']} updates", "cost of an update", f"after {found['seconds']:.0f} s")
+    lines.append(table(("recipe", *after, "updates", "TLT: length, cost"), rows))
     return "\n".join(lines)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tltlab.policies.policy import BegMabSpec, Bucket, Policy
+from tltlab.console import table
+from tltlab.experiments.lossless import differences
+from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.train import GrpoRun
-from tltlab.stats import mean_of_few
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.runtime.run.grpo import GrpoRun
 
-from .intervals import as_text, to_json
-from .runs import DRAFTER, Progress, Sizes, recipe_of, trained_beside
+from .intervals import as_text
+from .runs import BenchSizes
 
 WORKERS = 2
 
 
-def bench_reward(model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int, progress: Progress) -> dict[str, Any]:
+def bench_reward(
+    model: Path, head: Path, out: Path, sizes: BenchSizes, *, seed: int, progress: Progress
+) -> dict[str, Any]:
     """Held-out reward after some GRPO steps, several seeds: speculation by a bandit among the trained drafter, suffix
     drafts and none, with training in idle time, against plain decoding.
 
@@ -48,15 +49,6 @@ def bench_reward(model: Path, head: Path, out: Path, sizes: Sizes, *, seed: int,
     }
 
 
-def adaptive_policy(path: Path, depth: int) -> Path:
-    """A policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
-    arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
-    buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Policy(selector=BegMabSpec(buckets=buckets)).write(path)
-    return path
-
-
 def _rewards(recipe: Recipe, out: Path, steps: int, progress: Progress) -> dict[str, float]:
     with GrpoRun(recipe, out) as run:
         first = run.evaluate()
@@ -69,35 +61,17 @@ def _rewards(recipe: Recipe, out: Path, steps: int, progress: Progress) -> dict[
         }
 
 
-def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -> dict[str, Any]:
-    """With minus without, of each kind of reward, over seeds; `equal` is None from one seed: it allows no interval.
-
-    `prompts`: on how many a reward is a mean, in each run. Its chance is known from that, and no interval is narrower.
-    """
-    found = {}
-    for name, count in prompts.items():
-        values = [row["with"][name] - row["without"][name] for row in rows]
-        chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in ("with", "without")]
-        found[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
-    known = len(rows) > 1
-    return {
-        **{name: to_json(interval) for name, interval in found.items()},
-        "equal": all(interval.low <= 0 <= interval.high for interval in found.values()) if known else None,
-    }
-
-
 def text(found: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
         f"{found['steps']} GRPO steps, {found['seeds']} seed(s), {found['heldout']} held-out prompts",
-        f"{'seed':>6s}{'before':>9s}{'without':>9s}{'with':>9s}{'in training without':>21s}{'with':>9s}",
     ]
+    rows = []
     for row in found["rows"]:
         without, all_ = row["without"], row["with"]
-        lines.append(
-            f"{row['seed']:6d}{without['first']:9.3f}{without['held_out']:9.3f}{all_['held_out']:9.3f}"
-            f"{without['trained']:21.3f}{all_['trained']:9.3f}"
-        )
+        rewards = (without["first"], without["held_out"], all_["held_out"], without["trained"], all_["trained"])
+        rows.append((row["seed"], *(f"{reward:.3f}" for reward in rewards)))
+    lines.append(table(("seed", "before", "without", "with", "in training without", "with"), rows, left=0))
     equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[found["equal"]]
     lines.append(
         f"with minus without: held out {as_text(found['held_out'])}, in training {as_text(found['trained'])}: {equal}"

@@ -16,6 +16,7 @@ from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.runtime.drafter.offline.data import load_target
 from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.models.runs import Progress, prompts_of, warmed_up, written
 from tltlab.traces.trace import read
 
 from . import adaptive as bench_adaptive
@@ -25,8 +26,7 @@ from . import coordination as bench_coordination
 from . import packing as bench_packing
 from . import recipes as bench_recipes
 from . import reward as bench_reward
-from .runs import Progress, Sizes, made_model, warmed_up
-from .texts import prompts_of, written
+from .runs import BenchSizes, made_model
 
 RESULT = "drafter.json"
 PACKED_RESPONSES = 192
@@ -36,14 +36,14 @@ class _Bench:
     """What the parts share: a model and a warmed-up head, made when first asked for."""
 
     def __init__(
-        self, out: Path, sizes: Sizes, model: Path | None, trace: Path | None, seed: int, progress: Progress
+        self, out: Path, sizes: BenchSizes, model: Path | None, trace: Path | None, seed: int, progress: Progress
     ) -> None:
         self.out, self.sizes, self.trace, self.seed, self.progress = out, sizes, trace, seed, progress
         self._model = model
 
     @cached_property
     def model(self) -> Path:
-        return self._model or made_model(self.out / "model", "subset-sum", self.sizes, self.progress)
+        return self._model or made_model(self.out / "model", "subset-sum", self.sizes.model, self.progress)
 
     @cached_property
     def head(self) -> Path:
@@ -71,13 +71,13 @@ class _Bench:
         return bench_reward.bench_reward(*self._run("reward"), seed=self.seed, progress=self.progress)
 
     def by_product(self) -> dict[str, Any]:
-        model = made_model(self.out / "model-both", "both", self.sizes, self.progress)
+        model = made_model(self.out / "model-both", "both", self.sizes.model, self.progress)
         head = warmed_up(model, self.out / "head-both", self.sizes, self.progress)
         return bench_by_product.bench_by_product(
             model, head, self.out / "by-product", self.sizes, seed=self.seed, progress=self.progress
         )
 
-    def _run(self, name: str) -> tuple[Path, Path, Path, Sizes]:
+    def _run(self, name: str) -> tuple[Path, Path, Path, BenchSizes]:
         return self.model, self.head, self.out / name, self.sizes
 
     def _lengths(self) -> list[int]:
@@ -106,7 +106,7 @@ PARTS: dict[str, tuple[Callable[[_Bench], dict[str, Any]], Callable[[dict[str, A
 
 def bench_learned(
     parts: Collection[str],
-    sizes: Sizes,
+    sizes: BenchSizes,
     *,
     model: Path | None = None,
     trace: Path | None = None,

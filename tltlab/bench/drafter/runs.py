@@ -1,72 +1,40 @@
-"""The GRPO runs of the drafter's benchmark: how large they are, their recipes, and the head they begin with."""
+"""The GRPO runs of the drafter's benchmark: how large they are, and what is kept of them."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from tltlab.coordination.schedule import ScheduleConfig
-from tltlab.errors import ConfigError, RunError
-from tltlab.files import read_json
-from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter.offline.data import TextConfig, load_target
-from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
+from tltlab.errors import RunError
 from tltlab.runtime.models.make import make_model
-from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
-from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
-from tltlab.runtime.run.train import GrpoRun
-from tltlab.strategy import Strategy
+from tltlab.runtime.models.runs import Progress, Sizes
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.traces.trace import Trace, read
-
-from .texts import prompts_of, write_texts, written
-
-DRAFTER = "learned"
-LOSS = LossConfig(token_weight=1.0)
-OPTIM = OptimConfig(lr=3e-3)
-"""Heads of models this small learn faster with a heavier cross-entropy and larger steps than the defaults."""
-CHECK_EVERY = 10
-
-Progress = Callable[[str], None]
-Kind = Literal["never", "always", "every", "acceptance-drops"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class BenchSizes(Sizes):
     """How much of everything.
 
-    `model` is a size of `tltlab make-model`. RL steps of the runs: `steps` frozen and adaptive, `pairs` of
-    coordination, `reward_steps` with and without everything, over `reward_seeds` seeds. `warm_up_length` is the accept
-    length, bonus included, at which a warm-up ends, after `warm_up_updates` at the latest. `texts`: fresh responses on
-    which drafters are judged. `updates`: of each recipe. `tokens_per_update`: of a trainer beside a rollout, which
-    finishes the one under way before it yields.
+    RL steps of the runs: `steps` frozen and adaptive, over `seeds` seeds, `pairs` of coordination, `reward_steps` with
+    and without everything, over `reward_seeds` seeds. `texts`: fresh responses on which drafters are judged. `updates`:
+    of each recipe.
     """
 
-    model: str = "small"
-    workers: int = 4
-    prompts_per_step: int = 24
-    group_size: int = 8
-    max_response_tokens: int = 768
-    draft_depth: int = 4
-    tokens_per_update: int = 1024
-    steps: int = 12
     seeds: int = 1
-    warm_up_texts: int = 256
-    warm_up_length: float = 2.1
-    warm_up_updates: int = 400
     texts: int = 96
     updates: int = 200
     pairs: int = 16
     reward_steps: int = 8
     reward_seeds: int = 3
-    heldout: int = 512
     checkpoint_megabytes: int = 240
     rounds: int = 8
 
 
-FAST = Sizes(
+FAST = BenchSizes(
     model="tiny",
     prompts_per_step=6,
     group_size=4,
@@ -87,97 +55,17 @@ FAST = Sizes(
 )
 
 
-def sizes_of(*, fast: bool, **changed: Any) -> Sizes:
+def sizes_of(*, fast: bool, **changed: Any) -> BenchSizes:
     """The sizes of a full or of a fast benchmark, changed where a value is not None."""
-    return replace(FAST if fast else Sizes(), **{name: value for name, value in changed.items() if value is not None})
+    given = {name: value for name, value in changed.items() if value is not None}
+    return replace(FAST if fast else BenchSizes(), **given)
 
 
-def made_model(out: Path, task: str, sizes: Sizes, progress: Progress) -> Path:
+def made_model(out: Path, task: str, size: str, progress: Progress) -> Path:
     """The folder `out` with a model of our own, trained first where it is not there."""
     if not (out / "config.json").is_file():
-        make_model(out, size=sizes.model, task=task, seed=0, progress=progress)
+        make_model(out, size=size, task=task, seed=0, progress=progress)
     return out
-
-
-def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress, loss: LossConfig = LOSS) -> Path:
-    """The folder `out` with a head that knows the model as it is, trained first where it is not there."""
-    if (out / "config.json").is_file():
-        return out
-    prompts = prompts_of(model, "train", sizes.warm_up_texts)
-    target, _ = load_target(model)
-    texts = written(target, prompts, max_tokens=sizes.max_response_tokens, seed=0)
-    data = out.with_name(f"{out.name}-texts.jsonl")
-    write_texts(data, texts)
-    config = WarmUpConfig(
-        loss=loss,
-        texts=TextConfig(max_response_tokens=sizes.max_response_tokens),
-        updates=sizes.warm_up_updates,
-        until_accept_length=sizes.warm_up_length,
-        check_every=CHECK_EVERY,
-        depth=sizes.draft_depth,
-    )
-    found = train_drafter(model, data, out, config, progress)
-    progress(f"warmed up in {found['updates']} updates to an accept length of {found['after']['accept_length']:.2f}")
-    return out
-
-
-def trained_beside(head: Path, sizes: Sizes, kind: Kind = "always") -> DrafterConfig:
-    """A drafter that starts as the head in a folder; idle workers train it, by default in every rollout.
-
-    Every drafter that served is annotated, so that the first one can be compared with any later one.
-    """
-    return DrafterConfig(
-        name=DRAFTER,
-        checkpoint=str(head),
-        loss=LOSS,
-        optim=OPTIM,
-        schedule=ScheduleConfig(kind=kind),
-        tokens_per_update=sizes.tokens_per_update,
-        ages=sizes.steps,
-    )
-
-
-def recipe_of(
-    model: Path,
-    sizes: Sizes,
-    *,
-    seed: int,
-    policy: Path | None,
-    drafter: DrafterConfig | None,
-    train: Path | None = None,
-    workers: int | None = None,
-    repeat_every: int = 0,
-) -> Recipe:
-    """A run on a folder of `tltlab make-model`; `train` takes the place of its prompts. No policy: no speculation."""
-    report = read_json(model / "report.json")
-    if not isinstance(report, Mapping) or "reward" not in report:
-        raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
-    return Recipe(
-        model=str(model),
-        reward=report["reward"],
-        data=DataConfig(train=str(train or model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
-        rollout=RolloutConfig(
-            num_workers=workers or sizes.workers,
-            prompts_per_step=sizes.prompts_per_step,
-            group_size=sizes.group_size,
-            max_response_tokens=sizes.max_response_tokens,
-            max_draft_depth=sizes.draft_depth if policy else 0,
-            policy=str(policy) if policy else "none",
-            repeat_every=repeat_every,
-            vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // (workers or sizes.workers), 1) + 1},
-        ),
-        train=TrainConfig(steps=sizes.steps),
-        drafter=drafter,
-        eval=EvalConfig(num_prompts=sizes.heldout),
-        seed=seed,
-    )
-
-
-def fixed_depth(path: Path, depth: int) -> Path:
-    """A policy file: the learned drafter at one depth throughout."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
-    return path
 
 
 def run_steps(

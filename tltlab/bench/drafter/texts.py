@@ -1,62 +1,21 @@
-"""What a policy writes on given prompts, on which its drafters are judged; and how far two policies are apart."""
+"""How a policy keeps the drafts of given heads along what it now writes; and how far two policies are apart."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.heads.kinds import load_head
 from tltlab.runtime.drafter.offline.data import TargetStates, Text, load_target
 from tltlab.runtime.drafter.offline.evaluate import Acceptance, acceptance_along
-from tltlab.runtime.models.measure import sample
-from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.runtime.models.runs import written
 
 MAX_BYTES = 1 << 29
 """Hidden states of one policy that are kept at a time."""
-
-
-def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Prompt]:
-    """The first prompts of `train` or `heldout` in a folder of `tltlab make-model` that begin with a word.
-
-    ConfigError where there are none.
-    """
-    source = model / f"{split}.jsonl"
-    if not source.is_file():
-        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
-    found = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
-    kept = [prompt for prompt in found if prompt.text.startswith(begins)][:count]
-    if not kept:
-        raise ConfigError(f"{source} has no prompt that begins with {begins!r}")
-    return kept
-
-
-def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[Text]:
-    """One response to each prompt, sampled from a Hugging Face model at temperature 1; those of one token are left out.
-
-    The same seed and weights give the same texts.
-    """
-    responses = sample(
-        target, [prompt.token_ids for prompt in prompts], temperature=1.0, max_tokens=max_tokens, seed=seed
-    )
-    return [
-        Text(prompt_token_ids=prompt.token_ids, token_ids=response.token_ids)
-        for prompt, response in zip(prompts, responses, strict=True)
-        if len(response.token_ids) > 1
-    ]
-
-
-def write_texts(path: Path, texts: Sequence[Text]) -> None:
-    """Texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
-    rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(rows) + "\n")
 
 
 def judged(

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.bench.drafter.intervals import as_text, decimals, to_json
-from tltlab.stats import Interval, mean_of_few
+from tltlab.bench.drafter.intervals import as_text, decimals
+from tltlab.console import table
+from tltlab.stats import Interval, interval_json, mean_of_few
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
 """How many times faster per RL step `tltlab train` shall be than each mode of TRL, on two CPU cores."""
@@ -78,9 +79,10 @@ def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] 
     `difference` has Student's interval over seeds; each reward is a mean over `heldout` prompts, whose chance is known,
     and no interval is narrower than that. `equal` says whether it holds 0, and is None from one seed.
     """
-    ended = {(block.side, block.seed): block.heldout_reward for block in blocks}
-    ours = {seed: reward for (name, seed), reward in ended.items() if name == "tltlab" and reward is not None}
-    pairs = [(ours[seed], ended[side, seed]) for seed in ours if ended.get((side, seed)) is not None]
+    ended = {(block.side, block.seed): block.heldout_reward for block in blocks if block.heldout_reward is not None}
+    pairs = [
+        (ours, ended[side, seed]) for (name, seed), ours in ended.items() if name == "tltlab" and (side, seed) in ended
+    ]
     if not pairs:
         return None
     chance = sum(reward * (1 - reward) / heldout for pair in pairs for reward in pair)
@@ -88,7 +90,7 @@ def learned(blocks: Sequence[Block], side: str, heldout: int) -> dict[str, Any] 
     return {
         "against": side,
         "seeds": len(pairs),
-        "difference": to_json(found),
+        "difference": interval_json(found),
         "equal": found.low <= 0 <= found.high if len(pairs) > 1 else None,
     }
 
@@ -110,12 +112,12 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int
             {
                 "side": side,
                 "runs": len(ran),
-                "seconds": to_json(median_of(seconds)) if seconds else None,
+                "seconds": interval_json(median_of(seconds)) if seconds else None,
                 "whole_seconds": float(np.mean(wholes)) if wholes else None,
                 "first_seconds": float(np.mean([block.seconds[0] for block in ran])) if ran else None,
                 "mean_response_tokens": float(np.mean(tokens)) if tokens else None,
                 "rewards": np.mean([block.rewards for block in ran], axis=0).tolist() if ran else [],
-                "heldout_reward": to_json(mean_of_few(ended)) if ended else None,
+                "heldout_reward": interval_json(mean_of_few(ended)) if ended else None,
                 "stages": {
                     name: float(np.mean([value for block in ran for value in block.stages[name][1:]]))
                     for name in (ran[0].stages if seconds else {})
@@ -134,7 +136,7 @@ def summarise(blocks: Sequence[Block], lines: Mapping[str, int], *, heldout: int
             goals.append(
                 {
                     "against": side,
-                    "ratio": to_json(ratio),
+                    "ratio": interval_json(ratio),
                     "wanted": wanted,
                     "met": None if ratio is None else ratio.estimate >= wanted,
                 }
@@ -154,17 +156,17 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{responses} responses a step, cap {setting['max_response_tokens']}, float32, {setting['steps']} RL steps, "
         f"{found['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
-        f"{'':10s}{'s per step':>24s}{'first':>8s}{'whole':>9s}{'tokens':>8s}{'lines':>7s}{'held-out':>20s}"
-        "  reward by step",
     ]
-    for side in found["sides"]:
-        rewards = " ".join(decimals(reward) for reward in side["rewards"])
-        lines.append(
-            f"{side['side']:10s}{_interval(side['seconds']):>24s}{decimals(side['first_seconds']):>8s}"
-            f"{decimals(side['whole_seconds']):>9s}"
-            f"{decimals(side['mean_response_tokens']):>8s}{side['lines']:7d}{_interval(side['heldout_reward']):>20s}"
-            f"  {rewards}"
+    rows = [
+        (
+            side["side"], _interval(side["seconds"]), decimals(side["first_seconds"]), decimals(side["whole_seconds"]),
+            decimals(side["mean_response_tokens"]), side["lines"], _interval(side["heldout_reward"]),
+            " ".join(decimals(reward) for reward in side["rewards"]),
         )
+        for side in found["sides"]
+    ]  # fmt: skip
+    header = ("", "s per step", "first", "whole", "tokens", "lines", "held-out", "reward by step")
+    lines.append(table(header, rows))
     lines.append(f"held-out reward before training {found['start_heldout_reward']:.2f}")
     for side in found["sides"]:
         if side["as_is"]:

@@ -20,7 +20,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from tltlab.bench.drafter.texts import prompts_of
 from tltlab.console import made_by
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
@@ -28,6 +27,7 @@ from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.measure import sample
+from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.rollout.rewards import load_reward
 from tltlab.traces.trace import read
 
@@ -226,7 +226,7 @@ def _run(command: Sequence[str], folder: Path, environment: Mapping[str, str]) -
     log = folder / "log.txt"
     with log.open("w") as file:
         done = subprocess.run(
-            command, cwd=folder, env=inherited | environment, stdout=file, stderr=subprocess.STDOUT, check=False
+            command, cwd=folder, env=inherited | dict(environment), stdout=file, stderr=subprocess.STDOUT, check=False
         )
     return last_line(log.read_text(errors="replace")) if done.returncode else None
 

@@ -16,9 +16,9 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
+from tltlab.arrays import Bytes
 from tltlab.drafters.base import Drafter
 from tltlab.errors import ConfigError
 from tltlab.traces.drafts import RecordedResponse, recorded_responses
@@ -27,8 +27,6 @@ from tltlab.traces.trace import Trace
 
 MAX_DEPTH = 255
 """Accepted lengths are stored in a byte."""
-
-Kept = npt.NDArray[np.uint8]
 
 
 class DraftedBy(NamedTuple):
@@ -41,7 +39,7 @@ class DraftedBy(NamedTuple):
 class Annotator(Protocol):
     """Something that drafts along recorded text."""
 
-    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Kept]:
+    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Bytes]:
         """Drafted tokens kept at each position of each response of one RL step; RL steps come in order."""
 
 
@@ -57,7 +55,7 @@ class ReplayedDrafter:
         self._build = build
         self._drafters: dict[int | None, Drafter] = {}
 
-    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Kept]:
+    def annotate(self, responses: Sequence[RecordedResponse], max_depth: int) -> list[Bytes]:
         kept = [np.zeros(len(r.token_ids), np.uint8) for r in responses]
         workers = {r.worker: [n for n, s in enumerate(responses) if s.worker == r.worker] for r in responses}
         for worker, mine in workers.items():
@@ -99,14 +97,14 @@ def merged(old: pa.Table | None, new: pa.Table) -> pa.Table:
     return pa.concat_tables([old.filter(pa.array(stays, pa.bool_())), new])
 
 
-def _rows(named: DraftedBy, responses: Sequence[RecordedResponse], kept: Sequence[Kept], max_depth: int) -> pa.Table:
+def _rows(named: DraftedBy, responses: Sequence[RecordedResponse], kept: Sequence[Bytes], max_depth: int) -> pa.Table:
     num, keys = len(responses), list(zip(*(r.key for r in responses), strict=True)) or [()] * 4
     columns = [*keys, [named.drafter] * num, [named.age] * num, [None] * num, [max_depth] * num, list(kept)]
     schema = TABLES["acceptance"]
     return pa.table([pa.array(c, f.type) for c, f in zip(columns, schema, strict=True)], schema=schema)
 
 
-def _replay(drafter: Drafter, responses: Sequence[RecordedResponse], kept: Sequence[Kept], max_depth: int) -> None:
+def _replay(drafter: Drafter, responses: Sequence[RecordedResponse], kept: Sequence[Bytes], max_depth: int) -> None:
     """Fill `kept` with what `drafter` has accepted at each position."""
     texts = [r.token_ids for r in responses]
     # Position at which the draft that a run would have made is verified, its length and what was kept of it.

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
-from tltlab.acceptance.base import FloatArray
 from tltlab.acceptance.by_request import CurveAcceptance, KnownLevel, RequestCurve, SiblingAcceptance, progress
+from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import KEY
 
@@ -118,7 +117,7 @@ def _curve(drafter: str, rows: pd.DataFrame) -> RequestCurve:
     )
 
 
-def _cells(rows: pd.DataFrame, request: npt.NDArray[np.int64], depths: int) -> pd.DataFrame:
+def _cells(rows: pd.DataFrame, request: Ints, depths: int) -> pd.DataFrame:
     """Tokens tried and kept, counted by request, stretch of positions and place in the draft (from 0)."""
     accepted, most = rows["accepted"].to_numpy(np.int64), rows["reach"].to_numpy(np.int64)
     tried = np.minimum(accepted + 1, most)
@@ -139,7 +138,7 @@ def _cells(rows: pd.DataFrame, request: npt.NDArray[np.int64], depths: int) -> p
     return by.agg(tried=("tried", "sum"), kept=("kept", "sum"), progress=("progress", "mean"))
 
 
-def _mixed_logit(cells: pd.DataFrame, depths: int, num_requests: int) -> tuple[FloatArray, float, float, FloatArray]:
+def _mixed_logit(cells: pd.DataFrame, depths: int, num_requests: int) -> tuple[Floats, float, float, Floats]:
     request, place = cells["request"].to_numpy(), cells["place"].to_numpy()
     tried, kept = cells["tried"].to_numpy(np.float64), cells["kept"].to_numpy(np.float64)
     fixed = np.concatenate([np.eye(depths)[place], cells["progress"].to_numpy()[:, None]], axis=1)
@@ -147,8 +146,8 @@ def _mixed_logit(cells: pd.DataFrame, depths: int, num_requests: int) -> tuple[F
     # A weak prior on the chances keeps a place where everything, or nothing, was kept finite.
     prior = np.full(depths + 1, 0.05)
 
-    def per_request(values: FloatArray) -> FloatArray:
-        total: FloatArray = np.bincount(request, values, minlength=num_requests).astype(np.float64)
+    def per_request(values: Floats) -> Floats:
+        total: Floats = np.bincount(request, values, minlength=num_requests).astype(np.float64)
         return total
 
     for _ in range(_ROUNDS):
@@ -199,7 +198,7 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str, *, own_text: bool = True) -
     tried = np.asarray(cells["tried"], np.float64)
     rate = np.asarray(cells["kept"], np.float64) / tried
 
-    def model(p: FloatArray) -> SiblingAcceptance:
+    def model(p: Floats) -> SiblingAcceptance:
         low, gap = 1.0 / (1.0 + np.exp(-np.clip(p[:2], -30, 30)))
         return SiblingAcceptance(
             drafter=drafter,
@@ -213,8 +212,8 @@ def fit_siblings(drafts: pd.DataFrame, drafter: str, *, own_text: bool = True) -
     weight = np.sqrt(tried)
     start = np.array([-1.0, 0.0, -0.7, 4.0] if own_text else [-1.0, 0.0, -0.7])
 
-    def residuals(p: FloatArray) -> FloatArray:
-        error: FloatArray = weight * (model(p).alpha(siblings, position) - rate)
+    def residuals(p: Floats) -> Floats:
+        error: Floats = weight * (model(p).alpha(siblings, position) - rate)
         return error
 
     return model(least_squares(residuals, start, x_scale="jac", max_nfev=2000).x)

@@ -11,14 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.acceptance.freshness import Freshness, Measured
+from tltlab.arrays import Floats
 from tltlab.errors import ConfigError, TraceError
-
-Floats = npt.NDArray[np.float64]
 
 _FOREVER = 1e9
 _PRIOR_SD = 2.0

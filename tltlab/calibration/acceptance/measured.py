@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from tltlab.acceptance.load import Band, BatchAcceptance, FittedDepth
+from tltlab.arrays import Floats
 
 BANDS = (4, 16, 48)
 """Upper ends of the batch bands; a last one is open."""
@@ -72,12 +72,12 @@ def _fit(rows: pd.DataFrame, depth: int) -> FittedDepth | None:
     return FittedDepth(accepted=tuple(p.tolist()), drafted=min(drafted, depth), num_samples=num_samples)
 
 
-def equal_chain(mean: float, depth: int) -> npt.NDArray[np.float64]:
+def equal_chain(mean: float, depth: int) -> Floats:
     """P(accepted = j), j = 0..depth, of a chain with equal chances and this mean: alpha + ... + alpha^depth = mean."""
     low, high = 0.0, 1.0
     for _ in range(60):
         alpha = (low + high) / 2
         low, high = (alpha, high) if float((alpha ** np.arange(1, depth + 1)).sum()) < mean else (low, alpha)
     kept = low ** np.arange(depth + 1)
-    chances: npt.NDArray[np.float64] = np.append(kept[:-1] - kept[1:], kept[-1])
+    chances: Floats = np.append(kept[:-1] - kept[1:], kept[-1])
     return chances

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import pandas as pd
 import pyarrow as pa
 from pandas.api.types import is_bool_dtype, is_numeric_dtype
 
+from tltlab.arrays import Flags
 from tltlab.errors import ConfigError
 from tltlab.hardware import gpu, kv_capacity_tokens, model
 
@@ -39,7 +38,7 @@ def measured_table(path: Path, numbers: Sequence[str], texts: Sequence[str] = ()
     return table
 
 
-def fits_kv_cache(rows: pd.DataFrame) -> npt.NDArray[np.bool_]:
+def fits_kv_cache(rows: pd.DataFrame) -> Flags:
     """Whether the requests of each row fit in the KV cache when every response is complete.
 
     By the arithmetic of `tltlab.hardware`, from the columns gpu, model, tp, concurrency, isl and osl. Where they do

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from tltlab.arrays import Flags, Floats
 from tltlab.calibration.isotonic import attention_knots, context_columns, fixed_columns, non_negative
-from tltlab.calibration.robust import FloatArray
 from tltlab.costs.table import AttentionKnot, smooth_max
 from tltlab.errors import ConfigError
 from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
@@ -37,14 +37,14 @@ class Kernels:
     """
 
     gpu: Gpu
-    tokens: FloatArray
-    n: FloatArray
-    k: FloatArray
-    gemm: FloatArray  # (tokens, n, k) seconds
-    batches: FloatArray
-    past: FloatArray
-    attention: dict[tuple[int, int], FloatArray]  # (heads, kv heads) -> (batches, past) seconds
-    reduce: dict[int, tuple[FloatArray, FloatArray]]  # GPUs -> values, seconds
+    tokens: Floats
+    n: Floats
+    k: Floats
+    gemm: Floats  # (tokens, n, k) seconds
+    batches: Floats
+    past: Floats
+    attention: dict[tuple[int, int], Floats]  # (heads, kv heads) -> (batches, past) seconds
+    reduce: dict[int, tuple[Floats, Floats]]  # GPUs -> values, seconds
 
     @classmethod
     def read(cls, data: Path, gpu_name: str) -> Kernels:
@@ -71,7 +71,7 @@ class Kernels:
             },
         )  # fmt: skip
 
-    def gemm_s(self, m: npt.ArrayLike, n: float, k: float) -> FloatArray:
+    def gemm_s(self, m: npt.ArrayLike, n: float, k: float) -> Floats:
         """Seconds of an (m x k) times (k x n) product for each of `m`."""
         rows = np.asarray(m, np.float64)
         ideal = self.ideal_gemm_s(self.tokens[:, None, None], self.n[None, :, None], self.k[None, None, :])
@@ -84,12 +84,12 @@ class Kernels:
             found = found + weights[0] * weights[1] * weights[2] * excess[cells]
         return np.asarray(self.ideal_gemm_s(rows, n, k) * np.exp(found), np.float64)
 
-    def ideal_gemm_s(self, m: FloatArray, n: FloatArray | float, k: FloatArray | float) -> FloatArray:
+    def ideal_gemm_s(self, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
         compute = 2 * m * n * k / self.gpu.peak_flops
         moved = BYTES_PER_VALUE * (m * k + k * n + m * n) / self.gpu.hbm_bytes_per_s
         return np.asarray(smooth_max(moved, compute), np.float64)
 
-    def all_reduce_s(self, tp: int, values: npt.ArrayLike) -> FloatArray:
+    def all_reduce_s(self, tp: int, values: npt.ArrayLike) -> Floats:
         """Seconds to sum `values` numbers over `tp` GPUs; nothing for one."""
         if tp == 1:
             return np.zeros(np.shape(values))
@@ -100,7 +100,7 @@ class Kernels:
         asked = np.asarray(values, np.float64)
         return np.asarray(np.interp(asked, sizes, seconds) + per_value * np.maximum(asked - sizes[-1], 0), np.float64)
 
-    def layers_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> FloatArray:
+    def layers_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> Floats:
         """Seconds of all layers on `tokens` tokens, attention apart: four matrix products and two all-reduces each."""
         heads, kv_heads = per_gpu_heads(shape, tp)
         inner = shape.intermediate / tp
@@ -115,11 +115,11 @@ class Kernels:
         layer = np.sum([self.gemm_s(tokens, n, k) for n, k in products], axis=0)
         return np.asarray(shape.layers * (layer + reduces), np.float64)
 
-    def forward_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> FloatArray:
+    def forward_s(self, shape: ModelShape, tp: int, tokens: npt.ArrayLike) -> Floats:
         """Seconds of a forward pass without attention: the layers, and the LM head on every token."""
         return self.layers_s(shape, tp, tokens) + self.gemm_s(tokens, shape.vocab / tp, shape.hidden)
 
-    def attention_table(self, shape: ModelShape, tp: int) -> FloatArray:
+    def attention_table(self, shape: ModelShape, tp: int) -> Floats:
         """(batches, past) seconds of decode attention over all layers; NaN where it was not measured.
 
         A number of heads that was not measured is interpolated between its neighbours with as many KV heads.
@@ -186,9 +186,9 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
     m = kernels.tokens
     large = (kernels.n[:, None] * kernels.k[None, :]) >= 2**22
     everything = np.ones_like(large)
-    found: list[tuple[str, str, str, FloatArray]] = []
+    found: list[tuple[str, str, str, Floats]] = []
 
-    def gemm(grid: str, low: int, mid: int, high: int, chosen: npt.NDArray[np.bool_]) -> None:
+    def gemm(grid: str, low: int, mid: int, high: int, chosen: Flags) -> None:
         u = np.log(kernels.gemm / ideal)
         for method, predicted in (
             ("utilisation", ideal[mid] * np.exp(_mixed(np.log(m), low, mid, high, u))),
@@ -230,9 +230,9 @@ def leave_one_out(kernels: Kernels) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, FloatArray]]:
+def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, Floats]]:
     # Reading keys and values is proportional to the past: utilisation in logarithms is the time in logarithms.
-    found: list[tuple[str, str, str, FloatArray]] = []
+    found: list[tuple[str, str, str, Floats]] = []
     for table in kernels.attention.values():
         for mid in range(1, len(kernels.past) - 1):
             by_log = np.exp(_mixed(np.log(kernels.past), mid - 1, mid, mid + 1, np.log(table.T)))
@@ -242,7 +242,7 @@ def _attention_errors(kernels: Kernels) -> list[tuple[str, str, str, FloatArray]
     return found
 
 
-def _mixed(x: FloatArray, low: int, at: int, high: int, y: FloatArray) -> FloatArray:
+def _mixed(x: Floats, low: int, at: int, high: int, y: Floats) -> Floats:
     """y at x[at] on the line through its values at x[low] and x[high]."""
     share = (x[at] - x[low]) / (x[high] - x[low])
     return np.asarray((1 - share) * y[low] + share * y[high], np.float64)
@@ -257,13 +257,13 @@ def _rows(data: Path, name: str, device: Gpu, columns: Sequence[str], texts: Seq
     return rows
 
 
-def _grid(rows: pd.DataFrame, columns: list[str]) -> tuple[list[FloatArray], FloatArray]:
+def _grid(rows: pd.DataFrame, columns: list[str]) -> tuple[list[Floats], Floats]:
     axes = [np.sort(rows[c].unique()) for c in columns]
     seconds = rows.set_index(columns)["latency_ms"].reindex(pd.MultiIndex.from_product(axes)).to_numpy(np.float64)
     return [a.astype(np.float64) for a in axes], seconds.reshape([len(a) for a in axes]) * 1e-3
 
 
-def _filled(excess: FloatArray) -> FloatArray:
+def _filled(excess: Floats) -> Floats:
     """Missing cells take the value before them along the last axis: the same utilisation."""
     filled = excess.copy()
     for i in range(1, filled.shape[-1]):
@@ -271,14 +271,14 @@ def _filled(excess: FloatArray) -> FloatArray:
     return filled
 
 
-def _between(axis: FloatArray, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], FloatArray]:
+def _between(axis: Floats, x: npt.ArrayLike) -> tuple[npt.NDArray[np.intp], Floats]:
     """The interval of `axis` that x lies in and how far along, held to its ends."""
     asked = np.asarray(x, np.float64)
     i = np.clip(np.searchsorted(axis, asked, side="right") - 1, 0, len(axis) - 2)
     return i, np.asarray(np.clip((asked - axis[i]) / (axis[i + 1] - axis[i]), 0.0, 1.0), np.float64)
 
 
-def _on(past: FloatArray, seconds: FloatArray, asked: float) -> float:
+def _on(past: Floats, seconds: Floats, asked: float) -> float:
     """Linear in the past tokens through what was measured, and on with the last slope."""
     known = ~np.isnan(seconds)
     x, y = past[known], seconds[known]

@@ -1,0 +1,184 @@
+"""GRPO runs on models of our own: how large they are, their prompts and recipes, and the drafter they begin with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import AutoTokenizer
+
+from tltlab.coordination.schedule import ScheduleConfig
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.policies.policy import BegMabSpec, Bucket, FixedSpec, Policy
+from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.drafter.offline.data import Text, TextConfig, load_target
+from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
+from tltlab.runtime.recipe.drafter import DrafterConfig, LossConfig, OptimConfig
+from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from .measure import sample
+
+DRAFTER = "learned"
+LOSS = LossConfig(token_weight=1.0)
+OPTIM = OptimConfig(lr=3e-3)
+"""Heads of models this small learn faster with a heavier cross-entropy and larger steps than the defaults."""
+CHECK_EVERY = 10
+
+Progress = Callable[[str], None]
+Kind = Literal["never", "always", "every", "acceptance-drops"]
+"""When idle workers train the drafter, as a schedule says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How large runs on a model of our own are.
+
+    `model` is a size of `tltlab make-model`. `warm_up_length` is the accept length, bonus included, at which a
+    drafter's warm-up ends, after `warm_up_updates` at the latest. `tokens_per_update` is of a trainer beside a rollout,
+    which finishes the update under way before it yields.
+    """
+
+    model: str = "small"
+    workers: int = 4
+    prompts_per_step: int = 24
+    group_size: int = 8
+    max_response_tokens: int = 768
+    draft_depth: int = 4
+    tokens_per_update: int = 1024
+    steps: int = 12
+    warm_up_texts: int = 256
+    warm_up_length: float = 2.1
+    warm_up_updates: int = 400
+    heldout: int = 512
+
+
+def prompts_of(model: Path, split: str, count: int, begins: str = "") -> list[Prompt]:
+    """The first prompts of `train` or `heldout` in a folder of `tltlab make-model` that begin with a word.
+
+    ConfigError where there are none.
+    """
+    source = model / f"{split}.jsonl"
+    if not source.is_file():
+        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
+    found = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
+    kept = [prompt for prompt in found if prompt.text.startswith(begins)][:count]
+    if not kept:
+        raise ConfigError(f"{source} has no prompt that begins with {begins!r}")
+    return kept
+
+
+def written(target: Any, prompts: Sequence[Prompt], *, max_tokens: int, seed: int) -> list[Text]:
+    """One response to each prompt, sampled from a Hugging Face model at temperature 1; those of one token are left out.
+
+    The same seed and weights give the same texts.
+    """
+    responses = sample(
+        target, [prompt.token_ids for prompt in prompts], temperature=1.0, max_tokens=max_tokens, seed=seed
+    )
+    return [
+        Text(prompt_token_ids=prompt.token_ids, token_ids=response.token_ids)
+        for prompt, response in zip(prompts, responses, strict=True)
+        if len(response.token_ids) > 1
+    ]
+
+
+def write_texts(path: Path, texts: Sequence[Text]) -> None:
+    """Texts as a JSONL file of token ids, as `tltlab train-drafter` reads it."""
+    rows = [json.dumps({"prompt": text.prompt_token_ids, "response": text.token_ids}) for text in texts]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(rows) + "\n")
+
+
+def warmed_up(model: Path, out: Path, sizes: Sizes, progress: Progress, loss: LossConfig = LOSS) -> Path:
+    """The folder `out` with a head that knows the model as it is, trained first where it is not there."""
+    if (out / "config.json").is_file():
+        return out
+    prompts = prompts_of(model, "train", sizes.warm_up_texts)
+    target, _ = load_target(model)
+    texts = written(target, prompts, max_tokens=sizes.max_response_tokens, seed=0)
+    data = out.with_name(f"{out.name}-texts.jsonl")
+    write_texts(data, texts)
+    config = WarmUpConfig(
+        loss=loss,
+        texts=TextConfig(max_response_tokens=sizes.max_response_tokens),
+        updates=sizes.warm_up_updates,
+        until_accept_length=sizes.warm_up_length,
+        check_every=CHECK_EVERY,
+        depth=sizes.draft_depth,
+    )
+    found = train_drafter(model, data, out, config, progress)
+    progress(f"warmed up in {found['updates']} updates to an accept length of {found['after']['accept_length']:.2f}")
+    return out
+
+
+def trained_beside(head: Path, sizes: Sizes, kind: Kind = "always") -> DrafterConfig:
+    """A drafter that starts as the head in a folder; idle workers train it, by default in every rollout.
+
+    Every drafter that served is annotated, so that the first one can be compared with any later one.
+    """
+    return DrafterConfig(
+        name=DRAFTER,
+        checkpoint=str(head),
+        loss=LOSS,
+        optim=OPTIM,
+        schedule=ScheduleConfig(kind=kind),
+        tokens_per_update=sizes.tokens_per_update,
+        ages=sizes.steps,
+    )
+
+
+def recipe_of(
+    model: Path,
+    sizes: Sizes,
+    *,
+    seed: int,
+    policy: Path | None,
+    drafter: DrafterConfig | None,
+    train: Path | None = None,
+    workers: int | None = None,
+    repeat_every: int = 0,
+) -> Recipe:
+    """A run on a folder of `tltlab make-model`; `train` takes the place of its prompts. No policy: no speculation."""
+    report = read_json(model / "report.json")
+    if not isinstance(report, Mapping) or "reward" not in report:
+        raise ConfigError(f"{model / 'report.json'} names no reward: the benchmark takes a folder of tltlab make-model")
+    return Recipe(
+        model=str(model),
+        reward=report["reward"],
+        data=DataConfig(train=str(train or model / "train.jsonl"), heldout=str(model / "heldout.jsonl")),
+        rollout=RolloutConfig(
+            num_workers=workers or sizes.workers,
+            prompts_per_step=sizes.prompts_per_step,
+            group_size=sizes.group_size,
+            max_response_tokens=sizes.max_response_tokens,
+            max_draft_depth=sizes.draft_depth if policy else 0,
+            policy=str(policy) if policy else "none",
+            repeat_every=repeat_every,
+            vllm={"max_num_seqs": max(sizes.prompts_per_step * sizes.group_size // (workers or sizes.workers), 1) + 1},
+        ),
+        train=TrainConfig(steps=sizes.steps),
+        drafter=drafter,
+        eval=EvalConfig(num_prompts=sizes.heldout),
+        seed=seed,
+    )
+
+
+def fixed_depth(path: Path, depth: int) -> Path:
+    """A policy file: the learned drafter at one depth throughout."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Policy(selector=FixedSpec(strategy=Strategy.chain(DRAFTER, depth))).write(path)
+    return path
+
+
+def adaptive_policy(path: Path, depth: int) -> Path:
+    """A policy file: BEG-MAB among the learned drafter, suffix drafts and no speculation."""
+    arms = (Strategy.chain(DRAFTER, depth), Strategy.chain("suffix", depth), NO_SPECULATION)
+    buckets = tuple(Bucket(min_batch=least, strategies=arms) for least in (1, 17))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Policy(selector=BegMabSpec(buckets=buckets)).write(path)
+    return path

@@ -1,0 +1,121 @@
+"""What can be said against a recipe by itself: one rule a function, all their complaints at once.
+
+A rule yields sentences that name the field and what to do. What needs this machine's files is in `checks`, what needs
+GPUs counted in `gpus`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from tltlab.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .recipe import Recipe
+
+_SECRET = re.compile(r"(^|[_-])(hf_token|api_key|password|secret|access_token|auth_token)$", re.IGNORECASE)
+_VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
+
+
+def refuse(complaints: Iterable[str], error: type[Exception] = ConfigError) -> None:
+    """Raise `error` with all complaints in one line, where there are any; pydantic wants ValueError."""
+    if sentences := list(complaints):
+        raise error("; ".join(sentences))
+
+
+def biased_sampling(recipe: Recipe) -> Iterator[str]:
+    rollout, train = recipe.rollout, recipe.train
+    if train.correction == "none" or train.accept_biased_sampling:
+        return
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    biased = [f"{name} = {getattr(rollout, name)}" for name in neutral if getattr(rollout, name) != neutral[name]]
+    if biased:
+        yield (
+            f"rollout.{', rollout.'.join(biased)} cuts tokens off that the trainer still gives a chance, so "
+            "importance weights are biased: leave it out, or set train.accept_biased_sampling = true"
+        )
+
+
+def drafting(recipe: Recipe) -> Iterator[str]:
+    rollout, drafter = recipe.rollout, recipe.drafter
+    if rollout.min_p and rollout.max_draft_depth:
+        yield "rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it"
+    if drafter is not None and not rollout.max_draft_depth:
+        yield "a recipe with a [drafter] needs rollout.max_draft_depth above 0"
+    if drafter is not None and drafter.name in rollout.drafters:
+        yield (
+            f"drafter {drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "
+            "rollout.drafters, or give one of them another name"
+        )
+
+
+def overlong_responses(recipe: Recipe) -> Iterator[str]:
+    if recipe.train.overlong_buffer > recipe.rollout.max_response_tokens:
+        yield "train.overlong_buffer is more than rollout.max_response_tokens"
+
+
+def partial_rollouts(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if rollout.partial is None:
+        return
+    if rollout.reuse is not None:
+        yield "rollout.partial and rollout.reuse do not go together: choose one"
+    if rollout.prompts_per_step < rollout.num_workers:
+        yield (
+            f"rollout.partial needs a group for every worker to complete in an RL step, and there are "
+            f"{rollout.num_workers} workers for rollout.prompts_per_step = {rollout.prompts_per_step}"
+        )
+    if recipe.train.correction == "none":
+        yield "rollout.partial is off-policy and needs train.correction to be 'truncated' or 'behaviour'"
+    if rollout.repeat_every:
+        yield "rollout.repeat_every repeats whole rollouts, and rollout.partial has none"
+
+
+def sampling_rounds(recipe: Recipe) -> Iterator[str]:
+    rollout = recipe.rollout
+    if (rollout.partial is not None or rollout.reuse is not None) and recipe.train.sampling_rounds > 1:
+        yield "train.sampling_rounds above 1 needs neither rollout.partial nor rollout.reuse"
+
+
+def exact_replay(recipe: Recipe) -> Iterator[str]:
+    """Only of a run that follows recorded decisions."""
+    if recipe.drafter is not None or recipe.train.sampling_rounds > 1:
+        yield (
+            "decisions are replayed exactly only where nothing else depends on the clock: leave out [drafter], "
+            "which learns in idle time, and set train.sampling_rounds = 1"
+        )
+
+
+RULES = (biased_sampling, drafting, overlong_responses, partial_rollouts, sampling_rounds)
+"""Of a whole recipe, whose fields are right each by itself."""
+
+
+def vllm_arguments(vllm: Mapping[str, Any]) -> Iterator[str]:
+    """Of `rollout.vllm`: vLLM says much later, and in a traceback, what is wrong with its arguments."""
+    for name, value in _leaves(vllm):
+        if isinstance(value, str) and _SECRET.search(name):
+            yield f"{name} would be written into the run's folder: give it by an environment variable"
+        if isinstance(value, float) and not isfinite(value):
+            yield f"{name} = {value} is not a finite number"
+    for name in _VLLM_COUNTS:
+        value = vllm.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            yield f"{name} = {value!r} is not a whole number above 0"
+    share = vllm.get("gpu_memory_utilization", 0.5)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        yield f"gpu_memory_utilization = {share!r} is not a number above 0 and up to 1"
+
+
+def _leaves(fields: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested tables and lists, with the name it goes by."""
+    if isinstance(fields, Mapping):
+        for key, value in fields.items():
+            yield from _leaves(value, str(key))
+    elif isinstance(fields, list):
+        for value in fields:
+            yield from _leaves(value, name)
+    else:
+        yield name, fields

@@ -1,0 +1,19 @@
+"""Types of NumPy arrays as signatures name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+"""Of any type: what several kinds of column pass through."""
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+"""Small counts, such as the tokens accepted at each position."""
+Tokens = npt.NDArray[np.int32]
+Words = npt.NDArray[np.uint64]
+"""Seeds, and sets as 64 bits."""

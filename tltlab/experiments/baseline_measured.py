@@ -1,0 +1,441 @@
+"""What speculation is worth on this machine: one engine, the same prompts, every mode in turn within each round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from sklearn.isotonic import IsotonicRegression
+from transformers import AutoConfig, AutoTokenizer
+
+from tltlab.drafters.base import Key
+from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.errors import ConfigError
+from tltlab.files import read_json
+from tltlab.policies.policy import (
+    BegMabSpec,
+    Bucket,
+    FixedSpec,
+    LengthAwareBudgetSpec,
+    Policy,
+    TableRow,
+    TableSpec,
+    load_policy,
+)
+from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
+from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.stats import paired_interval
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.metrics import tail_start
+
+Kind = Literal["off", "static", "table", "adaptive"]
+Part = Literal["rollout", "tail"]
+PER_SECONDS = ("duration", "per_token", "per_plain_second")
+"""What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
+JUDGED_BY = "per_plain_second"
+
+TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW = 1.7, 1.3, 0.97
+TEMPERATURE = 1.0
+MAX_DEPTH = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """A policy under a name. `kind` says what it is compared as; with `learned` its engine holds the draft model too.
+
+    An engine with a draft model runs it in every iteration, drafting or not, so the others run in one without.
+    """
+
+    name: str
+    kind: Kind
+    policy: Policy
+    learned: bool = False
+
+
+def _suffix(depth: int) -> Strategy:
+    return Strategy.chain("suffix", depth)
+
+
+def _learned(depth: int) -> Strategy:
+    return Strategy.chain("learned", depth)
+
+
+def _ngram(depth: int) -> Strategy:
+    return Strategy.chain("ngram", depth)
+
+
+# By the batch size from which they are tried. Few arms in narrow buckets: a rollout has a few hundred iterations.
+_MODEL_FREE = {
+    1: (_suffix(8), _suffix(4)),
+    5: (_suffix(8), _suffix(4)),
+    17: (_suffix(8), _suffix(4), _ngram(8)),
+    65: (_suffix(4), _ngram(4), _suffix(8)),
+}
+_WITH_LEARNED = {
+    1: (_suffix(8), _learned(8)),
+    5: (_suffix(8), _learned(8)),
+    17: (_suffix(8), _learned(8), _learned(4)),
+    65: (_learned(4), _suffix(4)),
+}
+
+
+def modes(*, learned: bool = False) -> list[Mode]:
+    """Plain decoding, one depth throughout, a depth for each batch size, and some that learn which drafts pay."""
+    table = tuple(TableRow(min_batch=b, strategy=_suffix(k)) for b, k in ((1, 8), (33, 4), (129, 2)))
+    fixed = {k: Policy(selector=FixedSpec(strategy=_suffix(k))) for k in (1, 2, 4, 8)}
+    made = [
+        Mode(name="off", kind="off", policy=load_policy("none")),
+        *(Mode(name=f"suffix {k}", kind="static", policy=policy) for k, policy in fixed.items()),
+        Mode(name="table", kind="table", policy=Policy(selector=TableSpec(rows=table))),
+        Mode(name="beg-mab", kind="adaptive", policy=_bandit(_MODEL_FREE)),
+        Mode(
+            name="beg-mab by length",
+            kind="adaptive",
+            policy=_bandit(_MODEL_FREE).model_copy(update={"budget": LengthAwareBudgetSpec()}),
+        ),
+    ]
+    if learned:
+        made.append(Mode(name="beg-mab learned", kind="adaptive", policy=_bandit(_WITH_LEARNED), learned=True))
+    return made
+
+
+def _bandit(arms: Mapping[int, Sequence[Strategy]]) -> Policy:
+    """BEG-MAB over `arms`, by the batch size from which they are tried, and no speculation."""
+    buckets = tuple(Bucket(min_batch=b, strategies=(*tried, NO_SPECULATION)) for b, tried in arms.items())
+    # Here a draft is often kept whole or not at all, so that medians mislead, and one unlucky try costs a rollout.
+    return Policy(selector=BegMabSpec(buckets=buckets, epsilon=0.05, reward="relative", statistic="mean", tries=8))
+
+
+def bench_runtime(
+    model: Path,
+    *,
+    draft: Path | None = None,
+    prompts: int = 24,
+    group_size: int = 8,
+    epochs: int = 2,
+    rounds: int = 6,
+    max_response_tokens: int = MAX_RESPONSE_TOKENS,
+    seed: int = 0,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Roll out the first `prompts` training prompts of the folder `model` under every mode, `rounds` times each epoch.
+
+    In epoch 1 drafters know nothing when a rollout begins; in epoch n they know the responses of n - 1 plain rollouts
+    of the same prompts, the same for all modes. Every rollout samples anew, to the same cap. Policies that learn go on
+    learning from round to round, in each epoch on their own; round 0 warms up and counts in `rows` only. `draft` is
+    the folder of a draft model.
+    """
+    if min(prompts, group_size, epochs, rounds, max_response_tokens) < 1:
+        raise ConfigError("prompts, group size, epochs, rounds and the cap on response tokens must be at least 1")
+    work = _prompts(model, prompts)
+    if draft is not None and not (draft / "config.json").is_file():
+        raise ConfigError(f"{draft} is no folder of a draft model: it has no config.json")
+    chosen = modes(learned=draft is not None)
+    room = int(AutoConfig.from_pretrained(model).max_position_embeddings)
+    cap = min(max_response_tokens, room - max(len(prompt.token_ids) for prompt in work))
+    torch.set_num_threads(1)
+    bench = _Bench(work, group_size, cap)
+    drafters: dict[bool, dict[str, DrafterSpec]] = {False: {"ngram": NgramSpec(), "suffix": SuffixSpec()}}
+    if draft is not None:
+        drafters[True] = drafters[False] | {"learned": LearnedSpec(method="draft_model", model=str(draft))}
+    try:
+        for learned, held in drafters.items():
+            progress(f"starting an engine on {model} with the drafters {', '.join(held)}")
+            bench.engines[learned] = Engine(
+                str(model),
+                drafters=held,
+                max_draft_depth=MAX_DEPTH,
+                seed=seed,
+                vllm_args={"max_num_seqs": prompts * group_size, "max_model_len": room, "gpu_memory_utilization": 0.4},
+            )
+        progress(f"{len(chosen)} modes, {epochs} epochs, {prompts} prompts x {group_size} of up to {cap} tokens")
+        rollouts = bench.measure(chosen, epochs, rounds, seed, progress)
+    finally:
+        for engine in bench.engines.values():
+            engine.close()
+    return {
+        "model": str(model),
+        "model_report": _report(model),
+        "draft": None if draft is None else str(draft),
+        "draft_report": None if draft is None else _report(draft),
+        "prompts": prompts,
+        "group_size": group_size,
+        "epochs": epochs,
+        "rounds": rounds,
+        "max_response_tokens": cap,
+        "temperature": TEMPERATURE,
+        "seed": seed,
+        "hardware": hardware(),
+        "versions": versions(),
+        "policies": {mode.name: mode.policy.model_dump(mode="json") for mode in chosen},
+        **summarise([row for row in rollouts if row.round], seed=seed),
+        "rows": [asdict(row) for row in rollouts],
+    }
+
+
+class _Bench:
+    """Prompts, engines by `Mode.learned` to roll them out, and the next rollout's number, which is its RL step."""
+
+    def __init__(self, prompts: Sequence[Prompt], group_size: int, cap: int) -> None:
+        self.prompts = prompts
+        self.group_size = group_size
+        self.cap = cap
+        self.engines: dict[bool, Engine] = {}
+        self.rl_step = 0
+
+    def measure(
+        self, chosen: Sequence[Mode], epochs: int, rounds: int, seed: int, progress: Callable[[str], None]
+    ) -> list[Measured]:
+        """Every mode in every epoch, `rounds` times after a round 0; what a mode learns in an epoch stays with it."""
+        for engine in self.engines.values():
+            engine.warm_up(TEMPERATURE)
+        history = [self.rollout(self.engines[False]) for _ in range(epochs - 1)]
+        learning = {
+            (mode.name, epoch): (mode.policy.build(np.random.default_rng([seed, n, epoch])), mode.policy.build_budget())
+            for n, mode in enumerate(chosen)
+            for epoch in range(1, epochs + 1)
+        }
+        order = np.random.default_rng(seed)
+        done: list[tuple[Mode, int, int, Rollout]] = []
+        for round_ in range(rounds + 1):
+            for epoch in range(1, epochs + 1):
+                for n in order.permutation(len(chosen)):
+                    mode = chosen[n]
+                    engine = self.engines[mode.learned]
+                    engine.control.set_selector(*learning[mode.name, epoch])
+                    engine.forget()
+                    engine.remember(self._told(history[: epoch - 1]))
+                    done.append((mode, epoch, round_, self.rollout(engine)))
+            seconds = sum(rollout.duration_s for _, _, n, rollout in done if n == round_)
+            progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
+        plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "off" for row in rollout.iterations])
+        found = [
+            measured(rollout, plain, mode=mode, epoch=epoch, round_=round_) for mode, epoch, round_, rollout in done
+        ]
+        names = [mode.name for mode in chosen]
+        return sorted(found, key=lambda row: (row.epoch, names.index(row.mode), row.round))
+
+    def rollout(self, engine: Engine) -> Rollout:
+        requests = [
+            GenerationRequest(
+                key=(self.rl_step, prompt.prompt_id, sample, 0),
+                prompt_token_ids=prompt.token_ids,
+                max_response_tokens=self.cap,
+            )
+            for prompt in self.prompts
+            for sample in range(self.group_size)
+        ]
+        self.rl_step += 1
+        return engine.generate(requests, rl_step=self.rl_step - 1, temperature=TEMPERATURE)
+
+    def _told(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, list[int], list[int]]]:
+        prompts = {prompt.prompt_id: prompt.token_ids for prompt in self.prompts}
+        return [(r.key, prompts[r.key[1]], r.token_ids) for old in rollouts for r in old.responses]
+
+
+def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, round_: int) -> Measured:
+    """The figures of a rollout; its tail is `tltlab.traces.metrics.tail_fraction`'s."""
+    lengths = [len(response.token_ids) for response in rollout.responses]
+    tail = tail_start([response.t_finish for response in rollout.responses])
+    verifying = [row for row in rollout.iterations if row["num_drafted"]]
+    return Measured(
+        mode=mode.name,
+        kind=mode.kind,
+        epoch=epoch,
+        round=round_,
+        num_responses=len(lengths),
+        seconds=rollout.duration_s,
+        num_tokens=sum(lengths),
+        plain_s=plain.seconds(lengths),
+        tail_seconds=rollout.duration_s - tail,
+        tail_tokens=sum(row["num_generated"] for row in rollout.iterations if row["t_start"] >= tail),
+        tail_plain_s=plain.seconds(lengths, beyond=tail_start(lengths)),
+        num_pairs=sum(len(row["accepted_per_request"]) for row in verifying),
+        num_accepted=sum(row["num_accepted"] for row in verifying),
+        recorder_s=rollout.recorder_s,
+        policy_s=rollout.policy_s,
+    )
+
+
+def _prompts(model: Path, count: int) -> list[Prompt]:
+    source = model / "train.jsonl"
+    if not source.is_file():
+        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
+    found = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
+    if len(found) < count:
+        raise ConfigError(f"{source} has {len(found)} prompts, {count} were asked for")
+    return found[:count]
+
+
+def _report(model: Path) -> Mapping[str, Any] | None:
+    path = model / "report.json"
+    return read_json(path) if path.is_file() else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rollout of one mode. Seconds, tokens and plain seconds are of the whole rollout and of its tail.
+
+    `plain_s` is what plain decoding of the same lengths would take (`PlainSteps`), `tail_plain_s` its tail's part. The
+    longest of a few hundred sampled responses varies by a third, and durations with it; seconds per plain second hardly
+    vary with it, so their ratio is that of the durations that equal lengths would give. `num_pairs` are the (request,
+    iteration) pairs of iterations that verified drafts, as in `tltlab.traces.metrics.mean_accept_length`.
+    """
+
+    mode: str
+    kind: Kind
+    epoch: int
+    round: int
+    num_responses: int
+    seconds: float
+    num_tokens: int
+    plain_s: float
+    tail_seconds: float
+    tail_tokens: int
+    tail_plain_s: float
+    num_pairs: int
+    num_accepted: int
+    recorder_s: float
+    policy_s: float
+
+    def rate(self, part: Part, per: str) -> float:
+        """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
+        whole = part == "rollout"
+        seconds = self.seconds if whole else self.tail_seconds
+        if per == "duration":
+            return seconds
+        tokens, plain_s = (self.num_tokens, self.plain_s) if whole else (self.tail_tokens, self.tail_plain_s)
+        amount = tokens if per == "per_token" else plain_s
+        return seconds / amount if amount > 0 else math.nan
+
+
+class PlainSteps:
+    """What plain decoding of given lengths takes, by what plain iterations took: step times that rise with the batch.
+
+    `rows` are the iterations of plain rollouts. Step times are fitted by isotonic regression (scikit-learn), prompts
+    take the mean of what prefilling took.
+    """
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        steps = [(row["batch"], row["duration"]) for row in rows if not row["prefill_tokens"]]
+        prefills = [row["duration"] for row in rows if row["prefill_tokens"]]
+        batches, seconds = np.array(steps).T
+        self._step_s = IsotonicRegression(out_of_bounds="clip").fit(batches, seconds)
+        self._prefill_s = float(np.sum(prefills)) / max(sum(row["iteration"] == 0 for row in rows), 1)
+
+    def seconds(self, lengths: Sequence[int], beyond: float = 0.0) -> float:
+        """Seconds of a rollout of these lengths in tokens, or of its part beyond the length `beyond`."""
+        ends = np.unique(np.maximum(np.array([beyond, *lengths]), beyond))
+        running = np.array([sum(length > start for length in lengths) for start in ends[:-1]], np.float64)
+        decoding = float(np.diff(ends) @ self._step_s.predict(running)) if len(running) else 0.0
+        return decoding + (self._prefill_s if beyond == 0 else 0.0)
+
+
+def summarise(rollouts: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
+    """Means of every mode and epoch, speed-ups over the mode of kind "off" with 95 % intervals, and the goals."""
+    rng = np.random.default_rng(seed)
+    epochs = sorted({r.epoch for r in rollouts})
+    kinds = {r.mode: r.kind for r in rollouts}
+    off = next(mode for mode, kind in kinds.items() if kind == "off")
+    speedups = [
+        {"mode": mode, "epoch": epoch, "part": part, "measure": per}
+        | _speedup(_of(rollouts, off, epoch), _of(rollouts, mode, epoch), part, per, rng)
+        for epoch in epochs
+        for mode in kinds
+        if mode != off
+        for part in ("rollout", "tail")
+        for per in PER_SECONDS
+    ]
+    return {
+        "modes": [_means(_of(rollouts, mode, epoch)) for epoch in epochs for mode in kinds],
+        "speedups": speedups,
+        "judged_by": JUDGED_BY,
+        "goals": _goals(rollouts, kinds, epochs, speedups, rng),
+    }
+
+
+def _of(rollouts: Sequence[Measured], mode: str, epoch: int) -> list[Measured]:
+    return sorted((r for r in rollouts if (r.mode, r.epoch) == (mode, epoch)), key=lambda r: r.round)
+
+
+def _means(rollouts: list[Measured]) -> dict[str, Any]:
+    seconds = sum(r.seconds for r in rollouts)
+    pairs = sum(r.num_pairs for r in rollouts)
+    return {
+        "mode": rollouts[0].mode,
+        "epoch": rollouts[0].epoch,
+        "rollouts": len(rollouts),
+        "seconds": seconds / len(rollouts),
+        "tail_seconds": sum(r.tail_seconds for r in rollouts) / len(rollouts),
+        "num_tokens": sum(r.num_tokens for r in rollouts) / len(rollouts),
+        "tokens_per_s": sum(r.num_tokens for r in rollouts) / seconds,
+        "plain_s": sum(r.plain_s for r in rollouts) / len(rollouts),
+        "tail_plain_s": sum(r.tail_plain_s for r in rollouts) / len(rollouts),
+        "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
+        "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
+        "policy_share": sum(r.policy_s for r in rollouts) / seconds,
+    }
+
+
+def _speedup(
+    slow: list[Measured], fast: list[Measured], part: Part, per: str, rng: np.random.Generator
+) -> dict[str, float | None]:
+    """Ratio of the two modes' sums over rounds, `slow` / `fast`, with its interval; None where it is not known."""
+    a, b = (np.array([r.rate(part, per) for r in side]) for side in (slow, fast))
+    if not (np.isfinite(a).all() and np.isfinite(b).all() and (b > 0).all()):
+        return {"ratio": None, "low": None, "high": None}
+    found = paired_interval(a, b, rng=rng)
+    return {"ratio": found.estimate, "low": _finite(found.low), "high": _finite(found.high)}
+
+
+def _goals(
+    rollouts: Sequence[Measured],
+    kinds: dict[str, Kind],
+    epochs: list[int],
+    speedups: list[dict[str, Any]],
+    rng: np.random.Generator,
+) -> list[dict[str, Any]]:
+    found = {(s["mode"], s["epoch"], s["part"]): s for s in speedups if s["measure"] == JUDGED_BY}
+    rows = []
+    for mode in (mode for mode, kind in kinds.items() if kind == "adaptive"):
+        last = epochs[-1]
+        rows.append(_goal("times plain decoding in the tail", mode, last, TAIL_GOAL, found[mode, last, "tail"]))
+        if last > 1:
+            rows.append(_goal("times plain decoding", mode, last, ROLLOUT_GOAL, found[mode, last, "rollout"]))
+        for epoch in epochs:
+            rows.append(_goal("never slower", mode, epoch, NEVER_BELOW, found[mode, epoch, "rollout"]))
+        for epoch in epochs:
+            statics = [_of(rollouts, other, epoch) for other, kind in kinds.items() if kind == "static"]
+            best = min(statics, key=lambda of: float(np.mean([r.rate("rollout", JUDGED_BY) for r in of])))
+            ratio = _speedup(best, _of(rollouts, mode, epoch), "rollout", JUDGED_BY, rng)
+            row = _goal(f"times the best static, {best[0].mode}", mode, epoch, 1.0, ratio)
+            # Only a difference that is sure counts as behind.
+            surely = ratio["high"] if ratio["high"] is not None else ratio["ratio"]
+            rows.append(row | {"met": surely is not None and surely >= 1.0})
+    return rows
+
+
+def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, Any]) -> dict[str, Any]:
+    ratio = speedup["ratio"]
+    return {
+        "goal": goal,
+        "mode": mode,
+        "epoch": epoch,
+        "wanted": wanted,
+        "ratio": ratio,
+        "low": speedup["low"],
+        "high": speedup["high"],
+        "met": ratio is not None and ratio >= wanted,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
