@@ -32,11 +32,7 @@ from tltlab.runtime.drafter.offline.runs import (
     length_ratio,
     live_drafts,
 )
-<<<<<<< HEAD
-=======
-from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.models.runs import prompts_of, recipe_of, written
->>>>>>> main
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import interval_json, mean_of_few, mean_over_orders
 from tltlab.traces.schema import TABLES

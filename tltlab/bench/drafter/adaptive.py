@@ -12,7 +12,6 @@ import numpy as np
 from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.data import Text
-<<<<<<< HEAD
 from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
@@ -21,11 +20,8 @@ from tltlab.runtime.drafter.offline.runs import (
     length_ratio,
     live_drafts,
 )
-from tltlab.stats import paired_interval
-=======
 from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 from tltlab.stats import interval_json, paired_interval
->>>>>>> main
 from tltlab.traces.trace import Trace
 
 from .intervals import as_text, decimals
