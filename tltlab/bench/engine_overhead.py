@@ -20,11 +20,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
+from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
+from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.calibration.isotonic import non_negative
-from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
-from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
-from tltlab.calibration.table import from_kernels
-from tltlab.calibration.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.hardware import model

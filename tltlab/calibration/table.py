@@ -7,14 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from sklearn.isotonic import IsotonicRegression
 
 from tltlab.arrays import Floats, Ints
-from tltlab.calibration.measurements.kernels import Kernels
 from tltlab.costs.base import CalibratedRange, CostModel
-from tltlab.costs.table import Roofline, TableCosts, TokenKnot
+from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
-from tltlab.hardware import kv_capacity_tokens, model
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
 
@@ -30,9 +27,6 @@ from .isotonic import (
 from .residuals import NUM_BANDS, band, residuals, worker_sums
 from .robust import fit
 
-FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
-"""Knots of a table from kernels."""
-_PREFILL_CHUNK = 2048
 _MEASURED = ("batch", "tokens_to_verify", "context_tokens", "seconds")
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
@@ -86,43 +80,6 @@ def from_measurements(points: pd.DataFrame, roofline: Roofline | None = None) ->
         residuals=table,
         cross_validated_error=float(off.mean()) if len(batches) > 2 else None,
     )
-
-
-def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableFit:
-    """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
-
-    `past_tokens` is the span of contexts per request over which attention is made linear; `residuals` are those of
-    `Kernels.linear_attention`.
-    """
-    shape = model(model_name)
-    tokens = np.asarray([m for m in FORWARD_TOKENS if m in kernels.tokens], np.float64)
-    measured = kernels.forward_s(shape, tp, tokens)
-    grown = np.exp(IsotonicRegression().fit_transform(np.log(tokens), np.log(measured)))
-    attention, errors = kernels.linear_attention(shape, tp, past_tokens)
-    prefill = float(kernels.layers_s(shape, tp, [_PREFILL_CHUNK])[0]) / _PREFILL_CHUNK
-    biggest = float(np.max(np.abs(grown / measured - 1)))
-    costs = TableCosts(
-        forward=tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(tokens, grown, strict=True)),
-        attention=attention,
-        roofline=Roofline(gpu=kernels.gpu.name, model=model_name, tp=tp),
-        prefill_per_token_s=prefill,
-        kv_capacity_tokens=kv_capacity_tokens(kernels.gpu, shape, tp),
-        calibrated=CalibratedRange(
-            batch=(attention[0].batch, attention[-1].batch),
-            verified_tokens=(float(tokens[0]), float(tokens[-1])),
-            context_tokens=(float(past_tokens[0]), float(errors["context_tokens"].max())),
-        ),
-        notes=(
-            f"sums of measured bf16 kernels, {kernels.gpu.name} {shape.name} tp {tp}: matrix products, LM head, "
-            f"all-reduces in a graph, decode attention of one query per request; no engine and no drafting",
-            f"forward times are made to grow with tokens, which moves them by at most {biggest:.1%}",
-            f"attention is linear in contexts of {past_tokens[0]} to {past_tokens[1]} tokens per request: "
-            f"{errors['mean_abs_error'].mean():.1%} mean error of its own time, at most "
-            f"{errors['max_error_of_forward'].max():.1%} of the forward pass",
-            f"prefill is the layers' time per token at {_PREFILL_CHUNK} tokens, without attention among them",
-        ),
-    )
-    return TableFit(costs=costs, residuals=errors)
 
 
 def from_trace(trace: Trace, rl_steps: Sequence[int] | None = None) -> TableFit:

@@ -19,9 +19,9 @@ from tltlab.bench.engine_overhead import (
     speedups,
     with_speculation,
 )
+from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.calibration.api import calibrate
-from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
-from tltlab.calibration.table import from_kernels, from_measurements, from_trace, predict_iterations, rollout_sums
+from tltlab.calibration.table import from_measurements, from_trace, predict_iterations, rollout_sums
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
