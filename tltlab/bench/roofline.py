@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
+from tltlab.bench.published.fit import Fitted, fit, predict
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.measurements import from_speedups, from_tpot, from_waves
 from tltlab.bench.published.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
-from tltlab.calibration.measurements.times import from_speedups, from_tpot, from_waves
-from tltlab.calibration.roofline import Fitted, fit, predict
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, RooflineCosts
 

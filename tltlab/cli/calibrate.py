@@ -14,11 +14,11 @@ from tltlab.acceptance.load import FreshAcceptance, Freshness
 from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
 from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.calibration.costs import CostFit, fit_points, fit_trace
-from tltlab.calibration.estimators import KINDS, Hardware
+from tltlab.calibration.costs import KINDS, CostFit, fit_points, fit_trace
 from tltlab.calibration.idle_training import SpotFit, fit_spot
-from tltlab.calibration.measurements.steps import read_step_times
-from tltlab.calibration.residuals import held_out_table, table
+from tltlab.calibration.measurements import read_step_times
+from tltlab.calibration.residuals import held_out_table, residuals_table
+from tltlab.calibration.roofline import Hardware
 from tltlab.calibration.stages import StageFit, fit_stages
 from tltlab.console import Json, emit
 from tltlab.coordination.progress import SpotTraining
@@ -192,7 +192,7 @@ class _Fits:
         if (fit := self.costs) is not None:
             parts += [
                 "\n".join(_terms(fit.costs)),
-                table(fit.residuals, fit.sums),
+                residuals_table(fit.residuals, fit.sums),
                 held_out_table(fit.cross_validation),
             ]
         if (accepted := self.acceptance) is not None and accepted.model is not None:

@@ -20,7 +20,6 @@ from sklearn.isotonic import IsotonicRegression
 
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.isotonic import attention_knots, context_columns, fixed_columns, non_negative
-from tltlab.calibration.table import TableFit
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.table import AttentionKnot, Roofline, TableCosts, TokenKnot, smooth_max
 from tltlab.errors import ConfigError
@@ -180,11 +179,10 @@ class Kernels:
         )
 
 
-def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableFit:
+def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableCosts:
     """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
 
-    `past_tokens` is the span of contexts per request over which attention is made linear; `residuals` are those of
-    `Kernels.linear_attention`.
+    `past_tokens` is the span of contexts per request over which attention is made linear.
     """
     shape = model(model_name)
     tokens = np.asarray([m for m in FORWARD_TOKENS if m in kernels.tokens], np.float64)
@@ -193,7 +191,7 @@ def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[
     attention, errors = kernels.linear_attention(shape, tp, past_tokens)
     prefill = float(kernels.layers_s(shape, tp, [_PREFILL_CHUNK])[0]) / _PREFILL_CHUNK
     biggest = float(np.max(np.abs(grown / measured - 1)))
-    costs = TableCosts(
+    return TableCosts(
         forward=tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(tokens, grown, strict=True)),
         attention=attention,
         roofline=Roofline(gpu=kernels.gpu.name, model=model_name, tp=tp),
@@ -214,7 +212,6 @@ def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[
             f"prefill is the layers' time per token at {_PREFILL_CHUNK} tokens, without attention among them",
         ),
     )
-    return TableFit(costs=costs, residuals=errors)
 
 
 def leave_one_out(kernels: Kernels) -> pd.DataFrame:
