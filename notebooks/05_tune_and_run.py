@@ -41,7 +41,7 @@ from tltlab import load_policy
 from tltlab.charts import bars
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.train import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.sim.tuning.tune import tune
 from tltlab.traces import metrics
 

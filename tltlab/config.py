@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,14 @@ class FiniteModel(FrozenModel):
     """A `FrozenModel` whose numbers are neither infinite nor NaN, so that JSON can hold them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+def json_or_text(text: str) -> Any:
+    """The value that somebody typed: JSON where it is JSON (numbers, lists, true), else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 @contextmanager

@@ -36,10 +36,18 @@ def emit(result: dict[str, Any], *, as_json: bool, text: str) -> None:
     print(json.dumps(result, allow_nan=False) if as_json else text)
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1, indent: int = 0) -> str:
+def table(
+    header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1, words: bool = False, indent: int = 0
+) -> str:
     """Lines of a table: the first `left` columns begin at the left, the others (numbers) end at the right.
 
-    A cell is written as `str` does; an empty `header` leaves the heading out. No line is cut or ends in a space.
+    With `words` the last column begins at the left too. A cell is written as `str` does; an empty `header` leaves the
+    heading out, a row may be shorter than it. No line is cut or ends in a space.
+
+    >>> print(table(["batch", "ms"], [(1, "20.10"), (128, "7.00")]))
+    batch     ms
+    1      20.10
+    128     7.00
     """
     from io import StringIO
 
@@ -49,9 +57,11 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]], *, left: int 
 
     cells = [[Text(str(cell)) for cell in row] for row in rows]
     drawing = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=bool(header))
-    for number in range(len(header) or max(map(len, cells), default=0)):
+    num_columns = len(header) or max(map(len, cells), default=0)
+    for number in range(num_columns):
         name = Text(header[number]) if header else ""
-        drawing.add_column(name, justify="left" if number < left else "right", no_wrap=True)
+        begins_left = number < left or (words and number == num_columns - 1)
+        drawing.add_column(name, justify="left" if begins_left else "right", no_wrap=True)
     for row in cells:
         drawing.add_row(*row)
     page = StringIO()

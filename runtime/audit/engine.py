@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +13,45 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.runtime.engine.vllm import on_cpu
 
+from .exact import Sampling
 from .models import MAX_POSITIONS
-from .samples import PROMPTS, Answer, Answers, Asked
 
+RESPONSE_TOKENS = 12
 _UPDATE_AFTER = 3
 """Iterations after which a weight update arrives in a running batch: prompts are through, few responses have ended."""
+
+# Every pair of letters occurs, so whatever token comes first, n-grams know how it may go on.
+_ALL_PAIRS = [0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3]
+PROMPTS = tuple(tuple(_ALL_PAIRS[i:] + _ALL_PAIRS[: i + 1]) for i in (0, 7))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request of the audit; `updated` says which weights are to answer it."""
+
+    prompt: int
+    sampling: Sampling
+    max_tokens: int = RESPONSE_TOKENS
+    updated: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the engine sampled; the first `num_before` tokens by the old weights where they changed meanwhile."""
+
+    asked: Asked
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    num_before: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """A round's answers, and how many drafted tokens were verified and kept on the way."""
+
+    answers: list[Answer]
+    num_drafted: int
+    num_accepted: int
 
 
 def settings(vllm_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,22 +90,21 @@ class AuditedEngine:
     ) -> Answers:
         """Answer all requests; `update` is called once, while they run."""
         self._round += 1
-        keys = [(self._round, f"p{asked.prompt}", n, 0) for n, asked in enumerate(requests)]
-        before: dict[Key, int] = {}
-        waited = 0
+        num_before: dict[Key, int] = {}
+        iterations = 0
 
         def until(ended: Sequence[Key]) -> bool:
-            nonlocal waited
-            waited += 1
-            if update is not None and waited == _UPDATE_AFTER:
-                before.update({live.key: len(live.output) for live in self.engine.control.live.values()})
+            nonlocal iterations
+            iterations += 1
+            if update is not None and iterations == _UPDATE_AFTER:
+                num_before.update({live.key: len(live.output) for live in self.engine.control.live.values()})
                 update()
             return False
 
         rollout = self.engine.generate(
             [
                 GenerationRequest(
-                    key=key,
+                    key=(self._round, f"p{asked.prompt}", number, 0),
                     prompt_token_ids=list(PROMPTS[asked.prompt]),
                     max_response_tokens=asked.max_tokens,
                     ignore_eos=ignore_eos,
@@ -78,22 +112,17 @@ class AuditedEngine:
                     top_p=asked.sampling.top_p,
                     top_k=asked.sampling.top_k,
                 )
-                for key, asked in zip(keys, requests, strict=True)
+                for number, asked in enumerate(requests)
             ],
-            rl_step=keys[0][0],
+            rl_step=self._round,
             temperature=1.0,
             until=until,
         )
-        answers = [
-            Answer(asked=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=before.get(r.key))
-            for a, r in zip(requests, rollout.responses, strict=True)
-        ]
-        return _counted(answers, rollout.iterations)
-
-
-def _counted(answers: list[Answer], iterations: Sequence[Mapping[str, Any]]) -> Answers:
-    return Answers(
-        answers=answers,
-        num_drafted=sum(row["num_drafted"] for row in iterations),
-        num_accepted=sum(row["num_accepted"] for row in iterations),
-    )
+        return Answers(
+            answers=[
+                Answer(asked=a, tokens=tuple(r.token_ids), logprobs=tuple(r.logprobs), num_before=num_before.get(r.key))
+                for a, r in zip(requests, rollout.responses, strict=True)
+            ],
+            num_drafted=sum(row["num_drafted"] for row in rollout.iterations),
+            num_accepted=sum(row["num_accepted"] for row in rollout.iterations),
+        )

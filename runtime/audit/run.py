@@ -11,6 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tltlab.console import table
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy, load_policy
@@ -21,7 +22,7 @@ from tltlab.runtime.engine.vllm.plugin import unmended_sampling
 from .cases import DRAFTERS, Case, Drafting, cases, given_cases, policy_of, tiny_drafters
 from .engine import AuditedEngine, settings
 from .models import TinyModels, make_tiny_models
-from .samples import Auditor, unsampled
+from .samples import Auditor, unsampled_row
 
 MAX_DEPTH = 8
 """The deepest draft of the default cases, and what their engines are built for."""
@@ -109,10 +110,10 @@ def run_plan(plan: Plan, auditor: Auditor, engine: AuditedEngine) -> Iterator[di
     died = None
     for case, policy in plan.cases:
         try:
-            yield auditor.run(case, engine, policy) if died is None else unsampled(case, "not tested", died)
+            yield auditor.run(case, engine, policy) if died is None else unsampled_row(case, "not tested", died)
         except RunError as error:
             died = f"the engine died in {case}"
-            yield unsampled(case, "failed", f"the engine died: {error}")
+            yield unsampled_row(case, "failed", f"the engine died: {error}")
 
 
 def check_there_is_a_fix() -> None:
@@ -192,24 +193,29 @@ def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
 def text(found: Mapping[str, Any]) -> str:
     """The report as a table."""
     rows = found["cases"]
-    wide = max(len(row["case"]) for row in rows)
     lines = [
-        f"{'case':{wide}s}{'samples':>9s}{'drafted':>9s}{'kept':>8s}{'p joint':>9s}{'p ranks':>9s}{'finds TV':>9s}"
+        table(
+            ("case", "samples", "drafted", "kept", "p joint", "p ranks", "finds TV"),
+            (
+                (
+                    row["case"],
+                    f"{row['sample_size']:,d}",
+                    f"{row['num_drafted']:,d}",
+                    f"{row['num_accepted'] / max(row['num_drafted'], 1):.0%}",
+                    *("" if value is None else f"{value:.2g}" for value in _three_figures(row)),
+                )
+                for row in rows
+            ),
+        )
     ]
-    for row in rows:
-        ranks = row["ranks"] or {}
-        numbers = "".join(
-            f"{'' if value is None else format(value, '.2g'):>9s}"
-            for value in (row["p_value"], ranks.get("p_value"), row["detectable_tv"])
-        )
-        kept = f"{row['num_accepted'] / max(row['num_drafted'], 1):9.0%}"
-        lines.append(
-            f"{row['case']:{wide}s}{row['sample_size']:9,d}{row['num_drafted']:9,d}{kept}{numbers}"
-            + ("" if row["passed"] else f"  {row['verdict'].upper()}: {row['reason']}")
-        )
-    bad = sum(not row["passed"] for row in rows)
-    verdict = "lossless as far as this can tell" if found["passed"] else f"{bad} of {len(rows)} cases did not pass"
+    bad = [row for row in rows if not row["passed"]]
+    lines += [f"{row['verdict'].upper()}: {row['case']}: {row['reason']}" for row in bad]
+    verdict = "lossless as far as this can tell" if found["passed"] else f"{len(bad)} of {len(rows)} cases did not pass"
     lines.append(
         f"{verdict}; a sound engine fails with probability {found['false_alarm_rate']:g}; {found['seconds']:.0f} s"
     )
     return "\n".join(lines)
+
+
+def _three_figures(row: Mapping[str, Any]) -> tuple[float | None, ...]:
+    return row["p_value"], (row["ranks"] or {}).get("p_value"), row["detectable_tv"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json as json_module
 from typing import Annotated, Any
 
 import typer
 
+from tltlab.config import json_or_text
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
 
@@ -74,10 +74,7 @@ def vllm_settings(texts: list[str]) -> dict[str, Any]:
         key, equals, value = given.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"--vllm {given!r} is not KEY=VALUE, such as max_num_seqs=64")
-        try:
-            found[key] = json_module.loads(value)
-        except ValueError:
-            found[key] = value
+        found[key] = json_or_text(value)
     if not isinstance(found.get("speculative_config", {}), dict):
         raise ConfigError(f"--vllm speculative_config takes a JSON object, got {found['speculative_config']!r}")
     return found

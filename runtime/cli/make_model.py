@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, emit, progress, table
 
 
 def make_model(
@@ -45,21 +45,23 @@ def make_model(
 
 def _text(out: Path, report: dict[str, Any]) -> str:
     s = report["sampled"]
+    lengths = ", ".join(f"{name} {s[f'length_{name}']:.0f}" for name in ("p50", "p90", "p95", "p99", "max"))
+    figures = [
+        ("reward", f"{s['reward_mean']:.2f}"),
+        ("length, tokens", f"{lengths} of {report['max_response_tokens']}; p95 / p50 = {s['length_p95_over_p50']:.1f}"),
+        ("log length", f"{s['length_share_prompt']:.0%} of the variance between prompts, "
+                       f"{s['length_share_within']:.0%} within"),
+        ("entropy", f"{s['entropy_nats']:.2f} nats per token"),
+        ("repetition", f"{s['repeated_4gram_share']:.0%} of 4-grams occurred earlier in the same response"),
+        ("clipped", f"{s['clipped_share']:.1%} of responses"),
+    ]  # fmt: skip
     return "\n".join(
         [
             f"{out}: {report['parameters']:,} parameters, {report['task']}, trained in {report['train_s']:.0f} s, "
             f"loss {report['final_loss']:.3f}",
             f"sampled {s['num_prompts']} held-out prompts x {s['samples_per_prompt']} at temperature "
             f"{s['temperature']:g} in {s['seconds']:.0f} s:",
-            f"  reward          {s['reward_mean']:.2f}",
-            f"  length, tokens  p50 {s['length_p50']:.0f}, p90 {s['length_p90']:.0f}, p95 {s['length_p95']:.0f}, "
-            f"p99 {s['length_p99']:.0f}, max {s['length_max']:.0f} of {report['max_response_tokens']}; "
-            f"p95 / p50 = {s['length_p95_over_p50']:.1f}",
-            f"  log length      {s['length_share_prompt']:.0%} of the variance between prompts, "
-            f"{s['length_share_within']:.0%} within",
-            f"  entropy         {s['entropy_nats']:.2f} nats per token",
-            f"  repetition      {s['repeated_4gram_share']:.0%} of 4-grams occurred earlier in the same response",
-            f"  clipped         {s['clipped_share']:.1%} of responses",
+            table((), figures, left=2, indent=2),
             f"reward function: {report['reward']}",
         ]
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tltlab.config import faults_in, json_or_text
 from tltlab.console import Json, emit, progress
 from tltlab.errors import ConfigError
 from tltlab.files import write_file, write_json
@@ -110,14 +110,10 @@ def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--vllm is {text!r}: give KEY=VALUE, such as load_format=dummy")
-    try:
-        return key, json.loads(value)
-    except ValueError:
-        return key, value
+    return key, json_or_text(value)
 
 
 def _learned(text: str) -> tuple[str, LearnedSpec]:
-    from tltlab.config import faults_in
     from tltlab.drafters.specs import LearnedSpec
 
     name, _, rest = text.partition("=")

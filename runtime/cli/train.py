@@ -52,7 +52,7 @@ def train(
         plan = plan_of(loaded)
         emit(plan.as_json(), as_json=as_json, text=plan.text())
         return
-    from tltlab.runtime.run.train import train as run
+    from tltlab.runtime.run.grpo import train as run
 
     summary = run(loaded, folder, resume=resume is not None, replay=replay_decisions)
     text = f"{summary['grpo_steps']} steps into {folder}"

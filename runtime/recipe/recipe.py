@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
-from tltlab.config import FiniteModel
+from tltlab.config import FiniteModel, json_or_text
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -303,7 +302,7 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
             section = section[parent]
             if not isinstance(section, dict):
                 raise ConfigError(f"override {override!r}: {parent} is not a section of the recipe")
-        section[leaf] = _value(text)
+        section[leaf] = json_or_text(text)
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
@@ -319,11 +318,3 @@ def _fault(found: ErrorDetails) -> str:
     elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
         said = f"should be a section of fields, got {type(found['input']).__name__}"
     return f"{place}: {said}" if place else said
-
-
-def _value(text: str) -> Any:
-    """An override's value as JSON where it is JSON (numbers, lists, true), else the text itself."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -38,23 +38,20 @@ class RunActors:
         self._engines_awake = True
 
     def __enter__(self) -> RunActors:
-        self._stack = ExitStack()
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
+        with ExitStack() as stack:
+            self._start(stack)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _start(self) -> None:
+    def _start(self, stack: ExitStack) -> None:
         recipe, drafting = self.recipe, self._drafting
         if start_ray(recipe.cluster):
-            self._stack.callback(ray.shutdown)
-        place = self._stack.enter_context(Placement(recipe))
-        self._stack.callback(drafting.close)
+            stack.callback(ray.shutdown)
+        place = stack.enter_context(Placement(recipe))
+        stack.callback(drafting.close)
         drafting.prepare()
         drafters = DEFAULT_DRAFTERS | dict(self._drafters) | recipe.rollout.drafters | drafting.specs
         self.pool = WorkerPool(
@@ -62,8 +59,8 @@ class RunActors:
         )
         env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)["env_vars"]
         self.trainers = TrainerGroup(recipe, place.trainer_options, env)
-        self._stack.callback(self.trainers.close)
-        self._stack.callback(self.pool.close)
+        stack.callback(self.trainers.close)
+        stack.callback(self.pool.close)
         if self._colocated:
             # An engine measures how much memory is free when it starts, so nobody else may take any then.
             self.pool.start()

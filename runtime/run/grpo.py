@@ -20,6 +20,7 @@ from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.rules import exact_replay, refuse
@@ -34,12 +35,75 @@ from tltlab.traces.trace import Trace, read
 from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
 from .data import RunData
+from .logging import RunLog
 from .metrics import step_metrics
 from .recovery import Recovery
 from .rows import StepReport, run_manifest, step_rows
-from .state import RunEvents, RunState
+from .state import RunEvents, RunState, json_number
 
 Done = TypeVar("Done")
+
+
+def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> dict[str, Any]:
+    """Run a recipe from its first step, or with `resume` from its newest checkpoint, to its last into the folder `out`.
+
+    Returns the summary that it writes there.
+    """
+    out = Path(out)
+    if not resume and (out / "run.json").exists():
+        raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
+    run = GrpoRun(recipe, out, resume=resume, replay=replay)
+    description, last_step = run_json(recipe), recipe.train.steps
+    evaluates = bool(run.data.heldout) and recipe.eval.num_prompts > 0
+
+    def evaluate(when: str) -> float:
+        reward = run.evaluate()
+        log.say(f"held-out reward {when} {reward:.3f}")
+        # Loggers know no RL step before the first.
+        log.measured(max(run.rl_step - 1, 0), {"reward/heldout": reward})
+        return reward
+
+    with (
+        # Before anything is written there: loggers hide what a run in progress tells.
+        run.locked(),
+        RunLog(recipe.log, out, last_step, resume_from=run.begins_at, settings=description) as log,
+        run,
+    ):
+        write_json(out / "run.json", description)
+        run.policy.write(out / "policy.json")
+        if evaluates and not run.rl_step and run.state.reward_first is None:
+            run.state.reward_first = evaluate("before training")
+        if run.rl_step:
+            log.say(f"goes on with RL step {run.rl_step}")
+        run.watch = lambda report: log.step(report, report.measures)
+        while run.rl_step < last_step:
+            report = run.step()
+            every = recipe.eval.every
+            if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
+                evaluate(f"after RL step {report.rl_step}")
+        reward_last = evaluate("after training") if evaluates else None
+        newest = run.checkpoints.latest()
+        if newest is None or step_of(newest) != run.rl_step:
+            # So that a run that has ended can go on with more steps.
+            run.checkpoint()
+        run.save()
+        reports, drafter = run.reports, run.drafting.summary()
+    summary = {
+        "grpo_steps": len(reports),
+        "reward_first": run.state.reward_first,
+        "reward_last": reward_last,
+        "steps": [
+            {"rl_step": r.rl_step, "policy": r.policy, "reward": json_number(r.reward_mean), "rollout_s": r.rollout_s}
+            for r in reports
+        ],
+        "recorder_share": sum(r.recorder_s + r.record_s for r in reports) / sum(r.step_s for r in reports),
+        "drafter": drafter,
+        "trace": "trace",
+        "policy": "policy.json",
+        "versions": versions(),
+    }
+    write_json(out / "summary.json", summary)
+    return summary
 
 
 class GrpoRun:
@@ -67,14 +131,9 @@ class GrpoRun:
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
         self.checkpoints = RunCheckpoints(self.out / "checkpoints", recipe.checkpoint.keep)
+        decisions = read(replay) if replay is not None else None
         self.recovery = Recovery(
-            recipe,
-            self.policy,
-            self.checkpoints,
-            self.data,
-            self.drafting,
-            self.events,
-            replay=read(replay) if replay is not None else None,
+            recipe, self.policy, self.checkpoints, self.data, self.drafting, self.events, replay=decisions
         )
         self.state = RunState()
         self.watch: Callable[[StepReport], None] = lambda report: None
@@ -100,36 +159,32 @@ class GrpoRun:
         return step_of(folder) if folder is not None else 0
 
     def __enter__(self) -> GrpoRun:
-        self._stack = ExitStack()
-        try:
-            self._start()
-        except BaseException:
-            self._stack.close()
-            raise
+        with ExitStack() as stack:
+            stack.enter_context(self.locked())
+            folder = self.recovery.newest() if self._resume else None
+            self.recovery.prepare(folder)
+            if self.data.num_dropped:
+                self.events.note(
+                    f"{self.data.num_dropped} prompts of more than data.max_prompt_tokens = "
+                    f"{self.recipe.data.max_prompt_tokens} are left out"
+                )
+            stack.enter_context(self.reward_pool)
+            self.actors = stack.enter_context(RunActors(self.recipe, self.policy.drafters, self.drafting, self.events))
+            self.pool, self.trainers = self.actors.pool, self.actors.trainers
+            self._choose_by(self.policy)
+            self.state = self.recovery.begin(self.actors, self.state, folder)
+            manifest, path = run_manifest(self.recipe, self.out.name, self._notes), self.out / "trace"
+            self._recorder = Recorder.reopen(path, manifest, self.rl_step) if self._resume else Recorder(path, manifest)
+            stack.push(self._recorder)
+            self._write_notes()
+            self._stack = stack.pop_all()
         self._started = time.perf_counter() - sum(r.step_s for r in self.reports)
         return self
 
-    def _start(self) -> None:
-        self._stack.enter_context(self.locked())
-        folder = self.recovery.newest() if self._resume else None
-        self.recovery.prepare(folder)
-        if self.data.num_dropped:
-            self.events.note(
-                f"{self.data.num_dropped} prompts of more than data.max_prompt_tokens = "
-                f"{self.recipe.data.max_prompt_tokens} are left out"
-            )
-        self._stack.enter_context(self.reward_pool)
-        actors = RunActors(self.recipe, self.policy.drafters, self.drafting, self.events)
-        self.actors = self._stack.enter_context(actors)
-        self.pool, self.trainers = self.actors.pool, self.actors.trainers
-        self._choose_by(self.policy)
-        self.state = self.recovery.begin(self.actors, self.state, folder)
-        manifest = run_manifest(self.recipe, self.out.name, self._notes)
-        if self._resume:
-            self._recorder = Recorder.reopen(self.out / "trace", manifest, self.rl_step)
-        else:
-            self._recorder = Recorder(self.out / "trace", manifest)
-        self._write_notes()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None:
+            self.events.record(f"the run stopped: {type(error).__name__}: {error}")
+        self._stack.__exit__(kind, error, tb)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -148,14 +203,6 @@ class GrpoRun:
                 yield
             finally:
                 self._locked = False
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if error is not None:
-            self.events.record(f"the run stopped: {type(error).__name__}: {error}")
-        try:
-            self._recorder.__exit__(kind, error, tb)
-        finally:
-            self._stack.close()
 
     def set_policy(self, policy: Policy, name: str | None = None) -> None:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step.
@@ -202,12 +249,17 @@ class GrpoRun:
         self.events.rl_step = rl_step
         t_step = time.perf_counter()
         collected = self.data.rollouts.collect(self._tools(rl_step))
-        self._after_rollout(collected, rl_step)
+        # What engines and drafters do with what was rolled out, before weights move.
+        if self._first is not None:
+            self._repeat(*self._first, rl_step)
+        self.drafting.annotate()
+        self.pool.remember_others(collected.requests, collected.parts)
+        for note in collected.notes:
+            self.events.note(note)
 
         start = time.perf_counter()
         self.actors.trainers_turn()
-        samples = _samples(collected)
-        metrics = asdict(self.trainers.old_logprobs(samples))
+        metrics = asdict(self.trainers.old_logprobs(_samples(collected)))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()
@@ -265,6 +317,12 @@ class GrpoRun:
                 self._first = (shares, parts, time.perf_counter() - start) if repeats else None
             return parts
 
+        def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
+            given = self._rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
+            for failure in self.reward_pool.take_failures():
+                self.events.note(failure)
+            return given
+
         def score(pairs: Any, *, distributions: bool = False) -> list[np.ndarray]:
             self.actors.trainers_turn()
             return self.trainers.score(pairs, distributions=distributions)
@@ -272,28 +330,18 @@ class GrpoRun:
         return RolloutTools(
             generate=generate,
             share=self.pool.share,
-            rewards=self._rewards,
+            rewards=rewards,
             score=score,
             rl_step=rl_step,
             policy_version=self.state.policy_version,
         )
 
-    def _rewards(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        rewards = self.reward_pool.rewards(
-            [(t.prompt.text, self._text(t.token_ids), t.prompt.answer) for t in trajectories]
+    def _rewards(self, responses: Sequence[tuple[str, list[int], str]]) -> list[float]:
+        """Of (prompt, token ids of the response, answer) each."""
+        decode = self.tokenizer.decode
+        return self.reward_pool.rewards(
+            [(prompt, str(decode(ids, skip_special_tokens=True)), answer) for prompt, ids, answer in responses]
         )
-        for failure in self.reward_pool.take_failures():
-            self.events.note(failure)
-        return rewards
-
-    def _after_rollout(self, collected: Collected, rl_step: int) -> None:
-        """What engines and drafters do with what was rolled out, before weights move."""
-        if self._first is not None:
-            self._repeat(*self._first, rl_step)
-        self.drafting.annotate()
-        self.pool.remember_others(collected.requests, collected.parts)
-        for note in collected.notes:
-            self.events.note(note)
 
     def _repeat(
         self,
@@ -311,8 +359,8 @@ class GrpoRun:
             return
         tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, again)]
         same = tokens[0] == tokens[1]
-        told = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
-        self.state.repeats.append(told)
+        times = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": repeat_s, "same_tokens": same}
+        self.state.repeats.append(times)
         write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
 
     def _record(self, report: StepReport, collected: Collected, t_step: float) -> StepReport:
@@ -352,43 +400,40 @@ class GrpoRun:
 
         `num_prompts` are by default those of the recipe; the mean over 0 of them is nan.
         """
-        return self._through(lambda: self._evaluate(num_prompts))
-
-    def _evaluate(self, num_prompts: int | None) -> float:
         if not self.data.heldout:
             raise ConfigError("evaluation needs data.heldout in the recipe")
         prompts = self.data.heldout[: self.recipe.eval.num_prompts if num_prompts is None else num_prompts]
         if not prompts:
             return math.nan
+        cap = self.recipe.rollout.max_response_tokens
         requests = [
-            GenerationRequest(
-                key=(-1, p.prompt_id, 0, 0),
-                prompt_token_ids=p.token_ids,
-                max_response_tokens=self.recipe.rollout.max_response_tokens,
-            )
+            GenerationRequest(key=(-1, p.prompt_id, 0, 0), prompt_token_ids=p.token_ids, max_response_tokens=cap)
             for p in prompts
         ]
-        self.actors.engines_turn()
-        responses = self.pool.evaluate(requests)
-        rewards = self.reward_pool.rewards(
-            [(p.text, self._text(r.token_ids), p.answer) for p, r in zip(prompts, responses, strict=True)]
-        )
-        return sum(rewards) / len(rewards)
+
+        def answered() -> float:
+            self.actors.engines_turn()
+            responses = self.pool.evaluate(requests)
+            rewards = self._rewards([(p.text, r.token_ids, p.answer) for p, r in zip(prompts, responses, strict=True)])
+            return sum(rewards) / len(rewards)
+
+        return self._through(answered)
 
     def save(self) -> Path:
         """Write the policy's weights to `checkpoints/final` as a Hugging Face folder, and the drafter's beside them."""
-        return self._through(self._save)
+        final = self.out / "checkpoints" / "final"
 
-    def _save(self) -> Path:
-        folder = self.out / "checkpoints" / "final"
-        partial = folder.with_name(".final.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        self.actors.trainers_turn()
-        self.trainers.save(str(partial.resolve()))
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-        self.drafting.save()
-        return folder
+        def saved() -> None:
+            partial = final.with_name(".final.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            self.actors.trainers_turn()
+            self.trainers.save(str(partial.resolve()))
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            self.drafting.save()
+
+        self._through(saved)
+        return final
 
     def trace(self) -> Trace:
         """Everything recorded so far."""
@@ -398,9 +443,6 @@ class GrpoRun:
         write_json(self.out / "policies.json", {"seed": self.recipe.seed, "policies": self.state.policies})
         if self.state.repeats or (self.out / "repeats.json").exists():
             write_json(self.out / "repeats.json", {"repeats": self.state.repeats})
-
-    def _text(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
 def _samples(collected: Collected) -> list[Sample]:

@@ -61,25 +61,26 @@ class RunLog:
         resume_from: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, wanted in (("wandb", config.wandb), ("mlflow", config.mlflow)):
-            if wanted is not None and importlib.util.find_spec(name) is None:
+        chosen = {name: getattr(config, name) for name in LOGGERS if getattr(config, name) not in (None, False)}
+        for name, project in chosen.items():
+            if importlib.util.find_spec(name) is None:
                 raise ConfigError(
-                    f"log.{name} = {wanted!r} needs {name}, which is not installed: 'pip install {name}', "
+                    f"log.{name} = {project!r} needs {name}, which is not installed: 'pip install {name}', "
                     f"or leave log.{name} out"
                 )
-        out, settings = Path(out), settings or {}
-        self._loggers: dict[str, _Logger] = {}
+        self._loggers: dict[str, Logger] = {}
         self._screen = Screen(total_steps)
-        try:
-            if config.tensorboard:
-                self._loggers["TensorBoard"] = _started("TensorBoard", _TensorBoard, out / "tensorboard", resume_from)
-            if config.wandb is not None:
-                self._loggers["W&B"] = _started("W&B", Wandb, config.wandb, out, settings)
-            if config.mlflow is not None:
-                self._loggers["MLflow"] = _started("MLflow", Mlflow, config.mlflow, out, settings)
-        except BaseException:
-            self.close(failed=True)
-            raise
+        for name, project in chosen.items():
+            title, logger = LOGGERS[name]
+            try:
+                self._loggers[title] = logger(project, Path(out), resume_from, settings or {})
+            except BaseException as error:
+                self.close(failed=True)
+                if not isinstance(error, Exception):
+                    raise
+                raise ConfigError(
+                    f"{title} did not start: {_short(error)}; check log.{name} in the recipe or leave it out"
+                ) from error
         self._screen = screen(total_steps, resume_from)
         # Engines take minutes to start, and nothing else is said until they have.
         steps = f"RL steps {resume_from} to {total_steps - 1} into {out}"
@@ -129,20 +130,14 @@ class RunLog:
         self.say(f"{name} failed and gets nothing more: {_short(error)}")
 
 
-class _Logger(Protocol):
+class Logger(Protocol):
+    """Takes the figures of RL steps to `project`; the run is in the folder `out` and begins at step `resume_from`."""
+
+    def __init__(self, project: Any, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None: ...
+
     def step(self, rl_step: int, metrics: Mapping[str, float]) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
-
-
-def _started(name: str, logger: Any, *args: Any) -> _Logger:
-    try:
-        started: _Logger = logger(*args)
-    except Exception as error:
-        raise ConfigError(
-            f"{name} did not start: {_short(error)}; check log.{logger.setting} in the recipe or leave it out"
-        ) from error
-    return started
 
 
 def _short(error: Exception) -> str:
@@ -150,13 +145,12 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-class _TensorBoard:
+class TensorBoard:
     """Event files, one per process. TensorBoard's own writer has a thread, and waits for ever once it died of a full
     disk; this one writes in place."""
 
-    setting = "tensorboard"
-
-    def __init__(self, folder: Path, resume_from: int) -> None:
+    def __init__(self, project: bool, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
+        folder = out / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file: BinaryIO = open(folder / name, "xb")  # noqa: SIM115
@@ -190,9 +184,7 @@ class _TensorBoard:
 class Wandb:
     """Rows over `rl_step`. A process killed offline loses what W&B got in its last five seconds or so."""
 
-    setting = "wandb"
-
-    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         import wandb
 
         out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
@@ -231,9 +223,7 @@ class Wandb:
 class Mlflow:
     """Sends from a thread: a server that does not answer is tried again for minutes, not while the run waits."""
 
-    setting = "mlflow"
-
-    def __init__(self, project: str, out: Path, settings: Mapping[str, Any]) -> None:
+    def __init__(self, project: str, out: Path, resume_from: int, settings: Mapping[str, Any]) -> None:
         import mlflow
 
         self._client = mlflow.MlflowClient()
@@ -275,6 +265,14 @@ class Mlflow:
             # Each of the others would be tried for minutes too.
             self._thread.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+LOGGERS: dict[str, tuple[str, type[Logger]]] = {
+    "tensorboard": ("TensorBoard", TensorBoard),
+    "wandb": ("W&B", Wandb),
+    "mlflow": ("MLflow", Mlflow),
+}
+"""By the recipe's field, which is also the package that is needed."""
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from .rows import Row, StepReport
 
 LENGTH_PERCENTILES = (50, 90, 99)
 
-STAGES = ("rollout_s", "reward_s", "inference_s", "train_s", "sync_s")
-
 
 def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str, float]:
     """Return the figures of an RL step by name, all finite; what is unknown is not there.
@@ -30,18 +28,16 @@ def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str,
     >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
     0.25
     """
-    stages = {name: getattr(report, name) for name in STAGES}
-    step_s = report.step_s or sum(stages.values())
-    found: dict[str, float | None] = {f"time/{name}": seconds for name, seconds in stages.items()}
-    found["time/step_s"] = step_s
-    found["recorder/share"] = (report.recorder_s + report.record_s) / step_s if step_s else None
-    found |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
+    figures: dict[str, float | None] = {f"time/{name}_s": seconds for name, seconds in report.stages.items()}
+    figures["time/step_s"] = report.seconds
+    figures["recorder/share"] = (report.recorder_s + report.record_s) / report.seconds if report.seconds else None
+    figures |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
     for name, value in report.metrics.items():
         kind, _, rest = name.partition("_")
-        found[f"mismatch/{rest}" if kind == "mismatch" else f"train/{name}"] = value
+        figures[f"mismatch/{rest}" if kind == "mismatch" else f"train/{name}"] = value
     for step in rows.get("steps", []):
-        found |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
-    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+        figures |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
+    return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
 def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | None]:

@@ -40,6 +40,16 @@ class StepReport:
     measures: Mapping[str, float] = field(default_factory=dict)
     notes: Sequence[str] = ()
 
+    @property
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, in the order in which they follow each other."""
+        return {name: getattr(self, f"{name}_s") for name in ("rollout", "reward", "inference", "train", "sync")}
+
+    @property
+    def seconds(self) -> float:
+        """The step's own time, the sum of its stages where that is not known."""
+        return self.step_s or sum(self.stages.values())
+
     def __str__(self) -> str:
         rate = self.num_tokens / self.rollout_s
         lines = [
@@ -76,56 +86,42 @@ def step_rows(
     for request, (worker, response), reward, epoch, t_submit in by_response:
         key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
         num_tokens = len(response.token_ids)
-        rows["workload"].append(
-            key
-            | {
-                "epoch": epoch,
-                "prompt_tokens": len(request.prompt_token_ids),
-                "max_response_tokens": request.max_response_tokens,
-                "policy_version": policy_version,
-            }
-        )
-        rows["outcomes"].append(
-            key
-            | {
-                "response_tokens": num_tokens,
-                "finish_reason": response.finish_reason,
-                "reward": reward,
-                "worker": worker,
-                "t_submit": t_submit,
-                "t_first_token": response.t_first_token,
-                "t_finish": response.t_finish,
-            }
-        )
-        rows["tokens"].append(
-            key
-            | {
-                "prompt_token_ids": request.prompt_token_ids,
-                "token_ids": response.token_ids,
-                "logprobs": response.logprobs,
-                "token_versions": [policy_version] * num_tokens,
-            }
-        )
+        workload = {
+            "epoch": epoch,
+            "prompt_tokens": len(request.prompt_token_ids),
+            "max_response_tokens": request.max_response_tokens,
+            "policy_version": policy_version,
+        }
+        outcome = {
+            "response_tokens": num_tokens,
+            "finish_reason": response.finish_reason,
+            "reward": reward,
+            "worker": worker,
+            "t_submit": t_submit,
+            "t_first_token": response.t_first_token,
+            "t_finish": response.t_finish,
+        }
+        tokens = {
+            "prompt_token_ids": request.prompt_token_ids,
+            "token_ids": response.token_ids,
+            "logprobs": response.logprobs,
+            "token_versions": [policy_version] * num_tokens,
+        }
+        for table, row in (("workload", workload), ("outcomes", outcome), ("tokens", tokens)):
+            rows[table].append(key | row)
     rows["iterations"] = [row for part in parts for row in part.iterations]
     rows["decisions"] = [row for part in parts for row in part.decisions]
-    rows["steps"] = [
-        {
-            "rl_step": report.rl_step,
-            "t_start": t_start,
-            "rollout_s": report.rollout_s,
-            "inference_s": report.inference_s,
-            "reward_s": report.reward_s,
-            "train_s": report.train_s,
-            "sync_s": report.sync_s,
-            "policy": report.policy,
-            "policy_version": policy_version,
-            "reward_mean": report.reward_mean,
-            "drift_kl": report.metrics["drift_kl"],
-        }
-    ]
+    step = {
+        "rl_step": report.rl_step,
+        "t_start": t_start,
+        **{f"{name}_s": seconds for name, seconds in report.stages.items()},
+        "policy": report.policy,
+        "policy_version": policy_version,
+        "reward_mean": report.reward_mean,
+        "drift_kl": report.metrics["drift_kl"],
+    }
+    rows["steps"] = [step | columns for columns in drafter.get("steps", ())] or [step]
     rows["spans"] = list(_spans(report, parts, drafter.get("spot_training", ())))
-    for row, columns in zip(rows["steps"], drafter.get("steps", ()), strict=False):
-        row.update(columns)
     return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
 
 
@@ -153,24 +149,19 @@ def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]
             end = max(row["t_start"] + row["duration"], start)
             yield _span(report.rl_step, lane, "spot_train", start, end - start, None)
         yield _span(report.rl_step, lane, "idle", end, max(report.rollout_s - end, 0.0), 0)
-    start = report.rollout_s
-    for kind, seconds in (
-        ("reward", report.reward_s),
-        ("inference", report.inference_s),
-        ("train", report.train_s),
-        ("weight_sync", report.sync_s),
-    ):
-        yield _span(report.rl_step, "trainer", kind, start, seconds, None)
+    start, (_, *stages) = report.rollout_s, report.stages.items()
+    for stage, seconds in stages:
+        yield _span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds, None)
         start += seconds
 
 
-def _kind(row: dict[str, Any]) -> str:
+def _kind(row: Row) -> str:
     if row["prefill_tokens"]:
         return "prefill"
     return "speculative_decode" if row["num_drafted"] else "decode"
 
 
-def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> dict[str, Any]:
+def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> Row:
     return {
         "rl_step": rl_step, "lane": lane, "kind": kind, "t_start": t_start, "duration": duration, "batch": batch,
     }  # fmt: skip

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tltlab.console import progress
 
-from .metrics import LENGTH_PERCENTILES, STAGES
+from .metrics import LENGTH_PERCENTILES
 from .rows import StepReport
 
 PACE_STEPS = 8
@@ -36,8 +36,7 @@ def step_text(report: StepReport, measures: Mapping[str, float], left: str) -> s
       273 tokens/s, bubble 46%, accept length 2.31, mismatch KL 2.2e-13
       length p50 20, p90 118, p99 128, cut 12%
     """
-    seconds = {name.removesuffix("_s"): getattr(report, name) for name in STAGES}
-    stages = [f"{name} {value:.2f}" for name, value in seconds.items()]
+    stages = [f"{name} {seconds:.2f}" for name, seconds in report.stages.items()]
     figures = [f"{name} {form.format(measures[key])}" for key, name, form in _FIGURES if key in measures]
     if report.rollout_s:
         figures.insert(0, f"{report.num_tokens / report.rollout_s:.0f} tokens/s")
@@ -47,7 +46,7 @@ def step_text(report: StepReport, measures: Mapping[str, float], left: str) -> s
     return "\n".join(
         [
             f"step {report.rl_step}: reward {report.reward_mean:.3f}, {report.num_tokens} tokens "
-            f"in {report.step_s or sum(seconds.values()):.2f} s, policy {report.policy}, {left} left",
+            f"in {report.seconds:.2f} s, policy {report.policy}, {left} left",
             f"  seconds: {', '.join(stages)}",
             *([f"  {', '.join(figures)}"] if figures else []),
             *([f"  length {', '.join(lengths)}"] if lengths else []),
@@ -68,7 +67,7 @@ class Screen:
 
     def step(self, report: StepReport, measures: Mapping[str, float]) -> None:
         """Say what an RL step did."""
-        self._pace.append(report.step_s or sum(getattr(report, name) for name in STAGES))
+        self._pace.append(report.seconds)
         # Evaluations and checkpoints between the steps are not in it.
         left_s = fmean(self._pace) * max(self._total_steps - report.rl_step - 1, 0)
         left = str(timedelta(seconds=math.ceil(left_s)))

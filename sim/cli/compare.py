@@ -11,7 +11,7 @@ import typer
 
 from tltlab.acceptance.load import load_acceptance
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import Json, emit, made_by
+from tltlab.console import Json, emit, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS, find_systems
@@ -126,7 +126,7 @@ def _policies(
     scenario = Scenario.of(source, config)
     rows = run(scenario, chosen, repeats=repeats, jobs=jobs, ray_address=ray_address)
     result = {"policies": _records(rows), "baseline": next(iter(chosen)), "num_rl_steps": len(scenario.steps)}
-    return result, table(rows)
+    return result, policy_table(rows)
 
 
 def _records(rows: pd.DataFrame) -> list[dict[str, Any]]:
@@ -152,20 +152,23 @@ def _pair(row: dict[str, Any], name: str) -> list[float] | None:
 def system_table(comparison: pd.DataFrame) -> str:
     """The comparison of systems for people, what was assumed below it."""
     whole = "step_s" in comparison
-    head = f"{'system':14s}{'rollout s':>11s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}{'accept':>8s}"
-    lines = [head + (f"{'RL step s':>11s}{'ratio':>8s}{'95 % interval':>18s}" if whole else "")]
+    columns = ["system", "rollout s", "ratio", "95 % interval", "regret", "accept"]
+    columns += ["RL step s", "ratio", "95 % interval"] if whole else []
+    rows = []
     notes: dict[str, list[str]] = {}
     for row in comparison.to_dict("records"):
         name = row["system"] + ("*" if row["stand_ins"] else "")
         regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
         accept = "" if pd.isna(row["mean_accept_length"]) else f"{row['mean_accept_length']:.2f}"
-        line = f"{name:14s}{row['makespan_s']:11.4g}{row['ratio']:8.3f}{_interval(row, 'ratio'):>18s}{regret:>9s}"
-        step = f"{row['step_s']:11.4g}{row['step_ratio']:8.3f}{_interval(row, 'step_ratio'):>18s}" if whole else ""
-        lines.append(f"{line}{accept:>8s}{step}")
+        cells = [name, f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio"), regret, accept]
+        if whole:
+            cells += [f"{row['step_s']:.4g}", f"{row['step_ratio']:.3f}", _interval(row, "step_ratio")]
+        rows.append(cells)
         for note in row["stand_ins"]:
             notes.setdefault(f"* {note}", []).append(row["system"])
         if not row["lossless"]:
             notes.setdefault("not lossless", []).append(row["system"])
+    lines = [table(columns, rows)]
     lines.append(
         f"simulated on {comparison.attrs['num_workers']} workers, {comparison.attrs['num_rl_steps']} RL steps; ratios "
         f"to {comparison.attrs['baseline']}; --json has each system's assumptions and source"
@@ -184,11 +187,10 @@ def _interval(row: dict[Any, Any], name: str) -> str:
     return "one RL step only" if pd.isna(low) else f"[{low:.3f}, {high:.3f}]"
 
 
-def table(comparison: pd.DataFrame) -> str:
+def policy_table(comparison: pd.DataFrame) -> str:
     """The comparison of policies for people."""
-    lines = [f"{'policy':32s}{'makespan s':>12s}{'ratio':>8s}{'95 % interval':>18s}{'regret':>9s}"]
+    rows = []
     for row in comparison.to_dict("records"):
-        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:9.1%}"
-        interval = _interval(row, "ratio")
-        lines.append(f"{row['policy']:32s}{row['makespan_s']:12.4g}{row['ratio']:8.3f}{interval:>18s}{regret}")
-    return "\n".join(lines)
+        regret = "" if pd.isna(row["regret"]) else f"{row['regret']:.1%}"
+        rows.append((row["policy"], f"{row['makespan_s']:.4g}", f"{row['ratio']:.3f}", _interval(row, "ratio"), regret))
+    return table(["policy", "makespan s", "ratio", "95 % interval", "regret"], rows)

@@ -13,7 +13,7 @@ import typer
 
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.config import faults_in
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, emit, progress, table
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
@@ -106,19 +106,20 @@ def check_writable(path: Path) -> None:
 
 def text(result: TuneResult, out: Path) -> str:
     """The result for people."""
-    lines = [
-        f"{'held-out RL steps, simulated':42s}{'makespan s':>11s}{'to best fixed':>14s}{'95 % interval':>17s}"
-        f"{'regret':>8s}{'to bound':>9s}"
-    ]
+    rows: list[tuple[str, ...]] = []
     for row in result.candidates:
         one = row.ratio_low is None or row.ratio_high is None
         interval = "one RL step" if one else f"[{row.ratio_low:.3f}, {row.ratio_high:.3f}]"
-        bound = "" if row.regret_to_bound is None else f"{row.regret_to_bound:9.1%}"
+        bound = "" if row.regret_to_bound is None else f"{row.regret_to_bound:.1%}"
         name = row.name if len(row.name) <= 41 else row.name[:38] + "..."
-        lines.append(f"{name:42s}{row.makespan_s:11.4g}{row.ratio:14.3f}{interval:>17s}{row.regret:8.1%}{bound}")
-    lines += [
-        f"{'per-iteration oracle':42s}{result.oracle_s:11.4g}",
-        f"{'clairvoyant bound (no noise)':42s}{result.bound_s:11.4g}",
+        rows.append((name, f"{row.makespan_s:.4g}", f"{row.ratio:.3f}", interval, f"{row.regret:.1%}", bound))
+    rows += [
+        ("per-iteration oracle", f"{result.oracle_s:.4g}"),
+        ("clairvoyant bound (no noise)", f"{result.bound_s:.4g}"),
+    ]
+    columns = ["held-out RL steps, simulated", "makespan s", "to best fixed", "95 % interval", "regret", "to bound"]
+    lines = [
+        table(columns, rows),
         "",
         f"minimised: {result.policy.provenance['objective']}",
         f"verdict: {result.verdict}",

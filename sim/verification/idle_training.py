@@ -18,6 +18,7 @@ from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.freshness import fit_freshness
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.calibration.idle_training import fit_spot, recorded_updates
+from tltlab.console import table
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
@@ -195,11 +196,11 @@ def text(rows: pd.DataFrame) -> list[str]:
     """Lines for people, nothing for a run that did not train."""
     if "updates" not in rows:
         return []
-    lines = ["", f"{'step':>4s}{'updates':>9s}{'predicted':>11s}{'idle time used':>16s}{'predicted':>11s}"]
+    cells = []
     for row in rows.to_dict("records"):
-        ahead = f"{row['predicted_updates']:11.1f}{row['used_share']:16.1%}{row['predicted_used_share']:11.1%}"
-        predicted = not np.isnan(row["predicted_updates"])
-        lines.append(f"{row['rl_step']:4d}{row['updates']:9d}{ahead if predicted else ''}")
+        ahead = f"{row['predicted_updates']:.1f}", f"{row['used_share']:.1%}", f"{row['predicted_used_share']:.1%}"
+        cells.append((row["rl_step"], row["updates"], *(() if np.isnan(row["predicted_updates"]) else ahead)))
+    lines = ["", table(["step", "updates", "predicted", "idle time used", "predicted"], cells, left=0)]
     error = median_error(rows)
     total = "no RL step's drafter updates could be predicted from the others"
     if error is not None:

@@ -18,6 +18,7 @@ import pandas as pd
 
 from tltlab.acceptance.load import BatchAcceptance, FreshAcceptance
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
+from tltlab.console import table
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
@@ -298,16 +299,15 @@ def drawn_lengths(step: Trace, history: Trace, rng: np.random.Generator) -> Trac
 
 def text(verification: Verification) -> str:
     """The table for people."""
-    lines = [
-        f"{'step':>4s} {'policy':10s}{'measured s':>11s}{'predicted s':>12s}{'error':>8s}{'step time':>11s}"
-        f"{'forecast s':>12s}  10-90 %"
-    ]
+    rows = []
     for row in verification.rows.to_dict("records"):
-        ahead = f"{row['forecast_s']:12.2f}  {row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}"
-        lines.append(
-            f"{row['rl_step']:4d} {row['policy']:10s}{row['measured_s']:11.2f}{row['predicted_s']:12.2f}"
-            f"{row['error']:+8.1%}{row['step_time_ratio']:10.2f}x{'' if np.isnan(row['forecast_s']) else ahead}"
-        )
+        ahead = f"{row['forecast_s']:.2f}", f"{row['forecast_low_s']:.2f}-{row['forecast_high_s']:.2f}"
+        rows.append((
+            row["rl_step"], row["policy"], f"{row['measured_s']:.2f}", f"{row['predicted_s']:.2f}",
+            f"{row['error']:+.1%}", f"{row['step_time_ratio']:.2f}x", *(() if np.isnan(row["forecast_s"]) else ahead),
+        ))  # fmt: skip
+    columns = ["step", "policy", "measured s", "predicted s", "error", "step time", "forecast s", "10-90 %"]
+    lines = [table(columns, rows, left=2)]
     v, repeated = verification, "no rollout was run twice"
     if v.repeat_spread is not None:
         repeated = (

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from tltlab.calibration.acceptance.annotate import Annotator, DraftedBy, ReplayedDrafter, annotate, merged
 from tltlab.calibration.acceptance.annotations import AcceptedLengths, AgreementCheck
 from tltlab.config import faults
-from tltlab.console import Json, emit
+from tltlab.console import Json, emit, table
 from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file
@@ -197,18 +197,18 @@ def _text(result: dict[str, Any]) -> str:
     lines = [f"wrote {result['path']}: {result['num_positions']} positions, drafts of {result['max_depth']} tokens"]
     lines += ["", "tokens per draft, bonus included, by depth"]
     depths = list(result["drafters"][0]["accepted_length"]) if result["drafters"] else []
-    lines.append(f"{'drafter':20s}{'age':>5s}" + "".join(f"{depth:>8s}" for depth in depths))
-    for row in result["drafters"]:
-        cells = ["-" if v is None else f"{v:.2f}" for v in row["accepted_length"].values()]
-        lines.append(f"{row['drafter']:20s}{row['drafter_age']:5d}" + "".join(f"{cell:>8s}" for cell in cells))
+    rows = [
+        (row["drafter"], row["drafter_age"],
+         *("-" if v is None else f"{v:.2f}" for v in row["accepted_length"].values()))
+        for row in result["drafters"]
+    ]  # fmt: skip
+    lines.append(table(["drafter", "age", *depths], rows))
     if result["recorded"]:
         lines += ["", "against recorded drafts, accepted tokens per draft without bonus"]
-        lines.append(
-            f"{'drafter':20s}{'drafts':>8s}{'equal':>8s}{'annotated':>11s}{'recorded':>10s}  difference (95 %)"
-        )
-    for row in result["recorded"]:
-        lines.append(
-            f"{row['drafter']:20s}{row['num_drafts']:8d}{row['equal_share']:8.2%}{row['annotated_mean']:11.3f}"
-            f"{row['recorded_mean']:10.3f}  {row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
-        )
+        rows = [
+            (row["drafter"], row["num_drafts"], f"{row['equal_share']:.2%}", f"{row['annotated_mean']:.3f}",
+             f"{row['recorded_mean']:.3f}", f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]")
+            for row in result["recorded"]
+        ]  # fmt: skip
+        lines.append(table(["drafter", "drafts", "equal", "annotated", "recorded", "difference (95 %)"], rows))
     return "\n".join([*lines, *result["notes"]])

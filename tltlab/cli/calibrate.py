@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.acceptance.load import FreshAcceptance, Freshness
+from tltlab.acceptance.load import FreshAcceptance
 from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
 from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps
@@ -20,8 +20,7 @@ from tltlab.calibration.measurements import read_step_times
 from tltlab.calibration.residuals import held_out_table, residuals_table
 from tltlab.calibration.roofline import Hardware
 from tltlab.calibration.stages import StageFit, fit_stages
-from tltlab.console import Json, emit
-from tltlab.coordination.progress import SpotTraining
+from tltlab.console import Json, emit, table
 from tltlab.costs.base import CostModel
 from tltlab.costs.roofline import RooflineCosts
 from tltlab.costs.table import TableCosts
@@ -191,7 +190,7 @@ class _Fits:
         parts = []
         if (fit := self.costs) is not None:
             parts += [
-                "\n".join(_terms(fit.costs)),
+                _named(_terms(fit.costs), "not identified"),
                 residuals_table(fit.residuals, fit.sums),
                 held_out_table(fit.cross_validation),
             ]
@@ -204,10 +203,10 @@ class _Fits:
         if self.stages is not None:
             parts.append(self.stages.table())
         if (spot := self.spot) is not None:
-            parts += [_settings(spot.model, _SPOT_TERMS), spot.table()]
+            parts += [_named({name: getattr(spot.model, name) for name in _SPOT_TERMS}), spot.table()]
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
-            parts += [_settings(fresh.model.freshness, tuple(Freshness.model_fields)), _by_state(fresh.held_out)]
+            parts += [_named(dict(fresh.model.freshness)), _by_state(fresh.held_out)]
         return "\n\n".join(parts) + "".join(f"\nnote: {note}" for note in self.notes)
 
 
@@ -226,9 +225,8 @@ _SPOT_TERMS = (
 )  # fmt: skip
 
 
-def _settings(model: SpotTraining | Freshness, names: Sequence[str]) -> str:
-    values = [(name, getattr(model, name)) for name in names]
-    return "\n".join(f"{name:32s}{'never' if value is None else format(value, '.4g')}" for name, value in values)
+def _named(values: Mapping[str, float | None], unknown: str = "never") -> str:
+    return table([], [(name, unknown if value is None else f"{value:.4g}") for name, value in values.items()], left=2)
 
 
 def _by_state(held_out: pd.DataFrame) -> str:
@@ -236,14 +234,11 @@ def _by_state(held_out: pd.DataFrame) -> str:
     if held_out.empty:
         return "freshness: not tested, there is one RL step only"
     means = ["measured_tokens", "predicted_tokens", "constant_tokens"]
-    lines = [f"{'drafter age':>11s}{'drafts':>9s}{'measured':>10s}{'predicted':>11s}{'constant':>10s}"]
+    lines = []
     for age, rows in held_out.groupby("age"):
         mean = rows[means].mul(rows["num_drafts"], axis=0).sum() / rows["num_drafts"].sum()
-        lines.append(
-            f"{age!s:>11s}{rows['num_drafts'].sum():9d}{mean['measured_tokens']:10.3f}{mean['predicted_tokens']:11.3f}"
-            f"{mean['constant_tokens']:10.3f}"
-        )
-    return "\n".join(lines)
+        lines.append((age, rows["num_drafts"].sum(), *(f"{mean[name]:.3f}" for name in means)))
+    return table(["drafter age", "drafts", "measured", "predicted", "constant"], lines, left=0)
 
 
 def _points(source: Path, rl_steps: str | None) -> pd.DataFrame:
@@ -261,7 +256,7 @@ def _records(found: pd.DataFrame) -> list[dict[Any, Any]]:
     return found.astype(object).where(found.notna(), None).to_dict("records")
 
 
-def _terms(costs: CostModel) -> list[str]:
+def _terms(costs: CostModel) -> dict[str, float | None]:
     if isinstance(costs, TableCosts):
         knots = [(f"{k.tokens:g} tokens", k.seconds) for k in costs.forward]
         knots += [(f"batch {k.batch}, attention fixed_s", k.fixed_s) for k in costs.attention]
@@ -272,4 +267,4 @@ def _terms(costs: CostModel) -> list[str]:
     named |= {name: value for name, value in costs.model_dump().items() if name.endswith("_s") and name != "switch_s"}
     if costs.noise is not None:
         named["noise (spread, relative)"] = costs.noise.spread
-    return [f"{name:32s}{'not identified' if value is None else format(value, '.4g')}" for name, value in named.items()]
+    return named

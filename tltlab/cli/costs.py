@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tltlab.console import Json, emit
+from tltlab.console import Json, emit, table
 from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -109,26 +109,26 @@ def _batches(text: str) -> list[int]:
 
 
 def _list(listed: list[dict[str, Any]]) -> str:
-    lines = []
-    for row in listed:
-        on = f"{row['model']} on {row['tp']} x {row['gpu']}" if row["gpu"] else row["note"].split(":")[0].split(";")[0]
-        lines.append(f"{row['name']:32s}{row['kind']:10s}{on}")
-    return "\n".join(lines)
+    on = [_on(row) or row["note"].split(":")[0].split(";")[0] for row in listed]
+    return table([], [(row["name"], row["kind"], what) for row, what in zip(listed, on, strict=True)], left=3)
+
+
+def _on(row: dict[str, Any]) -> str:
+    return f"{row['model']} on {row['tp']} x {row['gpu']}" if row["gpu"] else ""
 
 
 def _table(found: dict[str, Any]) -> str:
     capacity = found["kv_capacity_tokens"]
-    on = f", {found['model']} on {found['tp']} x {found['gpu']}" if found["gpu"] else ""
-    lines = [
+    on = f", {_on(found)}" if found["gpu"] else ""
+    heading = (
         f"{found['name']}: {found['kind']}{on}; KV cache {f'{capacity:,} tokens' if capacity else 'unlimited'}; "
-        f"{found['context_tokens_per_request']:,} tokens of context per request",
-        f"{'batch':>6s}  {'strategy':20s}{'ms':>10s}{'tokens/s each':>15s}{'in all':>10s}  beyond what was measured",
-    ]
+        f"{found['context_tokens_per_request']:,} tokens of context per request"
+    )
+    rows = []
     for row in found["rows"]:
         beyond = [name.replace("_", " ") for name in row["outside"]]
         beyond += [] if row["fits_kv_cache"] else ["does not fit the KV cache"]
-        lines.append(
-            f"{row['batch']:6d}  {row['strategy']:20s}{row['iteration_ms']:10.2f}"
-            f"{row['tokens_per_s_per_request']:15.1f}{row['tokens_per_s']:10.0f}  {', '.join(beyond)}".rstrip()
-        )
-    return "\n".join(lines)
+        speeds = f"{row['iteration_ms']:.2f}", f"{row['tokens_per_s_per_request']:.1f}", f"{row['tokens_per_s']:.0f}"
+        rows.append((row["batch"], row["strategy"], *speeds, ", ".join(beyond)))
+    columns = ["batch", "strategy", "ms", "tokens/s each", "in all", "beyond what was measured"]
+    return f"{heading}\n{table(columns, rows, left=2, words=True)}"

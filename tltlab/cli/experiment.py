@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tltlab.console import Json, emit, made_by, progress
+from tltlab.console import Json, emit, made_by, progress, table
 from tltlab.errors import ConfigError
 from tltlab.experiments import EXPERIMENTS, find
 from tltlab.experiments.result import check_replaceable, describe_settings, read_settings, settings_json
@@ -68,5 +68,5 @@ def experiment(
 
 def _list(as_json: bool) -> None:
     rows = [{"name": row.name, "question": row.question, "takes": row.takes} for row in EXPERIMENTS.values()]
-    text = "\n".join(f"{row['name']:14s}{row['question']} ({row['takes']})" for row in rows)
+    text = table([], [(row["name"], f"{row['question']} ({row['takes']})") for row in rows], left=2)
     emit({"experiments": rows}, as_json=as_json, text=f"{text}\n\ntltlab experiment NAME [key=value ...] runs one")

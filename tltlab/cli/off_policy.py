@@ -10,7 +10,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.planning.off_policy import Estimate, Evaluation, evaluate
 from tltlab.policies.policy import SHIPPED, load_policy
@@ -94,10 +94,12 @@ def _finite(value: float) -> float | None:
 def _table(found: dict[str, Any]) -> str:
     unit = "tokens/s" if found["reward"] == "paper" else "times plain decoding"
     lines = [f"policy {found['policy']}: mean reward of a decision in the logged states, {unit}"]
+    rows = []
     for name in ("ips", "snips", "dr", "logged"):
-        one = found[name]
-        lines.append(f"  {name:8} {_number(one['value'])}  [{_number(one['low'])}, {_number(one['high'])}]")
+        value, low, high = (_number(found[name][key]) for key in ("value", "low", "high"))
+        rows.append((name, value, f"[{low}, {high}]"))
     lines += [
+        table([], rows, left=3, indent=2),
         f"  {found['num_decisions']} decisions made at random, in {found['num_clusters']} clusters of RL step and "
         f"worker, worth {found['effective']:.0f} of the policy's own",
     ]
@@ -139,15 +141,12 @@ def _check(
         {key: _finite(value) if isinstance(value, float) else value for key, value in asdict(error).items()}
         for error in errors
     ]
-    head = f"{'target':16} {'estimator':9} {'truth':>9} {'bias':>8} {'rmse':>7} {'coverage':>8} {'width':>7}  warned"
-    lines = [
-        f"simulated logs of {logger}, {num_seeds} seeds; errors relative to the truth, intervals at {level:.0%}",
-        head,
-        *(
-            f"{e.target:16} {e.estimator:9} {e.truth:9.4g} {e.bias:+8.1%} {e.rmse:7.1%} {e.coverage:8.0%} "
-            f"{e.interval:7.1%} {e.warned:7.0%}"
-            for e in errors
-        ),
-    ]
+    shown = [
+        (e.target, e.estimator, f"{e.truth:.4g}", f"{e.bias:+.1%}", f"{e.rmse:.1%}", f"{e.coverage:.0%}",
+         f"{e.interval:.1%}", f"{e.warned:.0%}")
+        for e in errors
+    ]  # fmt: skip
+    columns = ["target", "estimator", "truth", "bias", "rmse", "coverage", "width", "warned"]
+    heading = f"simulated logs of {logger}, {num_seeds} seeds; errors relative to the truth, intervals at {level:.0%}"
     result = {"logger": logger, "reward": kind, "level": level, "kind": "simulated", "errors": rows}
-    emit(result, as_json=as_json, text="\n".join(lines))
+    emit(result, as_json=as_json, text=f"{heading}\n{table(columns, shown, left=2)}")

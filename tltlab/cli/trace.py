@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import pandas as pd
 import typer
 
-from tltlab.console import Json, emit, progress
+from tltlab.console import Json, emit, progress, table
 from tltlab.errors import ConfigError
 from tltlab.importers.formats import FORMATS, import_dump
 from tltlab.importers.token_counts import token_counter
@@ -246,8 +246,8 @@ def _counts_text(trace: Trace) -> str:
 
 
 def _describe_text(result: dict[str, Any]) -> str:
-    lines = [f"{name:20s} {value}" for name, value in result["manifest"].items() if value is not None]
-    lines.append(f"{'tables':20s} " + ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items()))
+    told = [(name, value) for name, value in result["manifest"].items() if value is not None]
+    tables = ", ".join(f"{name} ({rows} rows)" for name, rows in result["tables"].items())
     columns = {
         "RL step": ("rl_step", "d"), "responses": ("num_responses", "d"), "tokens": ("num_tokens", "d"),
         "cut": ("num_cut", "d"), "aborted": ("num_aborted", "d"), "p50": ("p50_tokens", ".0f"),
@@ -255,14 +255,11 @@ def _describe_text(result: dict[str, Any]) -> str:
         "rollout s": ("rollout_s", ".2f"), "bubble": ("bubble_fraction", ".1%"), "tail": ("tail_fraction", ".1%"),
         "accept len": ("mean_accept_length", ".2f"),
     }  # fmt: skip
-    lines += ["", "  ".join(f"{title:>7s}" for title in columns)]
-    for row in result["rl_steps"]:
-        cells = []
-        for title, (name, form) in columns.items():
-            text = "-" if row[name] is None else format(row[name], form)
-            cells.append(f"{text:>{max(7, len(title))}s}")
-        lines.append("  ".join(cells))
-    return "\n".join(lines)
+    rows = [
+        ["-" if row[name] is None else format(row[name], form) for name, form in columns.values()]
+        for row in result["rl_steps"]
+    ]
+    return table([], [*told, ("tables", tables)], left=2) + "\n\n" + table(list(columns), rows, left=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,14 +311,12 @@ def _generated_text(result: dict[str, Any]) -> str:
     ]
     lines += result["model"]["notes"]
     like = result["like"]
-    lines += ["", f"{'':30s}{'generated':>12s}" + ("" if like is None else f"{'like':>12s}")]
-    for name, value in result["statistics"].items():
-        cells = _cell(value) + ("" if like is None else _cell(like[name]))
-        lines.append(f"{name:30s}{cells}")
-    return "\n".join(lines)
+    columns = [result["statistics"], *([] if like is None else [like])]
+    rows = [(name, *(_cell(column[name]) for column in columns)) for name in columns[0]]
+    return "\n".join([*lines, "", table(["", "generated", "like"][: len(columns) + 1], rows)])
 
 
 def _cell(value: float | None) -> str:
     if value is None:
-        return f"{'-':>12s}"
-    return f"{value:12.0f}" if abs(value) >= 100 or value == int(value) else f"{value:12.3g}"
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"

@@ -130,7 +130,7 @@ def _rewards(
 
 def _run(recipe: Any, out: Path, steps: int, progress: Callable[[str], None]) -> tuple[dict[str, float], list[float]]:
     """A run's held-out reward at the end and its mean over the RL steps, and the reward of each."""
-    from tltlab.runtime.run.train import GrpoRun
+    from tltlab.runtime.run.grpo import GrpoRun
 
     with GrpoRun(recipe, out) as grpo:
         for _ in range(steps):

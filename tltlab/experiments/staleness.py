@@ -80,7 +80,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
 def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, progress: Callable[[str], None]) -> Trace:
     """A run whose idle workers train the drafter in the first `stop` RL steps, and never after."""
     from tltlab.runtime.models.runs import fixed_depth, recipe_of, trained_beside
-    from tltlab.runtime.run.train import GrpoRun
+    from tltlab.runtime.run.grpo import GrpoRun
 
     policy = fixed_depth(work.out / "policy.json", settings.draft_depth)
     drafter = trained_beside(work.head, work.sizes).model_copy(update={"annotate": settings.annotate})

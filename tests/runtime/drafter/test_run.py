@@ -38,8 +38,8 @@ from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
+from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.state import RunEvents
-from tltlab.runtime.run.train import GrpoRun, train
 from tltlab.state import DrafterState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recorder import repair

@@ -143,7 +143,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path,
     moments = random.Random(0)
     forking = multiprocessing.get_context("fork")
     step = 0
-    for _ in range(20):
+    for _ in range(12):
         ours, theirs = forking.Pipe(duplex=False)
         child = forking.Process(target=keep_saving, args=(tmp_path, step, again, theirs))
         child.start()

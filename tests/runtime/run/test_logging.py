@@ -8,8 +8,13 @@ import struct
 import sys
 import threading
 import time
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -21,83 +26,69 @@ from tltlab.runtime.run.logging import RunLog
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.screen import PACE_STEPS, step_text
 
-RECORDS = """
-import json, os
-CALLS = os.environ["CALLS"]
 
-def called(*call):
-    with open(CALLS, "a") as file:
-        file.write(json.dumps(call) + "\\n")
-"""
+def wandb_like(called: Callable[..., None]) -> ModuleType:
+    """A stand-in for W&B that tells `called` what it was asked to do."""
 
-WANDB = (
-    RECORDS
-    + """
-class Settings:
-    def __init__(self, console, quiet):
-        pass
-
-class Run:
-    def __init__(self, id):
-        self.id = id
-
-    def define_metric(self, name, step_metric):
-        pass
-
-    def log(self, metrics, step, commit):
+    def log(metrics: dict[str, float], step: int, commit: bool) -> None:
         assert commit
         if metrics.get("fail"):
             raise ConnectionError("no answer from https://me:hunter2@example.org/api")
         called("log", metrics, step)
 
-    def finish(self, exit_code):
-        called("finish", exit_code)
+    def init(project: str, name: str, dir: str, id: str | None, resume: str, config: Any, settings: Any) -> Any:
+        assert os.path.isdir(dir)
+        if project == "locked":
+            raise RuntimeError("no login")
+        called("init", project, name, id, config)
+        return SimpleNamespace(
+            id=id or "w-1",
+            define_metric=lambda name, step_metric: None,
+            log=log,
+            finish=lambda exit_code: called("finish", exit_code),
+        )
 
-def init(project, name, dir, id, resume, config, settings):
-    assert os.path.isdir(dir)
-    if project == "locked":
-        raise RuntimeError("no login")
-    called("init", project, name, id, config)
-    return Run(id or "w-1")
-"""
-)
+    return module("wandb", init=init, Settings=lambda console, quiet: None)
 
-MLFLOW = (
-    RECORDS
-    + """
-from types import SimpleNamespace
 
-LOGGED = os.path.join(os.path.dirname(CALLS), "logged")
+def mlflow_like(called: Callable[..., None]) -> ModuleType:
+    """The same for MLflow."""
+    logged: list[int] = []
 
-class MlflowClient:
-    def create_run(self, experiment_id, run_name):
-        called("create_run", experiment_id, run_name)
-        return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
+    def log_metrics(metrics: dict[str, float], step: int, run_id: str) -> None:
+        if metrics.get("fail"):
+            raise ConnectionError("no answer")
+        called("log_metrics", metrics, step)
+        logged.append(step)
 
-    def update_run(self, run_id, status):
-        called("update_run", run_id, status)
+    class MlflowClient:
+        def create_run(self, experiment_id: str, run_name: str) -> Any:
+            called("create_run", experiment_id, run_name)
+            return SimpleNamespace(info=SimpleNamespace(run_id="m-1"))
 
-    def get_metric_history(self, run_id, key):
-        steps = open(LOGGED).read().split() if os.path.exists(LOGGED) else []
-        return [SimpleNamespace(step=int(step)) for step in steps]
+        def update_run(self, run_id: str, status: str) -> None:
+            called("update_run", run_id, status)
 
-    def set_terminated(self, run_id, status):
-        called("set_terminated", run_id, status)
+        def get_metric_history(self, run_id: str, key: str) -> list[Any]:
+            return [SimpleNamespace(step=step) for step in logged]
 
-def set_experiment(project):
-    return SimpleNamespace(experiment_id=project)
+        def set_terminated(self, run_id: str, status: str) -> None:
+            called("set_terminated", run_id, status)
 
-def log_params(params, run_id):
-    called("log_params", params)
+    return module(
+        "mlflow",
+        MlflowClient=MlflowClient,
+        set_experiment=lambda project: SimpleNamespace(experiment_id=project),
+        log_params=lambda params, run_id: called("log_params", params),
+        log_metrics=log_metrics,
+    )
 
-def log_metrics(metrics, step, run_id):
-    if metrics.get("fail"):
-        raise ConnectionError("no answer")
-    called("log_metrics", metrics, step)
-    with open(LOGGED, "a") as file:
-        file.write(f"{step} ")
-"""
-)
+
+def module(name: str, **members: Any) -> ModuleType:
+    made = ModuleType(name)
+    made.__spec__ = ModuleSpec(name, None)
+    vars(made).update(members)
+    return made
 
 
 MEASURES = {
@@ -121,19 +112,13 @@ def scalars(out: Path, name: str) -> dict[int, float]:
 
 
 @pytest.fixture
-def services(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Stand-ins for W&B and MLflow that note their calls; returns what reads the notes."""
-    folder = tmp_path / "modules"
-    folder.mkdir()
-    (folder / "wandb.py").write_text(WANDB)
-    (folder / "mlflow.py").write_text(MLFLOW)
-    monkeypatch.syspath_prepend(str(folder))
-    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    for name in ("wandb", "mlflow"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield lambda: [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    for name in ("wandb", "mlflow"):
-        sys.modules.pop(name, None)
+def services(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """Stand-ins for W&B and MLflow; what they are asked to do, in order."""
+    calls: list[list[Any]] = []
+    for stand_in in (wandb_like, mlflow_like):
+        made = stand_in(lambda *call: calls.append(deepcopy(list(call))))
+        monkeypatch.setitem(sys.modules, made.__name__, made)
+    return calls
 
 
 def test_tensorboard_shows_each_metric_at_its_rl_step(tmp_path: Path):
@@ -145,22 +130,18 @@ def test_tensorboard_shows_each_metric_at_its_rl_step(tmp_path: Path):
     assert scalars(tmp_path, "time/step_s") == {0: 2.5}
 
 
-def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats(tmp_path: Path):
+def test_a_resumed_run_takes_the_place_of_the_steps_it_repeats_and_so_does_one_that_went_back(tmp_path: Path):
     with RunLog(LogConfig(), tmp_path, 4) as log:
         for rl_step in range(3):
-            log.step(report(rl_step), {"reward/mean": float(rl_step)})
+            log.step(report(rl_step), figures(float(rl_step)))
     with RunLog(LogConfig(), tmp_path, 4, resume_from=1) as log:
-        log.step(report(1), {"reward/mean": 10.0})
-    assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
-
-
-def test_so_does_a_run_that_went_back_when_a_trainer_died(tmp_path: Path):
-    with RunLog(LogConfig(), tmp_path, 4) as log:
-        for rl_step, reward in ((0, 0.0), (1, 1.0), (2, 2.0), (1, 10.0)):
+        log.step(report(1), figures(10.0))
+        assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
+        for rl_step, reward in ((2, 20.0), (3, 30.0), (2, 21.0)):  # a trainer had died
             log.step(report(rl_step), figures(reward))
             log.measured(rl_step, {"reward/heldout": reward})
-    assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0}
-    assert scalars(tmp_path, "reward/heldout") == {0: 0.0, 1: 10.0}
+    assert scalars(tmp_path, "reward/mean") == {0: 0.0, 1: 10.0, 2: 21.0}
+    assert scalars(tmp_path, "reward/heldout") == {2: 21.0}
 
 
 def test_without_loggers_nothing_is_written(tmp_path: Path):
@@ -260,7 +241,7 @@ def test_wandb_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(tm
         log.step(report(1), figures(0.7))
         log.step(report(2), figures(0.8))
         raise KeyboardInterrupt
-    assert services() == [
+    assert services == [
         ["init", "tails", "run", None, {"lr": 0.1}],
         ["log", {"reward/heldout": 0.4, "rl_step": 0}, 0],
         ["log", figures(0.5) | {"rl_step": 0}, 1],
@@ -284,7 +265,7 @@ def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(t
         log.step(report(1), figures(0.7))
         log.step(report(2), figures(0.8))
         raise KeyboardInterrupt
-    assert services() == [
+    assert services == [
         ["create_run", "tails", "run"],
         ["log_params", {"recipe.train.lr": 0.1, "recipe.drafters": {}, "argv": ["x"]}],
         ["log_metrics", figures(0.5), 0],
@@ -384,14 +365,14 @@ def test_a_logger_that_fails_later_is_left_out_and_the_run_goes_on(tmp_path: Pat
     assert err.count("W&B failed and gets nothing more: ConnectionError") == 1
     assert "hunter2" not in err
     assert scalars(tmp_path / "run", "fail") == {0: 1.0, 1: 1.0}
-    assert [call[0] for call in services()] == ["init"]
+    assert [call[0] for call in services] == ["init"]
 
 
 def test_what_mlflow_fails_at_in_its_thread_is_said_and_the_run_goes_on(tmp_path: Path, services, capfd):
     with RunLog(LogConfig(tensorboard=False, mlflow="tails"), tmp_path / "run", 3) as log:
         log.step(report(0), {"fail": 1.0})
     assert capfd.readouterr().err.count("MLflow failed and gets nothing more: ConnectionError: no answer") == 1
-    assert [call[0] for call in services()] == ["create_run", "log_params"]
+    assert [call[0] for call in services] == ["create_run", "log_params"]
 
 
 def test_a_full_disk_costs_the_event_file_and_not_the_run(tmp_path: Path, capfd, monkeypatch):

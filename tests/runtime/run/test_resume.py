@@ -18,7 +18,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import load_recipe, resumed_recipe
-from tltlab.runtime.run.train import train
+from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
 
 pytestmark = pytest.mark.engine

@@ -13,8 +13,8 @@ import tltlab
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.rows import StepReport
-from tltlab.runtime.run.train import GrpoRun, train
 
 pytestmark = pytest.mark.engine
 POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]

@@ -11,7 +11,7 @@ from tltlab.errors import RunError
 from tltlab.runtime.models.make import make_model
 from tltlab.runtime.models.runs import Progress, Sizes
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.run.train import GrpoRun
+from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.traces.trace import Trace, read
 
 
