@@ -12,7 +12,7 @@ from tltlab.coordination.agent import Hold, Order, WorkerAgent
 from tltlab.coordination.messages import WorkerReport
 
 from .keys import ClientKeys, check_endpoint
-from .thread import SocketThread, prepare
+from .thread import SocketThread, identity, prepare
 from .wire import decode_command, encode
 
 
@@ -86,7 +86,7 @@ class CoordinatorClient(SocketThread):
     def _open(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.DEALER)
         prepare(socket)
-        socket.setsockopt(zmq.IDENTITY, b"worker-%d" % self.worker)
+        socket.setsockopt(zmq.IDENTITY, identity(self.worker))
         # What an absent coordinator has not heard is soon old.
         socket.setsockopt(zmq.SNDHWM, 8)
         if self._keys is not None:
@@ -106,14 +106,13 @@ class CoordinatorClient(SocketThread):
             self._send(encode(report))
         return due_s - now
 
-    def _hear(self, frames: Sequence[zmq.Frame]) -> bool:
+    def _hear(self, frames: Sequence[zmq.Frame]) -> None:
         command = decode_command(frames[0].bytes) if len(frames) == 1 else None
         if command is None or command.worker != self.worker:
-            return False
+            return
         with self._changed:
             now, before = time.perf_counter(), self._agent.order
             self._outbox.extend(self._agent.receive(command, now))
             if self._agent.order != before:
                 self.order_since = now
             self._changed.notify_all()
-        return True

@@ -1,30 +1,14 @@
-"""What a coordinator went through: its messages, and who trained when."""
+"""Who trained when, as the coordinator saw it."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from tltlab.coordination.machine import CoordinatorState, Phase
-from tltlab.coordination.messages import Command, Event, Tick, WorkerReport
 
-NUM_RECORDS, NUM_PERIODS = 100_000, 10_000
-"""How many of the newest a log keeps: a long run of many workers has millions of messages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogRecord:
-    """An event that the coordinator was told, or a command that it gave, `time_s` on `time.perf_counter`."""
-
-    time_s: float
-    message: Event | Command
-
-    def row(self, origin_s: float = 0.0) -> dict[str, Any]:
-        """The record as a row of names and plain values, its time in seconds after `origin_s`."""
-        kind = type(self.message).__name__
-        return {"time_s": self.time_s - origin_s, "message": kind, **asdict(self.message)}
+NUM_PERIODS = 10_000
+"""How many of the newest a log keeps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +26,10 @@ class Membership:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeriodRecord:
-    """A training period, with all who ever were in it, in the order of joining; `end_s` None while it is open."""
+    """A training period, with all who ever were in it, in the order of joining; `end_s` None while it is open.
+
+    Times are on `time.perf_counter`.
+    """
 
     term: int
     rl_step: int
@@ -73,30 +60,19 @@ class _Period:
         self.members += [Membership(worker=worker, start_s=now) for worker in in_it if worker not in here]
 
 
-class CoordinatorLog:
-    """Keeps a record of each message, but of ticks and of reports that repeat the worker's last."""
+class PeriodLog:
+    """Keeps a record of each training period."""
 
     def __init__(self) -> None:
-        self._records: deque[LogRecord] = deque(maxlen=NUM_RECORDS)
         self._periods: deque[_Period] = deque(maxlen=NUM_PERIODS)
         self._followed: list[_Period] = []
-        self._said: dict[int, tuple[object, ...]] = {}
-
-    def records(self) -> list[LogRecord]:
-        """The newest records, in order of time."""
-        return list(self._records)
 
     def periods(self) -> list[PeriodRecord]:
         """The newest training periods, in order of their terms."""
         return [replace(period.record, members=tuple(period.members)) for period in self._periods]
 
-    def add(
-        self, now: float, event: Event, before: CoordinatorState, after: CoordinatorState, commands: Iterable[Command]
-    ) -> None:
-        """An event, what it made of the coordinator, and the commands that it called for."""
-        if self._is_news(event):
-            self._records.append(LogRecord(time_s=now, message=event))
-        self._records.extend(LogRecord(time_s=now, message=command) for command in commands)
+    def add(self, now: float, before: CoordinatorState, after: CoordinatorState) -> None:
+        """What an event made of the coordinator."""
         old, new = before.period, after.period
         closed = old is not None and (new is None or new.term != old.term)
         if closed:
@@ -109,12 +85,3 @@ class CoordinatorLog:
             in_it = new.members if new is not None and new.term == period.record.term else ()
             period.follow(in_it, after, now)
         self._followed = [period for period in self._followed if not period.is_over]
-
-    def _is_news(self, event: Event) -> bool:
-        if not isinstance(event, WorkerReport):
-            return not isinstance(event, Tick)
-        said = (event.rl_step, event.busy, event.term, event.incarnation)
-        if self._said.get(event.worker) == said:
-            return False
-        self._said[event.worker] = said
-        return True

@@ -32,8 +32,8 @@ from tltlab.coordination.messages import (
 from tltlab.errors import ConfigError, RunError
 
 from .keys import ServerKeys, check_endpoint, private_endpoint
-from .log import CoordinatorLog, LogRecord, PeriodRecord
-from .thread import SocketThread, prepare
+from .log import PeriodLog, PeriodRecord
+from .thread import SocketThread, identity, prepare
 from .wire import decode_report, encode
 
 _LATE_S = 30.0
@@ -75,16 +75,15 @@ class CoordinatorServer(SocketThread):
         self.config, self.num_workers = config, num_workers
         self._keys, self._on_kill = keys, on_kill
         self._events: deque[Event] = deque()
-        self._log = CoordinatorLog()
+        self._log = PeriodLog()
         self._released: int | None = None
+        self._first: tuple[Command, ...] = ()
         now, above = time.perf_counter(), time.time_ns() // 1_000_000
-        first: tuple[Command, ...] = ()
         if take_over:
-            self._state, first = restarted(config, range(num_workers), now, above=above)
+            self._state, self._first = restarted(config, range(num_workers), now, above=above)
         else:
             workers = {worker: WorkerState(phase=Phase.BUSY, heard_s=now) for worker in range(num_workers)}
             self._state = CoordinatorState(config=config, term=above, seq=above, workers=workers)
-        self._first = first
         self._start()
 
     def rollout_started(self, rl_step: int) -> None:
@@ -114,11 +113,6 @@ class CoordinatorServer(SocketThread):
     def worker_gone(self, worker: int) -> None:
         """The process of this worker's trainer has ended. Tell it before another one starts in its place."""
         self._tell(WorkerGone(worker=worker))
-
-    def log(self) -> list[LogRecord]:
-        """The newest messages."""
-        with self._changed:
-            return self._log.records()
 
     def periods(self) -> list[PeriodRecord]:
         """The newest training periods."""
@@ -158,22 +152,18 @@ class CoordinatorServer(SocketThread):
             self._advance(Tick())
         return due_s - time.perf_counter()
 
-    def _hear(self, frames: Sequence[zmq.Frame]) -> bool:
-        if len(frames) != 2:
-            return False
-        report = decode_report(frames[1].bytes)
+    def _hear(self, frames: Sequence[zmq.Frame]) -> None:
+        report = decode_report(frames[1].bytes) if len(frames) == 2 else None
         if report is None or report.worker >= self.num_workers or frames[0].bytes != identity(report.worker):
-            return False
-        if self._keys is not None and frames[1].get("User-Id") != self._keys.workers[report.worker].decode():
-            return False
-        self._advance(report)
-        return True
+            return
+        if self._keys is None or frames[1].get("User-Id") == self._keys.workers[report.worker].decode():
+            self._advance(report)
 
     def _advance(self, event: Event) -> None:
         now, before = time.perf_counter(), self._state
         self._state, commands = advance(before, event, now)
         with self._changed:
-            self._log.add(now, event, before, self._state, commands)
+            self._log.add(now, before, self._state)
         self._carry_out(commands)
 
     def _carry_out(self, commands: Sequence[Command]) -> None:
@@ -198,8 +188,3 @@ class _Allowed:
 
     def callback(self, domain: str, key: bytes) -> bool:
         return key in self._known
-
-
-def identity(worker: int) -> bytes:
-    """The name of a worker's socket, the same for each of its processes."""
-    return b"worker-%d" % worker

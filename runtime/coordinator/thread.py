@@ -6,10 +6,8 @@ import contextlib
 import math
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import zmq
 
@@ -26,16 +24,6 @@ _CLOSE_S = 10.0
 """How long a thread may take to end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Messages `sent` and `heard`, those `dropped` as nobody's, and what the thread took of a CPU."""
-
-    sent: int = 0
-    heard: int = 0
-    dropped: int = 0
-    cpu_s: float = 0.0
-
-
 class SocketThread(ABC):
     """Runs `_open`, then `_turn` and `_hear` as they are due, in a daemon thread, until `close`.
 
@@ -46,7 +34,6 @@ class SocketThread(ABC):
     def __init__(self, name: str) -> None:
         self._changed = threading.Condition()
         self._cleanup = contextlib.ExitStack()
-        self._traffic = Traffic()
         self._failure: BaseException | None = None
         self._closing = self._over = False
         self._opened = threading.Event()
@@ -64,13 +51,8 @@ class SocketThread(ABC):
         """Do what is due; returns the seconds until something is due again."""
 
     @abstractmethod
-    def _hear(self, frames: Sequence[zmq.Frame]) -> bool:
-        """Take a message; whether it was one."""
-
-    def traffic(self) -> Traffic:
-        """What has gone through the socket so far."""
-        with self._changed:
-            return self._traffic
+    def _hear(self, frames: Sequence[zmq.Frame]) -> None:
+        """Take a message; what is none is dropped."""
 
     def close(self) -> None:
         """End the thread and free the address. May be called again. A thread that hangs is left behind."""
@@ -102,15 +84,6 @@ class SocketThread(ABC):
         """Send, or lose what cannot be sent at once: every message is repeated until it is answered."""
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(frames, zmq.NOBLOCK)
-            self._count(sent=1)
-
-    def _count(self, *, sent: int = 0, heard: int = 0, dropped: int = 0) -> None:
-        was = self._traffic
-        with self._changed:
-            self._traffic = replace(
-                was, sent=was.sent + sent, heard=was.heard + heard, dropped=was.dropped + dropped,
-                cpu_s=time.thread_time(),
-            )  # fmt: skip
 
     def _run(self) -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -144,8 +117,7 @@ class SocketThread(ABC):
                     frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
                 except zmq.Again:
                     break
-                known = self._hear(frames)
-                self._count(heard=known, dropped=not known)
+                self._hear(frames)
 
 
 def prepare(socket: zmq.Socket[bytes]) -> None:
@@ -155,3 +127,8 @@ def prepare(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 6000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+
+
+def identity(worker: int) -> bytes:
+    """The name of a worker's socket, the same for each of its processes."""
+    return b"worker-%d" % worker

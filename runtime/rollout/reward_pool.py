@@ -11,16 +11,14 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -33,9 +31,6 @@ Item = tuple[str, str, str]
 # A reward, or why there is none.
 Outcome = float | str
 
-# A task is a chunk of items, so that fast rewards cost no round trip each, and ends after the item this long after its
-# start, so that a slow one neither holds up the rest of its chunk nor gets its time.
-_CHUNK_S = 0.05
 # How often in a row processes may die without having begun a reward: then they cannot start here at all.
 _MAX_BREAKS = 3
 _PR_SET_PDEATHSIG = 1
@@ -103,12 +98,10 @@ class RewardPool:
         """A new pool; its processes start to import the reward functions."""
         processes = self._config.processes
         context = multiprocessing.get_context("spawn")
-        # Tasks in flight: one for each process, and one that waits for it.
-        self._begun = context.RawArray("q", 2 * processes)
         self._pool = ProcessPool(
             max_workers=processes,
             initializer=_start_process,
-            initargs=(self._terms, self._begun, os.getpid()),
+            initargs=(self._terms, os.getpid()),
             context=context,
         )
         if not self._pool.active:  # asking starts it
@@ -128,39 +121,33 @@ class RewardPool:
             pool = self._restart()
         limit, patience = self._config.timeout_s, self._start_timeout_s
         outcomes: dict[int, Outcome] = {}
-        waiting = list(range(len(items)))
-        tasks: dict[Future[list[Outcome]], tuple[int, list[int]]] = {}
+        waiting = deque(range(len(items)))
+        tasks: dict[Future[Outcome], int] = {}
         breaks = 0
         while len(outcomes) < len(items):
-            for slot in set(range(len(self._begun))) - {slot for slot, _ in tasks.values()}:
-                if not waiting:
-                    break
-                # Chunks shrink towards the end, so that the processes are done at about the same time.
-                chunk = waiting[: -(-len(waiting) // len(self._begun))]
-                self._begun[slot] = 0
+            # A task for each process, and one that waits for it: what is in flight where the pool breaks is lost.
+            while waiting and len(tasks) < 2 * self._config.processes:
                 try:
-                    task = pool.schedule(_compute, (slot, [items[i] for i in chunk]), timeout=limit + _CHUNK_S)
+                    task = pool.schedule(_compute, (items[waiting[0]],), timeout=limit)
                 except RuntimeError:
                     break  # as below: the pool is not active any more
-                tasks[task] = slot, chunk
-                waiting = waiting[len(chunk) :]
+                tasks[task] = waiting.popleft()
             done, _ = wait(tasks, patience + limit, FIRST_COMPLETED)
             if tasks and not done:
                 raise RunError(f"reward processes did not start within faults.start_timeout_s, {patience:g} s")
             for ended in done:
-                slot, chunk = tasks.pop(ended)
+                number = tasks.pop(ended)
                 try:
-                    outcomes.update(zip(chunk, ended.result(), strict=False))
+                    outcomes[number] = ended.result()
                     breaks = 0
                 except TimeoutError:
-                    self._blame(slot, chunk, outcomes, f"took more than {limit:g} s")
+                    outcomes[number] = f"took more than {limit:g} s"
                 except ProcessExpired as death:
-                    self._blame(slot, chunk, outcomes, f"ended their process ({_ending(death.exitcode)})")
+                    outcomes[number] = f"ended their process ({_ending(death.exitcode)})"
                 except BrokenProcessPool:
-                    pass  # a process died between rewards, and the pool is not active any more
-                waiting = [i for i in chunk if i not in outcomes] + waiting
+                    waiting.appendleft(number)  # a process died between rewards, and the pool is not active any more
             if not pool.active:
-                waiting = [i for _, chunk in tasks.values() for i in chunk] + waiting
+                waiting.extendleft(tasks.values())
                 tasks.clear()
                 breaks += 1
                 if breaks == _MAX_BREAKS:
@@ -174,11 +161,6 @@ class RewardPool:
     def _restart(self) -> ProcessPool:
         self.close()
         return self._start()
-
-    def _blame(self, slot: int, chunk: Sequence[int], outcomes: dict[int, Outcome], reason: str) -> None:
-        """Note the failure of the item that the chunk's process was at, if it was at one."""
-        if self._begun[slot]:
-            outcomes[chunk[self._begun[slot] - 1]] = reason
 
 
 def _outcome(reward: WeightedReward, item: Item) -> Outcome:
@@ -205,11 +187,10 @@ class _Process:
     """What a reward process keeps between tasks."""
 
     reward: WeightedReward
-    begun: Any
     fault: Exception | None = None
 
 
-def _start_process(terms: Sequence[tuple[str, float]], begun: Any, driver: int) -> None:
+def _start_process(terms: Sequence[tuple[str, float]], driver: int) -> None:
     if sys.platform == "linux":
         # A driver that is killed cannot end a reward that hangs.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -219,23 +200,13 @@ def _start_process(terms: Sequence[tuple[str, float]], begun: Any, driver: int) 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output is for results, and a reward may print
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    _Process.begun = begun
     try:
         _Process.reward = load_rewards(terms)
     except Exception as error:  # raised where the driver sees it
         _Process.fault = error
 
 
-def _compute(slot: int, items: Sequence[Item]) -> list[Outcome]:
-    """Outcomes of the items that were begun within _CHUNK_S, at least one; `begun[slot]` says which is under way."""
+def _compute(item: Item) -> Outcome:
     if _Process.fault is not None:
         raise RunError(f"a reward process cannot start: {_Process.fault}")
-    start = time.monotonic()
-    outcomes: list[Outcome] = []
-    for number, item in enumerate(items, start=1):
-        _Process.begun[slot] = number
-        outcomes.append(_outcome(_Process.reward, item))
-        if time.monotonic() - start > _CHUNK_S:
-            break
-    _Process.begun[slot] = 0
-    return outcomes
+    return _outcome(_Process.reward, item)
