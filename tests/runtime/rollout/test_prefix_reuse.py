@@ -240,38 +240,25 @@ def test_nothing_known_is_a_state_too(tmp_path: Path):
         rollouts.load_state_dict(state, tmp_path)
 
 
-def test_draws_differ_between_samples_and_rl_steps():
-    engines, rollouts = one_group({}, lambda prompt, sample: 15)
-    rollouts.collect(engines.tools(0, no_reward))
-    cuts = []
-    for rl_step in range(1, 6):
-        # Every token is half as likely as when it was drawn.
-        got = rollouts.collect(
-            engines.tools(
-                rl_step,
-                no_reward,
-                lambda pairs, distributions=False: [
-                    np.asarray(rollouts._earlier["p0", n].logprobs) + np.log(0.5) for n in range(len(pairs))
-                ],
-            )
-        )
-        cuts.append([20 - r.max_response_tokens for share in got.requests for r in share])
-    assert len({cut for pair in cuts for cut in pair}) > 2, cuts
-    assert any(a != b for a, b in cuts)
+def halved(tokens: list[int]) -> np.ndarray:
+    """Every token is half as likely as when the scripted engine drew it under version 0."""
+    return np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5)
 
 
-def test_leniency_keeps_more():
-    kept = []
+def test_leniency_keeps_more_and_draws_differ_between_samples_and_rl_steps():
+    kept, cuts = [], []
     for leniency in (1.0, 1.6, 1e9):
-        engines, rollouts = one_group({"leniency": leniency}, lambda prompt, sample: 15)
-        first = rollouts.collect(engines.tools(0, no_reward))
-        assert len(first.trajectories) == 2
-        half = scoring(lambda tokens: np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5))
-        got = rollouts.collect(engines.tools(1, no_reward, half))
-        kept.append(sum(20 - r.max_response_tokens for share in got.requests for r in share))
-        assert not rollouts.on_policy
+        for rl_step in range(1, 4):
+            engines, rollouts = one_group({"leniency": leniency}, lambda prompt, sample: 15)
+            rollouts.collect(engines.tools(0, no_reward))
+            got = rollouts.collect(engines.tools(rl_step, no_reward, scoring(halved)))
+            cuts.append([20 - r.max_response_tokens for share in got.requests for r in share])
+            assert not rollouts.on_policy
+        kept.append(sum(cut for of_step in cuts[-3:] for cut in of_step))
+    assert got.requests == [[], []], "all is kept"
     assert kept[0] < kept[1]
-    assert got.requests == [[], []]
+    assert len({cut for of_step in cuts for cut in of_step}) > 2, cuts
+    assert any(a != b for a, b in cuts[:6])
 
 
 def certain(token: int) -> np.ndarray:
