@@ -17,8 +17,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
-from tltlab.runtime.ray.actor_env import actor_env
-from tltlab.runtime.ray.calls import error_of
+from tltlab.runtime.ray.actors import actor_env, error_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied

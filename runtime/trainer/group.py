@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
-from tltlab.runtime.ray.calls import error_of
+from tltlab.runtime.ray.actors import error_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.samples import Sample
 

@@ -27,7 +27,6 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.rollout.samples import Sample
 
-from .batches import micro_batches
 from .checkpoint import load_trainer, save_trainer
 from .losses import (
     Mismatch,
@@ -40,7 +39,7 @@ from .losses import (
     token_weights,
 )
 from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
-from .ranks import be_repeatable, device_of, meet
+from .ranks import be_repeatable, device_of, meet, micro_batches
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.runtime.trainer.batches import micro_batches
+from tltlab.runtime.trainer.ranks import micro_batches
 
 
 @settings(max_examples=200)
