@@ -67,14 +67,11 @@ class DataOrder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there; ConfigError where that was another order, of other data or of another seed."""
-        for name, ours, cure in (
-            ("num_prompts", self.num_prompts, "resume with the same data"),
-            ("seed", self.seed, "resume with the same seed"),
-        ):
+        for name, ours, same in (("num_prompts", self.num_prompts, "data"), ("seed", self.seed, "seed")):
             if state[name] != ours:
                 raise ConfigError(
-                    f"the checkpoint's data order has {name} {state[name]} and this run's has {ours}: {cure}, "
-                    "or start a new run"
+                    f"the checkpoint's data order has {name} {state[name]} and this run's has {ours}: resume with the "
+                    f"same {same}, or start a new run"
                 )
         self._begin(state["epoch"])
         self._next, self._passed_over = state["next"], list(state["passed_over"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ import pyarrow.parquet as pq
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.recipe import DataConfig
 
-from .datasets import dataset_rows
+# The loader for a file, by its first suffix: what follows it may say how it is compressed.
+_LOADERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ def load_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str 
 
 
 def read_prompts(source: str, config: DataConfig, tokenizer: Any, *, split: str | None = None) -> PromptSet:
-    """Read `source`: a .jsonl or .parquet file, or else the `split` of a dataset (`dataset_rows`; None: config.split).
+    """Read `source`: a .jsonl or .parquet file, or else the `split` of a dataset (None: config.split).
 
     A row without `prompt_id` gets its number. An answer that is not text becomes text: a number as Python writes it, a
     list or a struct as JSON. ConfigError for what cannot be read names the place and, where a column is
@@ -85,14 +87,10 @@ def _rows(source: str, config: DataConfig, split: str) -> Iterator[tuple[str, Ma
     path = Path(source)
     if path.suffix == ".jsonl" and not path.is_dir():
         yield from _jsonl_rows(path)
-    elif path.suffix == ".parquet" and not path.is_dir():
-        yield from _numbered(_parquet_rows(path))
-    else:
-        yield from _numbered(dataset_rows(source, subset=config.subset, split=split))
-
-
-def _numbered(rows: Iterator[Mapping[str, Any]]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    return ((f"row {number}", row) for number, row in enumerate(rows))
+        return
+    parquet = path.suffix == ".parquet" and not path.is_dir()
+    rows = _parquet_rows(path) if parquet else _dataset_rows(source, subset=config.subset, split=split)
+    yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -123,16 +121,60 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 
+def _dataset_rows(source: str, *, subset: str | None, split: str) -> Iterator[Mapping[str, Any]]:
+    """The rows of one split of a dataset: an id, a folder written by `save_to_disk`, a folder of files, or a file.
+
+    A file has no splits, nor has a folder written from a single one; elsewhere `split` may be a slice ("train[:100]").
+    ConfigError where there is no such dataset, subset or split, in one line.
+    """
+    if not source:
+        raise ConfigError("data.train or data.heldout is empty: name a file, a folder or a dataset")
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{source} is a Hugging Face dataset; to read one: pip install datasets") from error
+    datasets.disable_progress_bars()
+    path = Path(source)
+    loader = next((_LOADERS[suffix] for suffix in path.suffixes[-2:] if suffix in _LOADERS), None)
+    try:
+        if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(source)
+            if isinstance(found, datasets.DatasetDict):
+                if split not in found:
+                    raise ConfigError(f"dataset {source} has no split {split!r}; it has {', '.join(found)}")
+                found = found[split]
+        elif loader is not None and not path.is_dir():
+            if not path.is_file():
+                raise ConfigError(f"cannot read {source}: there is no such file")
+            found = datasets.load_dataset(loader, data_files=source, split="train")
+        else:
+            found = datasets.load_dataset(source, subset, split=split)
+    except ConnectionError as error:
+        raise ConfigError(_unreachable(source)) from error
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        what = ", ".join([f"dataset {source}", *([f"subset {subset}"] if subset is not None else []), f"split {split}"])
+        raise ConfigError(f"cannot load {what}: {' '.join(str(error).split())[:300]}") from error
+    yield from found
+
+
+def _unreachable(source: str) -> str:
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
+        return (
+            f"dataset {source} is not in the cache, and HF_HUB_OFFLINE forbids to fetch it: unset it, or name a folder"
+        )
+    return (
+        f"dataset {source} is not in the cache, and the Hugging Face Hub cannot be reached: name a folder, or fetch it "
+        "where there is a network (HF_HUB_OFFLINE=1 ends the retries)"
+    )
+
+
 def _column(row: Mapping[str, Any], name: str, where: str) -> Any:
     """The value of a column, of a struct's field where the name is a dotted path; never None."""
     value: Any = row
-    if name in row:
-        value = row[name]
-    else:
-        for part in name.split("."):
-            if not isinstance(value, Mapping) or part not in value:
-                raise ConfigError(f"{where} has no column {name!r}; it has {', '.join(_names(row)) or 'none'}")
-            value = value[part]
+    for part in [name] if name in row else name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigError(f"{where} has no column {name!r}; it has {', '.join(_names(row)) or 'none'}")
+        value = value[part]
     if value is None:
         raise ConfigError(f"{where} has nothing in column {name!r}; fill it in, or leave the row out")
     return value

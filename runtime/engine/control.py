@@ -10,7 +10,7 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.replay import START, ReplayedDecisions
 from tltlab.policies.selector import Selector
-from tltlab.state import StepOutcome, StepState
+from tltlab.state import RequestState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION
 
 from .drafter_pool import DrafterPool, Response
@@ -177,7 +177,12 @@ class Control:
         self.drafters.remember(responses)
         for key, prompt, response in responses:
             live = Live(key=key, prompt=prompt, output=response, max_response_tokens=max(len(response), 1))
-            self.seat.budget.finished(live, drafted=0, accepted=0)
+            self.seat.budget.finished(cast(RequestState, live), drafted=0, accepted=0)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Seconds spent in all: keeping the ledger and deciding, and of these deciding."""
+        return self.inside.seconds, self.seat.deciding.seconds
 
     def state_dict(self) -> dict[str, Any]:
         """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned."""
@@ -224,7 +229,7 @@ class Control:
             self.keys.discard(live.key)
             self.drafters.extend(live.key, live.output[live.shown :])
             self.drafters.close(live.key)
-            self.seat.budget.finished(live, drafted=live.drafted, accepted=live.accepted)
+            self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
         return live
 
     def iteration_starts(self) -> None:
@@ -248,7 +253,7 @@ class Control:
                         free_kv_tokens=what.free_kv_tokens,
                         strategy=verified,
                         drafters=self.drafters,
-                        requests=batch,
+                        requests=cast(Sequence[RequestState], batch),
                     )
                     choice = self.seat.ask(self._state)
                     self.drafters.check(choice.strategy)
@@ -261,7 +266,9 @@ class Control:
         if isinstance(self.seat.budget, UniformBudget) or not live:
             shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
         else:
-            state = replace(self._state, batch=len(live), strategy=strategy, requests=live)
+            state = replace(
+                self._state, batch=len(live), strategy=strategy, requests=cast(Sequence[RequestState], live)
+            )
             shares = self.seat.budget.allot(state, strategy)
         # A draft is followed by one token of the target's own, so the last token is never worth drafting.
         return [max(min(n, r.max_response_tokens - len(r.output) - 1), 0) for n, r in zip(shares, live, strict=True)]

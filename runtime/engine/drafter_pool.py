@@ -73,14 +73,15 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.canary = Canary(CanaryConfig())
         self._of_other_weights: dict[str, Any] | None = None
         self._in_use: tuple[str, ...] = ()
-        learned = [name for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)]
+        learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
             raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
-        self.learned = learned[0] if learned else None
+        self.learned = next(iter(learned), None)
+        self._learned_spec = learned[self.learned] if self.learned is not None else None
+        fallback = self._learned_spec.fallback if self._learned_spec is not None else None
+        if fallback is not None and (fallback not in self.specs or not self._is_model_free(fallback)):
+            raise ConfigError(f"drafter {self.learned}: its fallback {fallback!r} is no model-free drafter here")
         for name, spec in self.specs.items():
-            stand_in = spec.fallback if isinstance(spec, LearnedSpec) else None
-            if stand_in is not None and (stand_in not in self.specs or not self._is_model_free(stand_in)):
-                raise ConfigError(f"drafter {name}: its fallback {stand_in!r} is no model-free drafter here")
             if isinstance(spec, HybridSpec):
                 for part in (spec.first, spec.otherwise):
                     if part not in self.specs or isinstance(self.specs[part], HybridSpec):
@@ -141,9 +142,9 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def worker_depth(self, strategy: Strategy) -> int:
         """How deep the learned drafter must draft under `strategy`; 0 when it is not asked."""
-        if self.learned is None or not strategy.speculates or self.learned not in self._parts(strategy.drafter):
+        if not strategy.speculates or self.learned not in self._parts(strategy.drafter) or not self._serves():
             return 0
-        return min(strategy.draft_depth, strategy.tokens_to_verify - 1) if self._serves() else 0
+        return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
     def propose(self, strategy: Strategy, key: Key, depth: int, learned: list[int]) -> tuple[str, list[int]]:
         """The draft of at most `depth` tokens for `key` and who made it; `learned` is what the workers drafted."""
@@ -151,17 +152,16 @@ class DrafterPool(Mapping[str, DrafterState]):
         spec = self.specs[name]
         if isinstance(spec, HybridSpec):
             draft = self._drafter(spec.first).propose(key, depth)
-            lately = self._lately.get(spec.otherwise, 0.0)
-            if spec.choose(draft, min(lately, depth) if self._can(spec.otherwise) else 0.0):
+            can = spec.otherwise != self.learned or self._serves()
+            if spec.choose(draft, min(self._lately.get(spec.otherwise, 0.0), depth) if can else 0.0):
                 return spec.first, draft.tokens
             name = spec.otherwise
-        if name == self.learned:
+        if self._learned_spec is not None and name == self.learned:
             if self._serves():
                 return name, learned[:depth]
-            fallback = self.specs[name].fallback
-            if fallback is None:
+            if self._learned_spec.fallback is None:
                 return name, []
-            name = fallback
+            name = self._learned_spec.fallback
         return name, self._drafter(name).propose(key, depth).tokens
 
     def observe(self, name: str, key: Key, num_drafted: int, num_accepted: int) -> None:
@@ -217,7 +217,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             "lately": dict(self._lately),
             "canary": self.canary.state_dict(),
             "updates": self._updates,
-            "age": self._state(self.learned).age if self.learned is not None else 0,
+            "age": self._state(self.learned).age,
             "fresh": self._fresh,
             "rl_step": self._rl_step,
             "counts": {name: counts.state_dict() for name, counts in self._counts.items()},
@@ -285,15 +285,14 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def report(self) -> DrafterReport:
         """How the drafters do."""
-        name = self.learned or ""
-        state = self._state(name)
+        name, state = self.learned or "", self._state(self.learned)
         positions = {drafter: counts.positions for drafter, counts in self._counts.items()}
         return DrafterReport(
             drafter=name,
             age=state.age,
             updates=state.updates,
             trusted=self.canary.trusted,
-            serves=bool(name) and self._serves(),
+            serves=self._serves(),
             predicted=self.canary.predicted,
             measured=positions.get(name, DraftPositions()).chance,
             positions=positions,
@@ -323,25 +322,25 @@ class DrafterPool(Mapping[str, DrafterState]):
     def _is_model_free(self, name: str) -> bool:
         return not isinstance(self.specs[name], LearnedSpec | HybridSpec)
 
-    def _can(self, name: str) -> bool:
-        return name != self.learned or self._serves()
-
     def _serves(self) -> bool:
         """Whether the learned drafter is there, fresh enough and trusted."""
-        assert self.learned is not None
-        if not self.canary.trusted:
+        if self._learned_spec is None or not self.canary.trusted:
             return False
-        spec, state = self.specs[self.learned], self._state(self.learned)
-        return (spec.trained or state.updates > 0) and (spec.max_age is None or state.age <= spec.max_age)
+        trained, max_age = self._learned_spec.trained, self._learned_spec.max_age
+        state = self._state(self.learned)
+        return (trained or state.updates > 0) and (max_age is None or state.age <= max_age)
 
     def _when(self) -> str:
         return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
 
     @property
     def _updates(self) -> int:
-        return self._state(self.learned).updates if self.learned is not None else 0
+        return self._state(self.learned).updates
 
-    def _state(self, name: str) -> DrafterState:
+    def _state(self, name: str | None) -> DrafterState:
+        """The state of a drafter, that of no drafter for None."""
+        if name is None:
+            return DrafterState()
         return replace(self._states.get(name) or DrafterState(), accept_estimate=self._lately.get(name))
 
     def _fed(self) -> list[Drafter]:
@@ -351,5 +350,6 @@ class DrafterPool(Mapping[str, DrafterState]):
         drafter = self._model_free.get(name)
         if drafter is None:
             spec = self.specs[name]
+            assert not isinstance(spec, LearnedSpec | HybridSpec)
             drafter = self._model_free[name] = spec if isinstance(spec, Drafter) else spec.build()
         return drafter

@@ -30,6 +30,8 @@ from .drafter_pool import Response as Remembered
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
 
+_PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
@@ -117,7 +119,8 @@ class Engine:
         self.own_process = own_process
         self.max_draft_depth = max_draft_depth
         self.drafters = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
-        if own_process and any(isinstance(drafter, Drafter) for drafter in self.drafters.values()):
+        specs = {name: spec for name, spec in self.drafters.items() if not isinstance(spec, Drafter)}
+        if own_process and len(specs) < len(self.drafters):
             raise ConfigError("an engine core in its own process takes drafters as specs, not as objects")
         self._pool = DrafterPool(self.drafters, max_draft_depth)
         for name, spec in self.drafters.items():
@@ -125,10 +128,11 @@ class Engine:
                 check_drafter(model, name, spec)
         check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
         attachment = Attachment(
-            drafters=self.drafters if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
+            drafters=specs if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
         )
         self._dead = ""
         self._canary_stops = False
+        self._canary_asked_s = 0.0
         self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
@@ -142,7 +146,7 @@ class Engine:
             overlapped = self.control.overlapped
             adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
         self._pool.beside = takes_drafts
-        self._capture: NoCapture = NoCapture()
+        self._capture = NoCapture()
 
     @property
     def control(self) -> Control:
@@ -158,21 +162,17 @@ class Engine:
         A `Policy` is built afresh and draws from a generator seeded with `seed`; a `Selector` is used as it is.
         ConfigError where it may ask for what the engine lacks; the policy before then stays in force.
         """
-        strategies = policy.strategies if policy is not None else ()
-        for strategy in strategies:
+        for strategy in policy.strategies if policy is not None else ():
             self._pool.check(strategy)
+        seed = [self.seed, self.worker] if seed is None else list(seed)
         if self.own_process:
             if isinstance(policy, Selector):
                 raise ConfigError("an engine core in its own process takes a Policy, not a selector object")
-            plain = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
-            adapter.call(self.llm, "set_policy", policy or plain, self._seed(seed))
+            self._call("set_policy", policy or _PLAIN, seed)
         elif isinstance(policy, Policy):
-            self.control.set_policy(policy, self._seed(seed))
+            self.control.set_policy(policy, seed)
         else:
             self.control.set_selector(policy)
-
-    def _seed(self, seed: Sequence[int] | None) -> list[int]:
-        return list(seed) if seed is not None else [self.seed, self.worker]
 
     def warm_up(self, temperature: float) -> None:
         """Run plain and speculative iterations once, so that no rollout pays for what happens only at first.
@@ -183,12 +183,8 @@ class Engine:
             GenerationRequest(key=(-1, "warm-up", n, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
             for n in range(4)
         ]
-        deepest = [
-            Strategy.chain(name, self.max_draft_depth)
-            for name in self.drafters
-            if self.max_draft_depth and self._pool.runs(name)
-        ]
-        for strategy in (NO_SPECULATION, *deepest):
+        serving = [name for name in self.drafters if self.max_draft_depth and self._pool.runs(name)]
+        for strategy in (NO_SPECULATION, *(Strategy.chain(name, self.max_draft_depth) for name in serving)):
             self.set_policy(Policy(selector=FixedSpec(strategy=strategy)))
             with self.uncaptured():
                 self.generate(requests, rl_step=-1, temperature=temperature)
@@ -252,11 +248,12 @@ class Engine:
         self._check(requests)
         if self._dead:
             raise EngineDied(f"close this engine and start another, for {self._dead}", [], [r.key for r in requests])
-        asked = self._heed_canary(0.0)
+        self._heed_canary()
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
             adapter.abort_all(self.llm)
-        params = [self._params(request, temperature, top_p, top_k, min_p) for request in requests]
+        usual = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+        params = [_params(request, usual) for request in requests]
         inside, deciding = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
@@ -273,13 +270,13 @@ class Engine:
                         if output.finished:
                             outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
                             ended.append(names[output.request_id].key)
-                    asked = self._heed_canary(asked)
+                    self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
                     if until is not None and until(ended):
                         stopped = time.perf_counter() - start
                         outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
             inside_after, deciding_after = self._call("seconds")
-            self._heed_canary(0.0)
+            self._heed_canary()
         except DrafterCollapsed:
             adapter.abort_all(self.llm)
             raise
@@ -303,18 +300,14 @@ class Engine:
             policy_s=deciding_after - deciding,
         )
 
-    def _heed_canary(self, asked: float) -> float:
-        """Raise DrafterCollapsed where the canary stops the run; when it was asked, by the clock.
-
-        That is now, or for a core in another process `asked`, while that is less than `ASK_EVERY_S` ago.
-        """
+    def _heed_canary(self, every_s: float = 0.0) -> None:
+        """Raise DrafterCollapsed where the canary stops the run, which is asked if it was not in the last `every_s`."""
         now = time.perf_counter()
-        if not self._canary_stops or (self.own_process and now < asked + ASK_EVERY_S):
-            return asked
-        complaint = self._call("complaint") if self.own_process else self.control.drafters.complaint
-        if complaint:
+        if not self._canary_stops or now < self._canary_asked_s + every_s:
+            return
+        self._canary_asked_s = now
+        if complaint := self._call("drafters.complaint"):
             raise DrafterCollapsed(f"worker {self.worker}: {complaint}")
-        return now
 
     def _step(self) -> list[Any]:
         try:
@@ -322,17 +315,6 @@ class Engine:
         except Exception as error:
             self._dead = f"it failed with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise
-
-    def _params(self, request: GenerationRequest, temperature: float, top_p: float, top_k: int, min_p: float) -> Any:
-        return adapter.sampling_params(
-            request.key,
-            temperature=temperature if request.temperature is None else request.temperature,
-            top_p=top_p if request.top_p is None else request.top_p,
-            top_k=top_k if request.top_k is None else request.top_k,
-            min_p=min_p if request.min_p is None else request.min_p,
-            max_tokens=request.max_response_tokens,
-            ignore_eos=request.ignore_eos,
-        )
 
     def _check(self, requests: Sequence[GenerationRequest]) -> None:
         room = self.llm.llm_engine.vllm_config.model_config.max_model_len
@@ -351,7 +333,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drop all that model-free drafters know."""
-        self._call("forget")
+        self._call("drafters.forget")
 
     def reseed(self, seed: Sequence[int]) -> None:
         """From now on everything random in the engine, in all its processes, follows from `seed`: ints of at least 0.
@@ -369,7 +351,7 @@ class Engine:
         requests, weights (a learned drafter's too) and what drafters and budget knew. ConfigError where the policy
         never makes such choices; a rollout that runs otherwise than the recorded one ends in a RunError.
         """
-        self._call("replay", [{name: row[name] for name in REPLAYED} for row in rows])
+        self._call("seat.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
         """All that policy, budget and drafters have learned, as JSON types; of what runs nothing.
@@ -413,7 +395,7 @@ class Engine:
         ConfigError for no weights; RunError where names or shapes are not the model's, and the engine is dead then.
         """
         self._load(weights, str(version), draft=False)
-        self._call("target_updated", str(version))
+        self._call("drafters.target_updated", str(version))
 
     def update_draft_weights(
         self,
@@ -433,16 +415,16 @@ class Engine:
         chances = [float(chance) for chance in predicted or ()]
         check_chances(chances)
         self._load(weights, "", draft=True)
-        self._call("updated", chances, updates)
+        self._call("drafters.updated", chances, updates)
 
     def guard_drafter(self, config: CanaryConfig) -> None:
         """Watch the learned drafter by `config` from now on; what was predicted and seen before is forgotten."""
         self._canary_stops = config.on_collapse == "stop"
-        self._call("guard_drafter", config)
+        self._call("drafters.guard", config)
 
     def drafter_report(self) -> DrafterReport:
         """How the drafters do, and what the canary found."""
-        report: DrafterReport = self._call("drafter_report")
+        report: DrafterReport = self._call("drafters.report")
         return report
 
     def sleep(self, level: int = 1) -> None:
@@ -452,7 +434,7 @@ class Engine:
     def wake_up(self) -> None:
         """Take the memory back; the canary then looks anew whether the learned drafter came back whole."""
         self.llm.wake_up()
-        self._call("woke")
+        self._call("drafters.woke")
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
         if self._dead:
@@ -469,6 +451,13 @@ class Engine:
 
     def _call(self, name: str, *args: Any) -> Any:
         return adapter.call(self.llm, name, *args)
+
+
+def _params(request: GenerationRequest, usual: Mapping[str, float]) -> Any:
+    """The request's sampling settings for vLLM: its own, else the `usual` ones."""
+    own = {name: value for name in usual if (value := getattr(request, name)) is not None}
+    limits = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
+    return adapter.sampling_params(request.key, **{**usual, **own}, **limits)
 
 
 def _response(request: GenerationRequest, output: Any, t_finish: float, first: Mapping[Key, float]) -> Response:

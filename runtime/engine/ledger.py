@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import repeat
 from typing import Any
 
@@ -154,15 +154,9 @@ class Ledger:
     def schedule(self, what: Scheduled) -> Strategy:
         """The iteration is put together; the strategy whose drafts it verifies. It will draft nothing unless chosen."""
         verified = self.in_force
+        batch, context_tokens, prefill_tokens = len(what.request_ids), what.context_tokens, what.prefill_tokens
         self._last = Iteration(
-            self._number,
-            self._start_s,
-            len(what.request_ids),
-            what.waiting,
-            what.context_tokens,
-            what.prefill_tokens,
-            verified,
-            self._draft_s,
+            self._number, self._start_s, batch, what.waiting, context_tokens, prefill_tokens, verified, self._draft_s
         )
         self._in_flight.append(self._last)
         self._number += 1
@@ -249,12 +243,11 @@ class Ledger:
         # Rows are made after the rollout: making them between forward passes costs several times as much, because the
         # caches are cold.
         for it in self._over:
-            ran = it.verified.strategy
+            ran = asdict(it.verified.strategy)
+            which = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
             self._iterations.append(
                 {
-                    "rl_step": self.rl_step,
-                    "worker": self.worker,
-                    "iteration": it.number,
+                    **which,
                     "t_start": it.start_s - self.origin,
                     "duration": it.duration_s,
                     "draft_duration": it.draft_s,
@@ -262,30 +255,19 @@ class Ledger:
                     "num_waiting": it.waiting,
                     "context_tokens": it.context_tokens,
                     "prefill_tokens": it.prefill_tokens,
-                    "drafter": ran.drafter,
-                    "draft_depth": ran.draft_depth,
-                    "top_k": ran.top_k,
-                    "tokens_to_verify": ran.tokens_to_verify,
+                    **ran,
                     "num_drafted": sum(it.drafted),
                     "num_accepted": sum(it.accepted),
                     "num_generated": it.num_generated,
-                    "accepted_per_request": it.accepted if ran.speculates else None,
+                    "accepted_per_request": it.accepted if it.verified.strategy.speculates else None,
                     "next_draft_depth": it.next_depth,
                 }
             )
             if it.verified.selector is not None:
                 self._decisions.append(
-                    {
-                        "rl_step": self.rl_step,
-                        "worker": self.worker,
-                        "iteration": it.number,
-                        "bucket": it.verified.bucket,
-                        "drafter": ran.drafter,
-                        "draft_depth": ran.draft_depth,
-                        "top_k": ran.top_k,
-                        "tokens_to_verify": ran.tokens_to_verify,
-                        "propensity": it.verified.propensity,
-                        "reward": it.reward,
-                    }
+                    which
+                    | {"bucket": it.verified.bucket}
+                    | ran
+                    | {"propensity": it.verified.propensity, "reward": it.reward}
                 )
         self._over.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,14 +18,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab.errors import ConfigError
 from tltlab.files import marked_folder
+from tltlab.runtime.trainer.muon import Muon
 
 from .measure import measure
-from .pretrain import pretrain
 from .tasks import TASKS, Problem, Task
 
 MAX_RESPONSE_TOKENS = 768
@@ -34,6 +36,13 @@ NUM_HELDOUT_PROMPTS = 512
 _MAX_POSITIONS = 1024
 # 32 is the smallest head the CPU attention kernels of vLLM take.
 _HEAD_SIZE = 32
+_IGNORED = -100
+_POOL_ROWS = 1024
+_WARMUP_STEPS = 20
+_LOSS_WINDOW_STEPS = 50
+_EMBEDDING_STD = 0.3
+_EMBEDDED_WAVE = 0.5
+_OUTPUT_WAVE = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,19 +92,7 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
         model = LlamaForCausalLM(_config(shape, tokenizer))
         num_parameters = sum(p.numel() for p in model.parameters())
         progress(f"training {num_parameters:,} parameters on {task}")
-        loss = pretrain(
-            model,
-            tokenizer,
-            TASKS[task],
-            train,
-            num_steps=shape.steps,
-            tokens_per_batch=shape.tokens_per_batch,
-            matrix_lr=shape.matrix_lr,
-            other_lr=shape.other_lr,
-            max_response_tokens=MAX_RESPONSE_TOKENS,
-            seed=seed,
-            progress=progress,
-        )
+        loss = pretrain(model, tokenizer, TASKS[task], train, shape, seed, progress)
         trained_s = time.perf_counter() - started
         progress(f"trained in {trained_s:.0f} s; sampling it")
         sampled = measure(
@@ -176,6 +173,109 @@ def _config(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
+
+
+def pretrain(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: Task,
+    problems: Sequence[Problem],
+    size: Size,
+    seed: int,
+    progress: Callable[[str], None],
+) -> float:
+    """Train `model` in place on fresh traces of `problems`; return the mean loss of the last steps, nats per token.
+
+    Only response tokens count. Block matrices are moved by Muon, the rest by AdamW; learning rates rise over the first
+    steps, stay, and fall to 0 over the last 60 %. Nothing depends on the clock.
+    """
+    initialise(model, tokenizer)
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    of_blocks = {id(p) for p in matrices}
+    rest = [p for p in model.parameters() if id(p) not in of_blocks]
+    optimizers: list[torch.optim.Optimizer] = [
+        Muon(matrices, lr=size.matrix_lr),
+        torch.optim.AdamW(rest, lr=size.other_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    base_lr = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+    batches = _batches(tokenizer, task, problems, size.tokens_per_batch, np.random.default_rng(seed))
+    losses: list[float] = []
+    model.train()
+    for step in range(size.steps):
+        ids, labels = next(batches)
+        scored = labels != _IGNORED
+        # Padding is on the right, where a causal model cannot see it, so no attention mask is needed.
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        loss = cross_entropy(model.lm_head(hidden[scored]), labels[scored])
+        loss.backward()
+        for optimizer, lr in zip(optimizers, base_lr, strict=True):
+            optimizer.param_groups[0]["lr"] = lr * _schedule(step, size.steps)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if (step + 1) % max(size.steps // 10, 1) == 0:
+            progress(f"step {step + 1} of {size.steps}: loss {np.mean(losses[-_LOSS_WINDOW_STEPS:]):.3f}")
+    model.eval()
+    return float(np.mean(losses[-_LOSS_WINDOW_STEPS:]))
+
+
+def _schedule(step: int, num_steps: int) -> float:
+    return min(1.0, (step + 1) / _WARMUP_STEPS, (num_steps - step) / (0.6 * num_steps))
+
+
+@torch.no_grad()
+def initialise(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Start `model` where it learns fastest: blocks that add nothing yet, and numbers that lie in order.
+
+    Embeddings are wide (standard deviation .3) and the last matrix of each block branch is 0, so depth costs no steps
+    early on. The rows of number words, in the embedding and the output, get sines and cosines of their value with
+    wavelengths from 2 to four times the largest number: there a sum is a rotation and a comparison is linear.
+    """
+    embedding, output = model.model.embed_tokens.weight, model.lm_head.weight
+    embedding.normal_(std=_EMBEDDING_STD)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    numbers = {int(word): row for word, row in tokenizer.get_vocab().items() if word.isdecimal()}
+    rows = torch.tensor(list(numbers.values()))
+    num_waves = model.config.hidden_size // 4
+    wavelength = torch.logspace(math.log10(2), math.log10(4 * max(numbers)), num_waves)
+    angle = 2 * math.pi * torch.tensor(list(numbers), dtype=torch.float32)[:, None] / wavelength
+    waves = torch.cat([angle.cos(), angle.sin()], dim=1)
+    embedding[rows, : 2 * num_waves] += _EMBEDDED_WAVE * waves
+    output[rows, : 2 * num_waves] += _OUTPUT_WAVE * waves
+
+
+def _batches(
+    tokenizer: PreTrainedTokenizerFast,
+    task: Task,
+    problems: Sequence[Problem],
+    tokens_per_batch: int,
+    rng: np.random.Generator,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield inputs and labels, both [rows, width], of traces of similar length; rows * width <= tokens_per_batch."""
+    vocab = tokenizer.get_vocab()
+    while True:
+        pool = []
+        for i in rng.integers(len(problems), size=_POOL_ROWS):
+            prompt = [vocab["<bos>"], *(vocab[word] for word in problems[i].prompt.split())]
+            response = [*(vocab[word] for word in task.trace(problems[i], rng).split()), vocab["<eos>"]]
+            pool.append((prompt, response[:MAX_RESPONSE_TOKENS]))
+        pool.sort(key=lambda row: len(row[0]) + len(row[1]))
+        batches: list[list[tuple[list[int], list[int]]]] = [[]]
+        for row in pool:
+            if batches[-1] and (len(batches[-1]) + 1) * (len(row[0]) + len(row[1]) - 1) > tokens_per_batch:
+                batches.append([])
+            batches[-1].append(row)
+        for i in rng.permutation(len(batches)):
+            yield _pad(batches[i])
+
+
+def _pad(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
+    texts = [torch.tensor(prompt + response) for prompt, response in rows]
+    targets = [torch.tensor([_IGNORED] * (len(prompt) - 1) + response) for prompt, response in rows]
+    inputs = pad_sequence([text[:-1] for text in texts], batch_first=True)
+    return inputs, pad_sequence(targets, batch_first=True, padding_value=_IGNORED)
 
 
 def _write_problems(path: Path, split: str, problems: list[Problem]) -> None:

@@ -93,25 +93,21 @@ def measure(
     """
     started = time.perf_counter()
     check = load_reward(reward)
-    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in problems]
-    repeated = [prompt for prompt in prompts for _ in range(samples_per_prompt)]
-    responses = sample(model, repeated, temperature=temperature, max_tokens=max_tokens, seed=seed)
-    texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for response in responses]
     asked = [problem for problem in problems for _ in range(samples_per_prompt)]
+    prompts = [tokenizer(problem.prompt)["input_ids"] for problem in asked]
+    responses = sample(model, prompts, temperature=temperature, max_tokens=max_tokens, seed=seed)
+    texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for response in responses]
     rewards = [check(p.prompt, text, p.answer) for p, text in zip(asked, texts, strict=True)]
     lengths = np.array([len(response.token_ids) for response in responses])
-    p50, p90, p95, p99 = (float(q) for q in np.percentile(lengths, [50, 90, 95, 99]))
+    percentiles = {f"length_p{q}": float(np.percentile(lengths, q)) for q in (50, 90, 95, 99)}
     share = prompt_share(np.log(lengths).reshape(len(problems), samples_per_prompt))
     grams = [(repeated_ngrams(r.token_ids), max(len(r.token_ids) - 3, 0)) for r in responses]
     figures = {
         "reward_mean": float(np.mean(rewards)),
         "length_mean": float(lengths.mean()),
-        "length_p50": p50,
-        "length_p90": p90,
-        "length_p95": p95,
-        "length_p99": p99,
+        **percentiles,
         "length_max": float(lengths.max()),
-        "length_p95_over_p50": p95 / p50,
+        "length_p95_over_p50": percentiles["length_p95"] / percentiles["length_p50"],
         "length_share_prompt": share,
         "length_share_within": 1 - share,
         "entropy_nats": float(np.mean(np.concatenate([r.entropies for r in responses]))),

@@ -236,30 +236,16 @@ def _of_prompt(prompt: str) -> Task:
     return GCD if prompt.startswith("gcd ") else SUBSET_SUM
 
 
-def both_problem(rng: np.random.Generator) -> Problem:
-    """Draw a problem of either task, each with chance one half."""
-    return (SUBSET_SUM if rng.random() < 0.5 else GCD).problem(rng)
-
-
-def both_trace(problem: Problem, rng: np.random.Generator) -> str:
-    """Write a trace of the task that the problem is of."""
-    return _of_prompt(problem.prompt).trace(problem, rng)
-
-
 def both_reward(prompt: str, response: str, answer: str) -> float:
-    """Pay as the prompt's task does.
-
-    >>> both_reward("gcd 12 18 6 go", ", 12 6 6 , 12 6 , 6 6 , 6 ans 6", "6")
-    1.0
-    """
+    """Pay as the prompt's task does."""
     return (gcd_reward if _of_prompt(prompt) is GCD else subset_sum_reward)(prompt, response, answer)
 
 
 BOTH = Task(
     name="both",
     words=tuple(dict.fromkeys((*SUBSET_SUM.words, *GCD.words))),
-    problem=both_problem,
-    trace=both_trace,
+    problem=lambda rng: (SUBSET_SUM if rng.random() < 0.5 else GCD).problem(rng),
+    trace=lambda problem, rng: _of_prompt(problem.prompt).trace(problem, rng),
     reward="tltlab.runtime.models.tasks:both_reward",
 )
 

@@ -121,15 +121,16 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
         )
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
+    complaint = ""
     if args.get("speculative_config") and not call(llm, "sampling_is_sound"):
+        complaint = "vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS"
+    elif llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
+        complaint = "vLLM turns asynchronous scheduling off here: leave async_scheduling out"
+    elif own_process and _core(llm) is not None:
+        complaint = "vLLM keeps engine cores in this process once one ran here: start those of their own first"
+    if complaint:
         llm.llm_engine.engine_core.shutdown()
-        raise ConfigError("vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS")
-    if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
-        llm.llm_engine.engine_core.shutdown()
-        raise ConfigError("vLLM turns asynchronous scheduling off here: leave async_scheduling out")
-    if own_process and control_of(llm) is not None:
-        llm.llm_engine.engine_core.shutdown()
-        raise ConfigError("vLLM keeps engine cores in this process once one ran here: start those of their own first")
+        raise ConfigError(complaint)
     if own_process:
         _wake_when_dead(llm.llm_engine.engine_core)
     llm.init_weight_transfer_engine({"init_info": {}})
@@ -158,21 +159,25 @@ def running(llm: Any) -> AbstractContextManager[None]:
     return uncompiled(config.device_config.device_type == "cpu" and config.model_config.enforce_eager)
 
 
+def _core(llm: Any) -> Any:
+    """vLLM's engine core where it runs in this process, else None."""
+    return getattr(llm.llm_engine.engine_core, "engine_core", None)
+
+
+def _worker(llm: Any) -> Any:
+    """What runs the model, where it is in this process: no own process, no parallelism; else None."""
+    return getattr(getattr(_core(llm), "model_executor", None), "driver_worker", None)
+
+
 def control_of(llm: Any) -> Control | None:
     """The engine's `Control` where the engine core runs in this process, else None."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
+    core = _core(llm)
     return core.scheduler.control if core is not None else None
 
 
 def set_control(llm: Any, control: Control) -> None:
     """Attach another `Control` to an engine core of this process."""
-    llm.llm_engine.engine_core.engine_core.scheduler.control = control
-
-
-def model_is_here(llm: Any) -> bool:
-    """Whether the model, and with it the sampler's random state, is in this process: no own process, no parallelism."""
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    return getattr(getattr(core, "model_executor", None), "driver_worker", None) is not None
+    _core(llm).scheduler.control = control
 
 
 def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
@@ -180,9 +185,8 @@ def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
 
     ConfigError where the engine's model does not run in this process, or verifies fewer tokens than were scheduled.
     """
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    worker = getattr(getattr(core, "model_executor", None), "driver_worker", None)
-    if core is None or worker is None:
+    worker = _worker(llm)
+    if worker is None:
         raise ConfigError("hidden states are captured where the engine runs: leave out own_process and parallelism")
     runner = worker.worker.model_runner
     if getattr(runner, "adaptive_verification", None) is not None:
@@ -196,15 +200,15 @@ def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
         max_tokens=config.scheduler_config.max_num_batched_tokens,
     )
     made.attach()
-    core.scheduler.capture = made
+    _core(llm).scheduler.capture = made
     return made
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:
-    """Call a command of `scheduler.call_control` beside the engine's scheduler; RunError when it cannot be reached."""
+    """What `scheduler.call_control` does beside the engine's scheduler; RunError when it cannot be reached."""
     message = pickle.dumps((name, args))
     client = llm.llm_engine.engine_core
-    core = getattr(client, "engine_core", None)
+    core = _core(llm)
     if core is not None:
         return pickle.loads(core.tltlab(message))
     try:
@@ -213,12 +217,10 @@ def call(llm: Any, name: str, *args: Any) -> Any:
         raise RunError(f"the engine core cannot be asked to {name}: {' '.join(str(error).split())[:300]}") from error
 
 
-def sampling_params(
-    key: Key, *, temperature: float, top_p: float, top_k: int, min_p: float, max_tokens: int, ignore_eos: bool
-) -> Any:
+def sampling_params(key: Key, **settings: Any) -> Any:
     """Sampling settings of one request: it carries its key, and comes back whole with its behaviour log-probs.
 
-    ConfigError for what vLLM refuses.
+    `settings` have vLLM's names; ConfigError for what vLLM refuses.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMClientError
@@ -226,12 +228,7 @@ def sampling_params(
 
     try:
         return SamplingParams(
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            max_tokens=max_tokens,
-            ignore_eos=ignore_eos,
+            **settings,
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
@@ -278,10 +275,7 @@ def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], versio
     if not named:
         raise ConfigError("a weight update needs weights, got none")
     try:
-        if draft:
-            llm.start_draft_weight_update()
-        else:
-            llm.start_weight_update()
+        llm.start_draft_weight_update() if draft else llm.start_weight_update()
         for info in _chunks(llm, named):
             llm.update_weights({"update_info": info})
         llm.finish_weight_update(version)
@@ -296,7 +290,7 @@ def _chunks(llm: Any, named: list[tuple[str, torch.Tensor]]) -> Iterator[dict[st
 
     Nested tensors do not survive the way into another process, and all of a large model is too much for one message.
     """
-    if model_is_here(llm):
+    if _worker(llm) is not None:
         yield {"weights": named}
         return
     from safetensors.torch import save

@@ -46,7 +46,7 @@ def answer_for_the_policy() -> None:
 
     if hasattr(EngineCore, "tltlab"):
         return
-    EngineCore.tltlab = tltlab  # type: ignore[attr-defined]
+    EngineCore.tltlab = tltlab
     stock = EngineCore.shutdown
 
     def shutdown(self: Any) -> None:
@@ -56,7 +56,7 @@ def answer_for_the_policy() -> None:
             close_recording()
         stock(self)
 
-    EngineCore.shutdown = shutdown  # type: ignore[method-assign]
+    EngineCore.shutdown = shutdown
 
 
 def mend_speculative_sampling() -> None:

@@ -11,6 +11,7 @@ import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from vllm.v1.request import Request
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.control import Control, Live
+from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
@@ -185,7 +186,7 @@ class PolicyScheduler(Scheduler):
         if self.recording is not None:
             # Trainers do this after each weight update, of which a scheduler hears nothing else.
             self.recording.policy_version += 1
-        return super().reset_prefix_cache(*args, **kwargs)
+        return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def close_recording(self) -> None:
         """Turn what was recorded into a trace; nothing is recorded after."""
@@ -257,11 +258,15 @@ class NoProposer:
 
 
 def call_control(core: Any, message: bytes) -> bytes:
-    """Carry out a pickled (name, args) on an engine core, most on the `Control` beside it; the pickled result."""
+    """Carry out a pickled (name, args) on an engine core; the pickled result.
+
+    It is one of `_COMMANDS`, or names what the `Control` beside the scheduler has: "begin", "drafters.forget".
+    """
     name, args = pickle.loads(message)
-    if name == "reseed":
-        return pickle.dumps(_reseed(core, *args))
-    return pickle.dumps(_COMMANDS[name](core.scheduler.control, *args))
+    if name in _COMMANDS:
+        return pickle.dumps(_COMMANDS[name](core, *args))
+    found = attrgetter(name)(core.scheduler.control)
+    return pickle.dumps(found(*args) if callable(found) else found)
 
 
 def _reseed(core: Any, seed: Sequence[int]) -> None:
@@ -279,12 +284,12 @@ def _seed_process(worker: Any, seed: list[int]) -> None:
     random.seed(for_python)
 
 
-def _rng_state(control: Control) -> Any:
+def _rng_state(core: Any) -> Any:
     """What tokens are drawn from: the V1 runner draws on its device, the V2 runner takes seeds from numpy."""
     return torch.get_rng_state(), torch.cuda.get_rng_state_all(), np.random.get_state()
 
 
-def _set_rng_state(control: Control, state: Any) -> None:
+def _set_rng_state(core: Any, state: Any) -> None:
     cpu, cuda, numpy = state
     torch.set_rng_state(cpu)
     torch.cuda.set_rng_state_all(cuda)
@@ -292,24 +297,8 @@ def _set_rng_state(control: Control, state: Any) -> None:
 
 
 _COMMANDS: Mapping[str, Callable[..., Any]] = {
-    "set_policy": Control.set_policy,
-    "begin": Control.begin,
-    "end": Control.end,
-    "suspend": Control.suspend,
-    "resume": Control.resume,
-    "replay": lambda control, rows: control.seat.replay(rows),
-    "remember": Control.remember,
-    "forget": lambda control: control.drafters.forget(),
-    "updated": lambda control, predicted, updates: control.drafters.updated(predicted, updates),
-    "target_updated": lambda control, version: control.drafters.target_updated(version),
-    "woke": lambda control: control.drafters.woke(),
-    "guard_drafter": lambda control, config: control.drafters.guard(config),
-    "complaint": lambda control: control.drafters.complaint,
-    "drafter_report": lambda control: control.drafters.report(),
-    "seconds": lambda control: (control.inside.seconds, control.seat.deciding.seconds),
-    "state_dict": Control.state_dict,
-    "load_state_dict": Control.load_state_dict,
-    "sampling_is_sound": lambda control: speculative_sampling_is_sound(),
+    "reseed": _reseed,
     "rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
+    "sampling_is_sound": lambda core: speculative_sampling_is_sound(),
 }

@@ -20,11 +20,9 @@ def time_drafting() -> None:
 
     if hasattr(V1Runner.take_draft_token_ids, "timed_by_tltlab"):
         return
-    V1Runner.propose_draft_token_ids = _timed(  # type: ignore[method-assign]
-        V1Runner.propose_draft_token_ids, lambda args: _stopwatch(args[0])
-    )
+    V1Runner.propose_draft_token_ids = _timed(V1Runner.propose_draft_token_ids, lambda args: _stopwatch(args[0]))
     for runner in (V1Runner, V2Runner):
-        runner.take_draft_token_ids = _with_time(runner.take_draft_token_ids)  # type: ignore[method-assign]
+        runner.take_draft_token_ids = _with_time(runner.take_draft_token_ids)
 
 
 class _Stopwatch:
@@ -87,7 +85,5 @@ def _with_time(take: Any) -> Any:
 
 
 def _stopwatch(runner: Any) -> _Stopwatch:
-    watch = runner.__dict__.get("tltlab_stopwatch")
-    if watch is None:
-        watch = runner.tltlab_stopwatch = _Stopwatch()
+    watch: _Stopwatch = runner.__dict__.setdefault("tltlab_stopwatch", _Stopwatch())
     return watch
