@@ -254,18 +254,18 @@ class WorkerPool:
 
     def _tell(self, ask: Ask) -> None:
         """Tell every worker what one that is started again is told anyway."""
-        self._all(ask, told=True)
+        self._all(ask, told_at_start=True)
 
-    def _all(self, ask: Ask | None, *, told: bool = False, doing: Sequence[str] = ()) -> list[Any]:
+    def _all(self, ask: Ask | None, *, told_at_start: bool = False, doing: Sequence[str] = ()) -> list[Any]:
         """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up."""
 
         async def answers() -> list[Any]:
-            lives = (self._life(n, ask, told, doing[n] if doing else "") for n in range(len(self.handles)))
+            lives = (self._life(n, ask, told_at_start, doing[n] if doing else "") for n in range(len(self.handles)))
             return await asyncio.gather(*lives)
 
         return _finished(answers())
 
-    async def _life(self, n: int, ask: Ask | None, told: bool, doing: str) -> Any:
+    async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str) -> Any:
         """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back."""
         while True:
             try:
@@ -273,7 +273,7 @@ class WorkerPool:
                     if self._asleep:
                         return None
                     await self._begin(n)
-                    if told:
+                    if told_at_start:
                         return None
                 return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
@@ -400,5 +400,5 @@ def why_lost(error: RayError, handle: Any) -> str:
 
 def _line(error: BaseException) -> str:
     """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
-    said = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    return (said[-1] if said else type(error).__name__).partition(" Some common causes")[0][:300]
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]

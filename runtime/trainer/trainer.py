@@ -210,10 +210,10 @@ class Trainer:
         """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
         state = self.policy.model.state_dict(keep_vars=True)
         model = self.policy.model
-        wanted = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in wanted]
-        found = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
-        return FrozenTarget(embedding=found[names[0]], lm_head=found[names[1]]) if found else None
+        shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
+        tensors = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
+        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]]) if tensors else None
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
