@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
 from tltlab.traces.stream import StreamWriter, count, describe
@@ -130,9 +131,10 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"{found['num_responses']} responses in {found['num_rl_steps']} RL steps, "
         f"{found['trace_bytes'] / 2**20:.0f} MiB on disk",
-        f"{'phase':10s}{'seconds':>10s}{'responses/s':>14s}{'peak MiB':>10s}",
     ]
-    for name, phase in found["phases"].items():
-        peak = phase["peak_rss_bytes"] / 2**20
-        lines.append(f"{name:10s}{phase['wall_s']:10.1f}{phase['rows_per_s']:14.0f}{peak:10.0f}")
+    rows = [
+        (name, f"{phase['wall_s']:.1f}", f"{phase['rows_per_s']:.0f}", f"{phase['peak_rss_bytes'] / 2**20:.0f}")
+        for name, phase in found["phases"].items()
+    ]
+    lines.append(table(("phase", "seconds", "responses/s", "peak MiB"), rows))
     return "\n".join(lines)
