@@ -16,14 +16,15 @@ from tltlab.calibration.api import Calibration, calibrate
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline
-from tltlab.runtime.drafter.figures import annotated_drafts, by_position, idle_times, last_third
+from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.run.grpo import GrpoRun
+from tltlab.runtime.run.rows import StepReport
 from tltlab.sim import SimResult, simulate
-from tltlab.sim.tuning.tune import tune
+from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.sim.verification.rollouts import nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
@@ -81,25 +82,8 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         for name in names[: -setting.tuned_steps]:
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
-        recorded = run.trace()
         say("4/7 calibrating and tuning a policy in the simulator")
-        # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
-        recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
-        fitted = calibrate(recorded.select(recent))
-        if fitted.acceptance is None:
-            raise RunError("nothing was drafted while exploring, so there is no policy to tune")
-        fitted.costs.write(out / "costs.json")
-        fitted.acceptance.write(out / "acceptance.json")
-        found = tune(
-            recorded.select(recent),
-            costs=fitted.costs,
-            acceptance=fitted.acceptance,
-            placement="recorded",
-            trials=TRIALS,
-            seed=seed,
-            provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
-        )
-        found.policy.write(out / "policy.json")
+        fitted, found = fit_and_tune(run.trace(), out, seed)
         for candidate in found.candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
         say(found.verdict)
@@ -129,21 +113,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         "reward_last": reward_last,
         "heldout_prompts": setting.heldout,
         "steps": [
-            {
-                "rl_step": r.rl_step,
-                "policy": r.policy,
-                "reward": r.reward_mean,
-                "num_tokens": r.num_tokens,
-                "rollout_s": r.rollout_s,
-                "predicted_rollout_s": float(predicted[r.rl_step]),
-                "tokens_per_s": r.num_tokens / r.rollout_s,
-                "mean_accept_length": mean_accept_length(trace.select([r.rl_step])),
-                "bubble_fraction": summary(trace.select([r.rl_step]))["bubble_fraction"],
-                "train_s": r.train_s,
-                "mismatch_kl": r.metrics["mismatch_kl"],
-                "recorder_s": r.recorder_s,
-            }
-            for r in reports
+            _step(report, trace.select([report.rl_step]), float(predicted[report.rl_step])) for report in reports
         ],
         "mean_accept_length": mean_accept_length(trace),
         "median_prediction_error": verification.median_error,
@@ -163,6 +133,49 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     write_json(out / "summary.json", result)
     say(f"done: {out / 'summary.json'}, {out / 'timeline.png'}")
     return result
+
+
+def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, TuneResult]:
+    """Costs and acceptance of the later half of the steps, and a policy tuned on them; all three are written to `out`.
+
+    RunError where nothing was drafted.
+    """
+    # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
+    recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
+    fitted = calibrate(recorded.select(recent))
+    if fitted.acceptance is None:
+        raise RunError("nothing was drafted while exploring, so there is no policy to tune")
+    fitted.costs.write(out / "costs.json")
+    fitted.acceptance.write(out / "acceptance.json")
+    found = tune(
+        recorded.select(recent),
+        costs=fitted.costs,
+        acceptance=fitted.acceptance,
+        placement="recorded",
+        trials=TRIALS,
+        seed=seed,
+        provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
+    )
+    found.policy.write(out / "policy.json")
+    return fitted, found
+
+
+def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]:
+    """What `summary.json` says of an RL step."""
+    return {
+        "rl_step": report.rl_step,
+        "policy": report.policy,
+        "reward": report.reward_mean,
+        "num_tokens": report.num_tokens,
+        "rollout_s": report.rollout_s,
+        "predicted_rollout_s": predicted_s,
+        "tokens_per_s": report.num_tokens / report.rollout_s,
+        "mean_accept_length": mean_accept_length(step),
+        "bubble_fraction": summary(step)["bubble_fraction"],
+        "train_s": report.train_s,
+        "mismatch_kl": report.metrics["mismatch_kl"],
+        "recorder_s": report.recorder_s,
+    }
 
 
 def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int) -> Recipe:
