@@ -6,35 +6,15 @@ trainers and their progress are brought up to date whenever the rollout has some
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
-from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, Period, advance, wakeup_s
-from tltlab.coordination.messages import (
-    Event,
-    Released,
-    RolloutEnded,
-    RolloutStarted,
-    StopTraining,
-    Tick,
-    Train,
-    WorkerGone,
-    WorkerReport,
-)
+from tltlab.coordination.machine import CoordinatorConfig, CoordinatorState, advance
+from tltlab.coordination.messages import Event, RolloutEnded, RolloutStarted, WorkerReport
 from tltlab.coordination.progress import Progress, SpotTraining, Trained
 from tltlab.errors import ConfigError
 from tltlab.state import DrafterState
-
-
-class Clock(Protocol):
-    """What `attach` needs of a `simpy.Environment`."""
-
-    @property
-    def now(self) -> float: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,23 +32,17 @@ class SpotSpan:
 class SpotResult:
     """What the idle time of one rollout came to.
 
-    `trained` sums over the rollout's `num_periods`; `drafter` is what the next RL step finds: age 0 if this rollout
-    updated it. Worker-seconds up to the rollout's end: `idle_worker_s` without requests, `held_worker_s` of them in a
-    training group (set-up, checkpoints and waiting included), `trained_worker_s` of them in updates. `data_wait_s` is
-    a group's, not its workers'. `interference_s` per worker: how long the rollout, or what comes after it, waited for
-    this worker's trainer to yield; `release_delay_s` the same for the RL step, from the end of the rollout on.
+    `drafter` is what the next RL step finds: age 0 if this rollout updated it. Worker-seconds up to the rollout's end:
+    `idle_worker_s` without requests, `trained_worker_s` of them in updates. `release_delay_s`: how long the RL step
+    waited for trainers to yield after the rollout.
     """
 
-    spans: tuple[SpotSpan, ...] = ()
-    trained: Trained = field(default_factory=Trained)
-    drafter: DrafterState = field(default_factory=DrafterState)
-    num_periods: int = 0
-    idle_worker_s: float = 0.0
-    held_worker_s: float = 0.0
-    trained_worker_s: float = 0.0
-    data_wait_s: float = 0.0
-    interference_s: tuple[float, ...] = ()
-    release_delay_s: float = 0.0
+    spans: tuple[SpotSpan, ...]
+    trained: Trained
+    drafter: DrafterState
+    idle_worker_s: float
+    trained_worker_s: float
+    release_delay_s: float
 
     @property
     def used_share(self) -> float:
@@ -76,29 +50,15 @@ class SpotResult:
         return self.trained_worker_s / self.idle_worker_s if self.idle_worker_s > 0 else 0.0
 
 
-@dataclass(slots=True)
-class _Worker:
-    """A simulated worker at the other end of the coordinator's messages; `free_s`: when its trainer is out."""
-
-    busy: bool = True
-    seq: int = 0
-    acked: int = 0
-    term: int | None = None
-    since_s: float = 0.0
-    leaving: bool = False
-    free_s: float = math.inf
-    idle_from_s: float | None = None
-
-
 class SimulatedSpotTrainer:
     """Trains the drafter on idle workers; an `engine.IdleUse` whose updates and data last from rollout to rollout.
 
-    Calls come in order of time, in seconds of the environment's clock; every worker begins busy. `responses_finished`
-    tells the data's size, which only `max_epochs` needs: without it an idle worker's responses are data of any size.
+    Calls come in order of time, in seconds of the environment's clock. Every worker begins busy and is idle once, so a
+    rollout has one training period at most, which ends when the last worker is idle. `responses_finished` tells the
+    data's size, which only `max_epochs` needs: without it an idle worker's responses are data of any size.
 
-    >>> from types import SimpleNamespace
     >>> spot = SimulatedSpotTrainer(SpotTraining(start_s=5.0))
-    >>> spot.attach(SimpleNamespace(now=0.0), num_workers=2)
+    >>> spot.rollout_started(num_workers=2, now=0.0)
     >>> spot.worker_idle(0, 10.0)
     >>> spot.worker_idle(1, 42.0)
     >>> spot.rollout_ended(42.0)
@@ -108,8 +68,7 @@ class SimulatedSpotTrainer:
 
     def __init__(self, model: SpotTraining | None = None, config: CoordinatorConfig | None = None) -> None:
         self.model = model or SpotTraining()
-        # Simulated messages are never lost, and simulated workers have no heartbeat.
-        self.config = (config or CoordinatorConfig()).model_copy(update={"resend_s": math.inf, "gone_after_s": None})
+        self.config = config or CoordinatorConfig()
         self.drafter = DrafterState()
         self._rollout = -1
         self._has_data = False
@@ -122,221 +81,105 @@ class SimulatedSpotTrainer:
         assert self._result is not None, "no rollout has ended yet"
         return self._result
 
-    def attach(self, env: Clock, num_workers: int) -> None:
-        """A rollout begins at `env.now`."""
+    def rollout_started(self, num_workers: int, now: float) -> None:
+        """A rollout begins."""
         self._rollout += 1
-        self._begin_s = self._now = float(env.now)
-        self._state = CoordinatorState(config=self.config, rl_step=self._rollout - 1)
-        self._workers = [_Worker() for _ in range(num_workers)]
-        self._leaving: list[tuple[float, int, int]] = []
+        self._begin_s = self._now = now
+        self._coordinator = CoordinatorState(config=self.config, rl_step=self._rollout - 1)
+        self._idle_from_s: dict[int, float] = {}
+        self._joined_s: dict[int, float] = {}
         self._progress = Progress()
-        self._yield_s = 0.0
-        self._member_died = False
+        self._trained_s = self._release_delay_s = 0.0
+        self._trained = Trained()
+        self._checkpoints_s: list[float] = []
+        self._spans: list[SpotSpan] = []
         self._data_tokens = self.model.carried_tokens(self._lengths)
         self._has_data &= self.model.carried_share > 0
         self._lengths = []
-        self._trained = Trained()
-        self._num_periods, self._opened_s = 0, self._now
-        self._idle_s = self._held_s = self._trained_s = self._waited_s = 0.0
-        self._interference_s = [0.0] * num_workers
-        self._released_s = math.inf
-        self._spans: list[SpotSpan] = []
-        self._checkpoints_s: list[float] = []
         self._feed(RolloutStarted(rl_step=self._rollout))
         for worker in range(num_workers):
-            self._feed(self._report(worker))
+            self._feed(WorkerReport(worker=worker, seq=0, rl_step=self._rollout, busy=True))
 
     def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
         """Responses of these lengths have finished: data to train on, the longest of them in the next rollout too."""
-        self._catch_up(now)
+        self._train_until(now)
         self._lengths.extend(response_tokens)
         self._data_tokens += float(sum(response_tokens))
         self._has_data |= self._data_tokens > 0
 
     def worker_idle(self, worker: int, now: float) -> None:
         """The worker has neither running nor waiting requests."""
-        self._catch_up(now)
-        state = self._workers[worker]
-        state.busy, state.idle_from_s = False, now
+        self._train_until(now)
+        self._idle_from_s[worker] = now
         # A worker without a share in the rollout is idle from the start and has finished nothing.
         self._has_data |= now > self._begin_s
-        self._feed(self._report(worker))
-
-    def worker_busy(self, worker: int, now: float) -> float:
-        """The worker has requests again; returns the seconds before its device is free for them."""
-        self._catch_up(now)
-        self._end_idle(self._workers[worker])
-        self._workers[worker].busy = True
-        self._feed(self._report(worker))
-        return self._wait_for(worker)
-
-    def worker_gone(self, worker: int, now: float) -> None:
-        """The worker's process ended, and a group that it was in with it; its next report brings it back."""
-        self._catch_up(now)
-        self._end_idle(self._workers[worker])
-        self._end_hold(self._workers[worker])
-        self._let_go(worker)
-        self._member_died = self._state.period is not None and worker in self._state.period.members
-        self._feed(WorkerGone(worker=worker))
-        self._member_died = False
+        self._feed(WorkerReport(worker=worker, seq=1, rl_step=self._rollout, busy=False))
 
     def rollout_ended(self, now: float) -> None:
         """No request is left. Raises ConfigError where `max_epochs` is set and nobody told the responses' lengths."""
-        self._catch_up(now)
-        for worker in self._workers:
-            self._end_idle(worker)
+        self._train_until(now)
         self._feed(RolloutEnded(rl_step=self._rollout))
-        for index, worker in enumerate(self._workers):
-            if not worker.busy:
-                self._wait_for(index)
-        while math.isinf(self._released_s):
-            self._catch_up(min(self._leaving[0][0], wakeup_s(self._state)))
         if self.model.max_epochs is not None and self._has_data and self._data_tokens <= 0:
             raise ConfigError("max_epochs limits training by the data, but no lengths of finished responses were given")
+        idle_worker_s = 0.0
+        for _, idle_s in sorted(self._idle_from_s.items()):
+            idle_worker_s += now - idle_s
         updates = self._trained.updates
         self.drafter = DrafterState(age=0 if updates else self.drafter.age + 1, updates=self.drafter.updates + updates)
         self._result = SpotResult(
             spans=tuple(sorted(self._spans, key=lambda span: (span.start_s, span.lane))),
             trained=self._trained,
             drafter=self.drafter,
-            num_periods=self._num_periods,
-            idle_worker_s=self._idle_s,
-            held_worker_s=self._held_s,
+            idle_worker_s=idle_worker_s,
             trained_worker_s=self._trained_s,
-            data_wait_s=self._waited_s,
-            interference_s=tuple(self._interference_s),
-            release_delay_s=self._released_s - now,
+            release_delay_s=self._release_delay_s,
         )
 
-    def _catch_up(self, now: float) -> None:
-        """Let everything happen that is due by `now`."""
-        while self._leaving:
-            free_s, index, term = self._leaving[0]
-            kill_s = wakeup_s(self._state)
-            if min(free_s, kill_s) > now:
-                break
-            self._integrate(min(free_s, kill_s))
-            if free_s > kill_s:
-                self._feed(Tick())
-                continue
-            heapq.heappop(self._leaving)
-            if self._workers[index].term == term:
-                self._let_go(index)
-                self._feed(self._report(index))
-        self._integrate(now)
-
-    def _integrate(self, now: float) -> None:
+    def _train_until(self, now: float) -> None:
         assert now >= self._now, f"time goes backwards: {now} after {self._now}"
-        period, before = self._state.period, self._progress
+        period, before = self._coordinator.period, self._progress
         if period is not None:
             members = len(period.members)
-            self._progress, begun = self.model.advance(before, now - self._now, members, self._updates_allowed())
+            allowed = math.inf if self._has_data else 0.0
+            if self.model.max_epochs is not None:
+                allowed = self.model.max_updates(self._data_tokens)
+            self._progress, begun = self.model.advance(before, now - self._now, members, allowed)
             self._checkpoints_s += [self._now + offset for offset in begun]
             self._trained_s += (self._progress.trained_s - before.trained_s) * members
-            self._waited_s += self._progress.waited_s - before.waited_s
         self._now = now
 
-    def _updates_allowed(self) -> float:
-        """By the data, less what earlier periods of this rollout used of them."""
-        if self.model.max_epochs is None:
-            return math.inf if self._has_data else 0.0
-        return self.model.max_updates(self._data_tokens) - self._trained.updates - self._trained.updates_lost
-
-    def _report(self, index: int) -> WorkerReport:
-        worker = self._workers[index]
-        worker.seq += 1
-        return WorkerReport(
-            worker=index, seq=worker.seq, rl_step=self._rollout, busy=worker.busy, term=worker.term, acked=worker.acked
-        )
-
     def _feed(self, event: Event) -> None:
-        """Give an event to the coordinator and carry out what it commands, answers included."""
-        events = deque([event])
-        while events:
-            before = self._state.period
-            self._state, commands = advance(self._state, events.popleft(), self._now)
-            self._follow(before, self._state.period)
-            for command in commands:
-                if isinstance(command, Released):
-                    self._released_s = self._now
-                    continue
-                worker = self._workers[command.worker]
-                worker.acked = command.seq
-                if isinstance(command, Train):
-                    # Not answered at once: any later report acknowledges it.
-                    if worker.term is None:
-                        worker.term, worker.since_s, worker.leaving = command.term, self._now, False
-                    continue
-                self._end_hold(worker)
-                if isinstance(command, StopTraining) and worker.term is not None and self._yield_s > 0:
-                    worker.free_s = self._now + self._yield_s
-                    heapq.heappush(self._leaving, (worker.free_s, command.worker, worker.term))
-                else:
-                    self._let_go(command.worker)
-                    events.append(self._report(command.worker))
-
-    def _follow(self, before: Period | None, after: Period | None) -> None:
-        """Keep the group's books: a period that opened, ended or has other members now."""
-        same_term = before is not None and after is not None and before.term == after.term
-        if before is not None and before != after:
-            self._yield_s = self.model.yield_delay_s(self._progress, len(before.members))
-            if same_term:
-                self._progress = self._progress.regrouped(self.model.join_s)
-            else:
-                self._end_period(before.term)
-        if after is not None and not same_term:
+        """Give an event to the coordinator, and have the training period open, regroup or end as it says."""
+        before = self._coordinator.period
+        self._coordinator, _ = advance(self._coordinator, event, self._now)
+        after = self._coordinator.period
+        if after is None:
+            if before is not None:
+                self._end_period(before.term, len(before.members))
+        elif before is None:
             self._progress = Progress(setup_left_s=self.model.start_s)
-            self._opened_s = self._now
+        elif before != after:
+            self._progress = self._progress.regrouped(self.model.join_s)
+        for member in after.members if after is not None else ():
+            self._joined_s.setdefault(member, self._now)
 
-    def _end_period(self, term: int) -> None:
-        model, progress, now = self.model, self._progress, self._now
-        killed = self._member_died or self._yield_s > self.config.yield_timeout_s
-        outcome = model.killed(progress) if killed else model.stopped(progress)
-        self._trained += outcome
-        self._num_periods += now > self._opened_s
-        end_s = now + (0.0 if self._member_died else min(self._yield_s, self.config.yield_timeout_s))
-        spans = [(start_s, start_s + model.checkpoint_s) for start_s in self._checkpoints_s]
+    def _end_period(self, term: int, num_members: int) -> None:
+        """All members are told to stop; who has not yielded after the coordinator's `yield_timeout_s` is killed."""
+        model, timeout_s = self.model, self.config.yield_timeout_s
+        yield_s = model.yield_delay_s(self._progress, num_members)
+        killed = yield_s > timeout_s
+        end_s = self._now + min(yield_s, timeout_s)
+        self._release_delay_s = end_s - self._now
+        self._trained = model.killed(self._progress) if killed else model.stopped(self._progress)
+        written = [(start_s, start_s + model.checkpoint_s) for start_s in self._checkpoints_s]
         if killed:
-            spans = [(start_s, min(done_s, end_s)) for start_s, done_s in spans]
-        elif len(spans) < outcome.checkpoints:
-            spans.append((end_s, end_s + model.checkpoint_s))
-        detail = f"term {term}"
-        self._spans += [
-            SpotSpan(lane="drafter", kind="checkpoint", start_s=start_s, end_s=done_s, detail=detail)
-            for start_s, done_s in spans
+            written = [(start_s, min(done_s, end_s)) for start_s, done_s in written]
+        elif len(written) < self._trained.checkpoints:
+            written.append((end_s, end_s + model.checkpoint_s))
+        held = [(f"worker {worker}", "spot_train", joined_s, end_s) for worker, joined_s in self._joined_s.items()]
+        rows = [("drafter", "checkpoint", start_s, done_s) for start_s, done_s in written] + held
+        self._spans = [
+            SpotSpan(lane=lane, kind=kind, start_s=start_s, end_s=done_s, detail=f"term {term}")
+            for lane, kind, start_s, done_s in rows
             if done_s > start_s
         ]
-        self._checkpoints_s = []
-
-    def _let_go(self, index: int) -> None:
-        """The worker's device is free of training."""
-        worker = self._workers[index]
-        if worker.term is not None and self._now > worker.since_s:
-            span = SpotSpan(
-                lane=f"worker {index}",
-                kind="spot_train",
-                start_s=worker.since_s,
-                end_s=self._now,
-                detail=f"term {worker.term}",
-            )
-            self._spans.append(span)
-        worker.term = None
-
-    def _end_idle(self, worker: _Worker) -> None:
-        if worker.idle_from_s is not None:
-            self._idle_s += self._now - worker.idle_from_s
-        worker.idle_from_s = None
-
-    def _end_hold(self, worker: _Worker) -> None:
-        """Its time as a member is over, though it may take a while to leave."""
-        if worker.term is not None and not worker.leaving:
-            self._held_s += self._now - worker.since_s
-        worker.leaving = True
-
-    def _wait_for(self, index: int) -> float:
-        worker = self._workers[index]
-        if worker.term is None:
-            return 0.0
-        wait_s = min(worker.free_s, self._state.workers[index].stop_by_s) - self._now
-        self._interference_s[index] += wait_s
-        return wait_s

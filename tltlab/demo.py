@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,19 +16,20 @@ from tltlab.calibration.api import Calibration, calibrate
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.report.perfetto import write_perfetto
 from tltlab.report.timeline import timeline
-from tltlab.runtime.drafter.figures import annotated_drafts, by_position, idle_times, last_third
+from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, idle_times, last_third
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.run.grpo import GrpoRun
-from tltlab.sim import simulate
-from tltlab.sim.tuning.tune import tune
+from tltlab.runtime.run.rows import StepReport
+from tltlab.sim import SimResult, simulate
+from tltlab.sim.tuning.tune import TuneResult, tune
 from tltlab.sim.verification.rollouts import nearest, verify
 from tltlab.traces.metrics import mean_accept_length, summary
 from tltlab.traces.trace import Trace, read
 
-from .console import progress
+from .console import progress, table
 from .errors import RunError
 from .files import write_json
 
@@ -80,25 +82,8 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         for name in names[: -setting.tuned_steps]:
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
-        recorded = run.trace()
         say("4/7 calibrating and tuning a policy in the simulator")
-        # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
-        recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
-        fitted = calibrate(recorded.select(recent))
-        if fitted.acceptance is None:
-            raise RunError("nothing was drafted while exploring, so there is no policy to tune")
-        fitted.costs.write(out / "costs.json")
-        fitted.acceptance.write(out / "acceptance.json")
-        found = tune(
-            recorded.select(recent),
-            costs=fitted.costs,
-            acceptance=fitted.acceptance,
-            placement="recorded",
-            trials=TRIALS,
-            seed=seed,
-            provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
-        )
-        found.policy.write(out / "policy.json")
+        fitted, found = fit_and_tune(run.trace(), out, seed)
         for candidate in found.candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
         say(found.verdict)
@@ -115,7 +100,10 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     verification = verify(out, seed=seed)
     predicted = verification.rows.set_index("rl_step")["predicted_s"]
     tuned_steps = [s for s, name in enumerate(names) if name == TUNED]
-    without = {s: predict(trace, s, load_policy(PLAIN), fitted, seed) for s in tuned_steps}
+    # Luck in acceptance moves a single simulation by some percent.
+    without_s = [
+        sampled(trace, s, load_policy(PLAIN), fitted, seed + n).makespan_s for s in tuned_steps for n in range(5)
+    ]
     pictures(trace, len(names) - setting.tuned_steps // 2 - 1, tuned, out, seed)
     say("7/7 GRPO once more from the start, four workers, with a drafter that learns on those that are idle")
     drafter = run_drafter(out / "model", out / "adaptive", setting.drafter, seed=seed, say=say)
@@ -125,27 +113,13 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         "reward_last": reward_last,
         "heldout_prompts": setting.heldout,
         "steps": [
-            {
-                "rl_step": r.rl_step,
-                "policy": r.policy,
-                "reward": r.reward_mean,
-                "num_tokens": r.num_tokens,
-                "rollout_s": r.rollout_s,
-                "predicted_rollout_s": float(predicted[r.rl_step]),
-                "tokens_per_s": r.num_tokens / r.rollout_s,
-                "mean_accept_length": mean_accept_length(trace.select([r.rl_step])),
-                "bubble_fraction": summary(trace.select([r.rl_step]))["bubble_fraction"],
-                "train_s": r.train_s,
-                "mismatch_kl": r.metrics["mismatch_kl"],
-                "recorder_s": r.recorder_s,
-            }
-            for r in reports
+            _step(report, trace.select([report.rl_step]), float(predicted[report.rl_step])) for report in reports
         ],
         "mean_accept_length": mean_accept_length(trace),
         "median_prediction_error": verification.median_error,
         "verify": verification.json(),
         "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
-        "predicted_rollout_s_without_speculation": float(np.mean(list(without.values()))),
+        "predicted_rollout_s_without_speculation": float(np.mean(without_s)),
         "drafter": drafter,
         "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in found.candidates],
         "model": model,
@@ -161,6 +135,49 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
     return result
 
 
+def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, TuneResult]:
+    """Costs and acceptance of the later half of the steps, and a policy tuned on them; all three are written to `out`.
+
+    RunError where nothing was drafted.
+    """
+    # Training makes responses more predictable, so drafts are accepted more and more: fit what is recent.
+    recent = recorded.rl_steps[len(recorded.rl_steps) // 2 :]
+    fitted = calibrate(recorded.select(recent))
+    if fitted.acceptance is None:
+        raise RunError("nothing was drafted while exploring, so there is no policy to tune")
+    fitted.costs.write(out / "costs.json")
+    fitted.acceptance.write(out / "acceptance.json")
+    found = tune(
+        recorded.select(recent),
+        costs=fitted.costs,
+        acceptance=fitted.acceptance,
+        placement="recorded",
+        trials=TRIALS,
+        seed=seed,
+        provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
+    )
+    found.policy.write(out / "policy.json")
+    return fitted, found
+
+
+def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]:
+    """What `summary.json` says of an RL step."""
+    return {
+        "rl_step": report.rl_step,
+        "policy": report.policy,
+        "reward": report.reward_mean,
+        "num_tokens": report.num_tokens,
+        "rollout_s": report.rollout_s,
+        "predicted_rollout_s": predicted_s,
+        "tokens_per_s": report.num_tokens / report.rollout_s,
+        "mean_accept_length": mean_accept_length(step),
+        "bubble_fraction": summary(step)["bubble_fraction"],
+        "train_s": report.train_s,
+        "mismatch_kl": report.metrics["mismatch_kl"],
+        "recorder_s": report.recorder_s,
+    }
+
+
 def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int) -> Recipe:
     """The recipe of the demo's training run on the model that it just made."""
     return Recipe(
@@ -174,62 +191,45 @@ def demo_recipe(model: Path, setting: Setting, report: dict[str, Any], seed: int
     )
 
 
-def predict(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, seed: int) -> float:
-    """Rollout seconds of a step from its recorded lengths: the mean of five sampled simulations."""
-    step = trace.select([rl_step])
-    return float(
-        np.mean(
-            [
-                simulate(
-                    step,
-                    policy,
-                    costs=fitted.costs,
-                    acceptance=fitted.acceptance,
-                    placement="recorded",
-                    mode="sampled",
-                    seed=seed + repeat,
-                ).makespan_s
-                for repeat in range(5)
-            ]
-        )
-    )
-
-
-def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) -> None:
-    """Write the recorded step above its simulation from the steps around it, as a picture and for Perfetto."""
-    fitted = calibrate(trace.select(nearest(trace.rl_steps, rl_step, 8)))
-    simulated = simulate(
+def sampled(trace: Trace, rl_step: int, policy: Policy, fitted: Calibration, seed: int) -> SimResult:
+    """A sampled simulation of a step's recorded lengths."""
+    return simulate(
         trace.select([rl_step]),
-        tuned,
+        policy,
         costs=fitted.costs,
         acceptance=fitted.acceptance,
         placement="recorded",
         mode="sampled",
         seed=seed,
     )
+
+
+def pictures(trace: Trace, rl_step: int, tuned: Policy, out: Path, seed: int) -> None:
+    """Write the recorded step above its simulation from the steps around it, as a picture and for Perfetto."""
+    fitted = calibrate(trace.select(nearest(trace.rl_steps, rl_step, 8)))
+    simulated = sampled(trace, rl_step, tuned, fitted, seed)
     timeline(trace.select([rl_step]), compare=simulated, out=out / "timeline.png", rollout_only=True)
     write_perfetto(out / "timeline.json", trace)
 
 
-def table(result: dict[str, Any]) -> str:
+def text(result: dict[str, Any]) -> str:
     """The demo's result for a terminal: a row per policy, then what it comes to."""
     steps = pd.DataFrame(result["steps"])
     drafter = result["drafter"]
     spread = result["verify"]["repeat_spread"]
-    steps["error"] = (steps["predicted_rollout_s"] / steps["rollout_s"] - 1).abs()
+    rows = []
+    for name, of in steps.groupby("policy", sort=False):
+        accept = of["mean_accept_length"].mean()
+        rows.append(
+            (
+                name, len(of), f"{of['reward'].mean():.3f}", f"{of['num_tokens'].sum() / of['rollout_s'].sum():.0f}",
+                f"{of['rollout_s'].mean():.2f}", f"{of['predicted_rollout_s'].mean():.2f}",
+                f"{1.0 if math.isnan(accept) else accept:.2f}", f"{of['bubble_fraction'].mean():.1%}",
+            )
+        )  # fmt: skip
+    header = ("policy", "steps", "reward", "tokens/s", "rollout s", "predicted s", "accept len", "bubbles")
     lines = [
-        f"{'policy':9s}{'steps':>6s}{'reward':>8s}{'tokens/s':>10s}{'rollout s':>11s}{'predicted s':>13s}"
-        f"{'accept len':>12s}{'bubbles':>9s}"
-    ]
-    for name, rows in steps.groupby("policy", sort=False):
-        accept = rows["mean_accept_length"].dropna()
-        lines.append(
-            f"{name:9s}{len(rows):6d}{rows['reward'].mean():8.3f}"
-            f"{rows['num_tokens'].sum() / rows['rollout_s'].sum():10.0f}{rows['rollout_s'].mean():11.2f}"
-            f"{rows['predicted_rollout_s'].mean():13.2f}"
-            f"{accept.mean() if len(accept) else 1.0:12.2f}{rows['bubble_fraction'].mean():9.1%}"
-        )
-    lines += [
+        table(header, rows),
         "",
         f"held-out reward {result['reward_first']:.3f} -> {result['reward_last']:.3f} "
         f"({result['heldout_prompts']} prompts, {result['grpo_steps']} GRPO steps)",

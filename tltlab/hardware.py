@@ -96,39 +96,19 @@ _GPUS = (
 )
 
 
-def _dense(
-    name: str,
-    hidden: int,
-    intermediate: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    head_dim: int = 128,
-    tied_embeddings: bool = False,
-) -> ModelShape:
-    return ModelShape(
-        name=name,
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        vocab=vocab,
-        tied_embeddings=tied_embeddings,
+_FIELDS = ("name", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings")
+_MODELS = tuple(
+    ModelShape.model_validate(dict(zip(_FIELDS, row, strict=True)))
+    for row in (
+        ("Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 64, 151936, True),
+        ("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 128, 151936, True),
+        ("Qwen2.5-7B", 3584, 18944, 28, 28, 4, 128, 152064, False),
+        ("Qwen2.5-32B", 5120, 27648, 64, 40, 8, 128, 152064, False),
+        ("Qwen3-32B", 5120, 25600, 64, 64, 8, 128, 151936, False),
+        ("Llama-3-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
+        ("Llama-3.1-8B", 4096, 14336, 32, 32, 8, 128, 128256, False),
+        ("Llama-3.3-70B", 8192, 28672, 80, 64, 8, 128, 128256, False),
     )
-
-
-_MODELS = (
-    _dense("Qwen2.5-0.5B", 896, 4864, layers=24, heads=14, kv_heads=2, vocab=151936, head_dim=64, tied_embeddings=True),
-    _dense("Qwen2.5-1.5B", 1536, 8960, layers=28, heads=12, kv_heads=2, vocab=151936, tied_embeddings=True),
-    _dense("Qwen2.5-7B", hidden=3584, intermediate=18944, layers=28, heads=28, kv_heads=4, vocab=152064),
-    _dense("Qwen2.5-32B", hidden=5120, intermediate=27648, layers=64, heads=40, kv_heads=8, vocab=152064),
-    _dense("Qwen3-32B", hidden=5120, intermediate=25600, layers=64, heads=64, kv_heads=8, vocab=151936),
-    _dense("Llama-3-8B", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
-    _dense("Llama-3.1-8B", hidden=4096, intermediate=14336, layers=32, heads=32, kv_heads=8, vocab=128256),
-    _dense("Llama-3.3-70B", hidden=8192, intermediate=28672, layers=80, heads=64, kv_heads=8, vocab=128256),
 )
 
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -286,20 +286,10 @@ def _budget_state(i: int) -> StepState:
     return StepState(rl_step=0, batch=batch, requests=_NoRequests() if i % 7 == 0 else requests)
 
 
-class _NoRequests(Sequence[RequestState]):
+class _NoRequests(tuple[RequestState, ...]):
     """An empty view that says so when it is indexed blindly."""
 
-    def __len__(self) -> int:
-        return 0
-
-    def __iter__(self) -> Iterator[RequestState]:
-        return iter(())
-
-    @overload
-    def __getitem__(self, index: int) -> RequestState: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[RequestState]: ...
-    def __getitem__(self, index: int | slice) -> RequestState | Sequence[RequestState]:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return ()
         raise AssertionError(f"choose read state.requests[{index}] where the caller gave no requests: ask len() first")

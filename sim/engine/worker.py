@@ -36,7 +36,7 @@ from .scheduler import Scheduler
 class IdleUse(Protocol):
     """What idle workers do while others still run; called at the virtual time at which it happens."""
 
-    def attach(self, env: simpy.Environment, num_workers: int) -> None:
+    def rollout_started(self, num_workers: int, now: float) -> None:
         """A rollout begins."""
 
     def responses_finished(self, response_tokens: Sequence[float], now: float) -> None:
@@ -52,7 +52,7 @@ class IdleUse(Protocol):
 class LeaveIdle:
     """Idle workers stay idle."""
 
-    def attach(self, env: simpy.Environment, num_workers: int) -> None: ...
+    def rollout_started(self, num_workers: int, now: float) -> None: ...
     def responses_finished(self, response_tokens: Sequence[float], now: float) -> None: ...
     def worker_idle(self, worker: int, now: float) -> None: ...
     def rollout_ended(self, now: float) -> None: ...
@@ -116,7 +116,7 @@ class RolloutSimulator:
             worker_end_s=[0.0] * len(queues),
         )
         env = simpy.Environment()
-        self.idle_use.attach(env, len(queues))
+        self.idle_use.rollout_started(len(queues), env.now)
         workers = []
         for w, queue in enumerate(queues):
             result.worker_of[queue] = w

@@ -28,14 +28,17 @@ from tltlab.runtime.models.make import SIZES
 
 whole = demo.demo_recipe
 
-def fewer_prompts(*args):
+def smaller(*args):
     recipe = whole(*args)
-    return recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"prompts_per_step": 10})})
+    rollout = recipe.rollout.model_copy(update={"num_workers": 1, "prompts_per_step": 10})
+    return recipe.model_copy(update={"rollout": rollout})
 
-demo.demo_recipe = fewer_prompts
+demo.demo_recipe = smaller
 demo.FAST = replace(
     demo.FAST,
     size=replace(SIZES["tiny"], steps=200, measured_prompts=4),
+    plain_steps=1,
+    tuned_steps=1,
     heldout=48,
     drafter=Sizes(
         workers=2, prompts_per_step=8, max_response_tokens=256, tokens_per_update=512, steps=3, heldout=0,
@@ -146,7 +149,7 @@ def test_the_demo_itself_is_larger_than_what_is_run_here():
             Path("model"), setting, {"reward": "tltlab.runtime.models.tasks:subset_sum_reward"}, seed=0
         )
         assert recipe.eval.num_prompts == setting.heldout == heldout
-        assert recipe.rollout.prompts_per_step == 24
+        assert (recipe.rollout.num_workers, recipe.rollout.prompts_per_step) == (2, 24)
         # With two workers only one is ever idle.
         assert setting.drafter.workers == 4
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tltlab.acceptance.load import GeometricAcceptance
 from tltlab.bench.simulator import COSTS, example_table
 from tltlab.costs.base import LinearCosts
-from tltlab.importers.lengths import of_lengths
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import simulate
@@ -28,6 +27,8 @@ from tltlab.sim.scenario import Scenario
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Manifest, Trace
+
+from ..traces_of_lengths import of_lengths
 
 CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)

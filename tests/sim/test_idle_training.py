@@ -1,13 +1,11 @@
-"""Spot training beside a rollout: fake workers in a bare SimPy environment, checked against a clock that ticks."""
+"""Spot training beside a rollout: checked against a clock that ticks."""
 
 from fractions import Fraction
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
-import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,34 +35,25 @@ def changed(**fields):
 
 def rollout(spot, ends_s):
     """One rollout of workers that have nothing left at the given times."""
-    env = simpy.Environment()
-    spot.attach(env, len(ends_s))
-
-    def worker(index, end_s):
-        yield env.timeout(end_s)
-        spot.worker_idle(index, env.now)
-
-    workers = [env.process(worker(index, end_s)) for index, end_s in enumerate(ends_s)]
-    env.run(until=env.all_of(workers))
-    spot.rollout_ended(env.now)
+    spot.rollout_started(len(ends_s), 0.0)
+    for worker in sorted(range(len(ends_s)), key=lambda w: ends_s[w]):
+        spot.worker_idle(worker, ends_s[worker])
+    spot.rollout_ended(max(ends_s))
     return spot.result
 
 
-def started(spot, workers=3):
-    """A rollout that a test drives by hand, with worker 0 idle at 10 s."""
-    spot.attach(SimpleNamespace(now=0.0), workers)
-    spot.worker_idle(0, 10.0)
-    return spot
+def held_s(result, end_s):
+    """Worker-seconds in a training group up to the rollout's end."""
+    return sum(min(s.end_s, end_s) - s.start_s for s in result.spans if s.kind == "spot_train")
 
 
 def test_one_idle_worker_trains_from_its_set_up_to_the_end_of_the_rollout():
     result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [10.0, 60.0])
     assert result.trained.updates == (60 - 10 - 5) * 4 // 8
     assert result.trained.tokens == 22 * 800
-    assert (result.idle_worker_s, result.held_worker_s, result.trained_worker_s) == (50.0, 50.0, 45.0)
+    assert (result.idle_worker_s, held_s(result, 60.0), result.trained_worker_s) == (50.0, 50.0, 45.0)
     assert result.used_share == 0.9
     assert result.release_delay_s == 0.0
-    assert result.interference_s == (0.0, 0.0)
 
 
 def test_workers_train_and_checkpoints_are_written_on_their_own_lanes():
@@ -87,7 +76,7 @@ def test_the_threshold_of_idle_workers_delays_the_training():
     spot = SimulatedSpotTrainer(changed(checkpoint_every=None), CoordinatorConfig(min_idle_workers=2))
     result = rollout(spot, [10.0, 30.0, 60.0])
     assert result.trained.updates == 60 - 30 - 5
-    assert (result.idle_worker_s, result.held_worker_s) == (80.0, 60.0)
+    assert (result.idle_worker_s, held_s(result, 60.0)) == (80.0, 60.0)
 
 
 def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages():
@@ -95,14 +84,13 @@ def test_a_rollout_that_ends_for_all_at_once_trains_nothing_and_the_drafter_ages
     assert rollout(spot, [10.0, 60.0]).drafter.age == 0
     done = spot.drafter.updates
     result = rollout(spot, [60.0, 60.0])
-    assert (result.trained.updates, result.used_share, result.spans, result.num_periods) == (0, 0.0, (), 0)
+    assert (result.trained.updates, result.used_share, result.spans) == (0, 0.0, ())
     assert (result.drafter.age, result.drafter.updates) == (1, done)
     assert rollout(spot, [10.0, 60.0]).drafter.updates == 2 * done
 
 
 def test_workers_without_a_share_of_the_rollout_have_no_data_before_others_finish():
     result = rollout(SimulatedSpotTrainer(changed(checkpoint_every=None)), [0.0, 20.0, 40.0])
-    assert result.data_wait_s == 20.0 - 5.0
     assert result.trained.updates == 19, "two workers, behind the pause for the second's joining"
 
 
@@ -114,32 +102,19 @@ def test_responses_of_the_rollout_before_are_data_from_the_start():
 
 def test_max_epochs_counts_the_tokens_that_have_finished_and_those_carried_over():
     spot = SimulatedSpotTrainer(changed(max_epochs=1, carried_share=0.5))
-    spot.attach(SimpleNamespace(now=0.0), 2)
+    spot.rollout_started(2, 0.0)
     spot.responses_finished([1000.0, 600.0], 10.0)
     spot.worker_idle(0, 10.0)
     spot.responses_finished([200.0], 50.0)
     spot.worker_idle(1, 100.0)
     spot.rollout_ended(100.0)
     assert spot.result.trained.updates == 2, "1,800 tokens, 800 an update"
-    assert spot.result.data_wait_s == 100 - 10 - 5 - 4
-    spot.attach(SimpleNamespace(now=0.0), 2)
+    assert spot.result.trained_worker_s == 4.0
+    spot.rollout_started(2, 0.0)
     spot.worker_idle(0, 10.0)
     spot.worker_idle(1, 100.0)
     spot.rollout_ended(100.0)
     assert spot.result.trained.updates == 2, "the longest two of three, 1,600 tokens, were carried over"
-
-
-def test_a_second_period_does_not_get_the_first_ones_data_again():
-    spot = SimulatedSpotTrainer(changed(max_epochs=1))
-    spot.attach(SimpleNamespace(now=0.0), 3)
-    spot.responses_finished([1600.0], 10.0)
-    spot.worker_idle(0, 10.0)
-    spot.worker_busy(0, 40.0)
-    spot.worker_idle(1, 50.0)
-    spot.worker_idle(2, 90.0)
-    spot.worker_idle(0, 90.0)
-    spot.rollout_ended(90.0)
-    assert (spot.result.num_periods, spot.result.trained.updates) == (2, 2)
 
 
 def test_max_epochs_without_lengths_is_refused():
@@ -151,9 +126,7 @@ def test_a_trainer_that_finishes_its_update_keeps_the_rl_step_waiting_for_it():
     result = rollout(SimulatedSpotTrainer(changed(on_stop="finish", checkpoint_every=None)), [10.0, 60.5])
     assert result.trained.updates == 23
     assert result.release_delay_s == 0.5
-    assert result.interference_s == (0.5, 0.0)
     assert result.spans[0].end_s == 61.0
-    assert result.held_worker_s == 50.5
 
 
 def test_a_trainer_that_does_not_yield_in_time_is_killed_and_loses_what_was_not_saved():
@@ -169,47 +142,6 @@ def test_a_trainer_that_does_not_yield_in_time_is_killed_and_loses_what_was_not_
 def test_yielding_exactly_at_the_bound_is_in_time():
     result = rollout(SimulatedSpotTrainer(changed(yield_s=3.0), CoordinatorConfig(yield_timeout_s=3.0)), [10.0, 60.0])
     assert (result.release_delay_s, result.trained.updates_lost) == (3.0, 0)
-
-
-def test_a_member_that_gets_work_waits_for_its_trainer_and_the_group_goes_on_without_it():
-    spot = started(SimulatedSpotTrainer(changed(checkpoint_every=None, yield_s=0.25)))
-    spot.worker_idle(1, 20.0)
-    assert spot.worker_busy(1, 30.0) == 0.25
-    spot.worker_idle(2, 50.0)
-    spot.worker_idle(1, 60.0)
-    spot.rollout_ended(60.0)
-    result = spot.result
-    # 2.5 updates by 20 s, 9 by 30 s with two, then a pause of 1 s and 9.5 more; two again from 51 s on.
-    assert result.trained.updates == 30
-    assert result.num_periods == 1
-    assert result.interference_s == (0.25, 0.25, 0.25)
-    assert [(s.lane, s.start_s, s.end_s) for s in result.spans if s.lane == "worker 1"] == [("worker 1", 20.0, 30.25)]
-
-
-def test_a_leader_that_gets_work_ends_the_period_and_the_others_open_the_next():
-    spot = started(SimulatedSpotTrainer(changed(checkpoint_every=None)))
-    spot.worker_idle(1, 20.0)
-    assert spot.worker_busy(0, 30.0) == 0.0
-    spot.worker_idle(2, 50.0)
-    spot.worker_idle(0, 60.0)
-    spot.rollout_ended(60.0)
-    result = spot.result
-    # The first period: 2.5 + 9 updates; the second: 7.5 alone from 35 s, then 9 with worker 2 from 51 s.
-    assert (result.num_periods, result.trained.updates, result.trained.checkpoints) == (2, 11 + 16, 2)
-    assert {s.detail for s in result.spans if s.lane == "worker 1"} == {"term 1", "term 2"}
-
-
-def test_a_member_that_dies_takes_the_unsaved_updates_with_it():
-    spot = started(SimulatedSpotTrainer(SIMPLE))
-    spot.worker_idle(1, 12.0)
-    spot.worker_gone(1, 30.0)
-    spot.worker_idle(2, 60.0)
-    spot.rollout_ended(60.0)
-    result = spot.result
-    # Fourteen by 30 s with two workers and one checkpoint; afterwards worker 0 alone: 12.
-    assert result.num_periods == 2
-    assert (result.trained.updates, result.trained.updates_lost) == (10 + 12, 4)
-    assert result.interference_s == (0.0, 0.0, 0.0)
 
 
 def test_the_same_rollout_gives_the_same_result():
@@ -269,7 +201,7 @@ def test_updates_are_those_of_a_clock_that_ticks(ends_s, min_idle, max_members, 
     model = changed(start_s=start_s, checkpoint_every=every, scaling_efficiency=efficiency)
     config = CoordinatorConfig(min_idle_workers=min_idle, max_members=max_members, late_join=late_join)
     result = rollout(SimulatedSpotTrainer(model, config), ends_s)
-    assert (result.trained.updates, result.held_worker_s) == ticking(model, config, ends_s)
+    assert (result.trained.updates, held_s(result, max(ends_s))) == ticking(model, config, ends_s)
 
 
 @settings(max_examples=60, deadline=None)
@@ -282,8 +214,8 @@ def test_time_is_neither_made_nor_lost(ends_s, yield_s, on_stop):
     model = SpotTraining(start_s=2.0, yield_s=yield_s, on_stop=on_stop, checkpoint_every=20)
     result = rollout(SimulatedSpotTrainer(model), ends_s)
     assert result.idle_worker_s == pytest.approx(sum(max(ends_s) - at for at in ends_s))
-    assert result.trained_worker_s <= result.held_worker_s + 1e-6
-    assert result.held_worker_s <= result.idle_worker_s + 1e-6
+    assert result.trained_worker_s <= held_s(result, max(ends_s)) + 1e-6
+    assert held_s(result, max(ends_s)) <= result.idle_worker_s + 1e-6
     assert result.trained.updates_lost == 0
     checkpoints = [s for s in result.spans if s.kind == "checkpoint"]
     assert len(checkpoints) == result.trained.checkpoints

@@ -1,1 +1,1 @@
-"""Benchmarks and how presets were made; only the experiments and the demo import from it."""
+"""Benchmarks and how presets were made; nothing in the product imports them."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.console import table
 from tltlab.drafters.base import Drafter
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError, InputError
@@ -188,15 +189,16 @@ def text(found: dict[str, Any]) -> str:
     """The result for people."""
     lines = [
         f"{found['num_tokens']} tokens replayed, drafts of up to {found['depth']}; accepted per look-up (of drafted)",
-        f"{'drafter':18s}{'insert us/token':>16s}{'look-up us':>12s}{'B/token':>9s}"
-        f"{'first visit':>16s}{'with history':>16s}",
     ]
+    rows = []
     for row in found["rows"]:
         first, later = row["first"], row["later"]
-        size = "-" if first["bytes_per_token"] is None else f"{first['bytes_per_token']:.0f}"
-        share = [f"{v['accepted']:.2f} ({v['drafted']:.2f})" for v in (first, later)]
-        lines.append(
-            f"{row['drafter']:18s}{first['insert_us_per_token']:16.2f}{later['lookup_us']:12.2f}{size:>9s}"
-            f"{share[0]:>16s}{share[1]:>16s}"
-        )
+        rows.append(
+            (
+                row["drafter"], f"{first['insert_us_per_token']:.2f}", f"{later['lookup_us']:.2f}",
+                "-" if first["bytes_per_token"] is None else f"{first['bytes_per_token']:.0f}",
+                *(f"{visit['accepted']:.2f} ({visit['drafted']:.2f})" for visit in (first, later)),
+            )
+        )  # fmt: skip
+    lines.append(table(("drafter", "insert us/token", "look-up us", "B/token", "first visit", "with history"), rows))
     return "\n".join(lines)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.console import table
 from tltlab.planning.buckets import BucketPlan, plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.policies.policy import SHIPPED, Policy
@@ -120,16 +121,15 @@ def _request(number: int, generated: int) -> RequestState:
 
 def text(found: dict[str, Any]) -> str:
     """The table for people."""
-    lines = [f"{'policy':16s}{'batch':>6s}{'decide us':>12s}{'p99':>8s}{'allot us':>12s}{'p99':>8s}{'mean':>8s}"]
-    for row in found["rows"]:
-        allot = row["allot_us"]
-        shared = f"{allot['median']:12.1f}{allot['p99']:8.1f}" if allot else f"{'':20s}"
-        slow = "" if row["within_20_us"] else f"  over {found['goal_us']:.0f} us"
-        lines.append(
-            f"{row['policy']:16s}{row['batch']:6d}{row['decide_us']['median']:12.1f}{row['decide_us']['p99']:8.1f}"
-            f"{shared}{row['mean_us']:8.1f}{slow}"
+    rows = [
+        (
+            row["policy"], row["batch"], *(f"{row['decide_us'][figure]:.1f}" for figure in ("median", "p99")),
+            *(f"{row['allot_us'][figure]:.1f}" if row["allot_us"] else "" for figure in ("median", "p99")),
+            f"{row['mean_us']:.1f}", "" if row["within_20_us"] else f"over {found['goal_us']:.0f} us",
         )
-    return "\n".join(lines)
+        for row in found["rows"]
+    ]  # fmt: skip
+    return table(("policy", "batch", "decide us", "p99", "allot us", "p99", "mean", ""), rows)
 
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)

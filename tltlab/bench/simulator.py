@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import simpy
 
+from tltlab.console import table
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy, TableRow, TableSpec, load_policy
@@ -183,15 +184,19 @@ def _ratio(wall_ms: dict[str, list[float]], above: str, below: str, rng: np.rand
 
 def text(found: dict[str, Any]) -> str:
     """The result for people."""
-    lines = [f"{'case':40s}{'median ms':>10s}{'least':>9s}{'most':>9s}{'goal':>7s}"]
-    for row in found["cases"]:
-        goal = "" if row["goal_ms"] is None else f"{row['goal_ms']:7.0f}{'' if row['met'] else '  MISSED'}"
-        lines.append(
-            f"{row['case']:40s}{row['wall_ms']:10.2f}{row['wall_ms_least']:9.2f}{row['wall_ms_most']:9.2f}{goal}"
+    cases = [
+        (
+            row["case"], *(f"{row[key]:.2f}" for key in ("wall_ms", "wall_ms_least", "wall_ms_most")),
+            "" if row["goal_ms"] is None else f"{row['goal_ms']:.0f}",
+            "" if row["goal_ms"] is None or row["met"] else "MISSED",
         )
-    lines.append("")
-    for name, ratio in found["ratios"].items():
-        lines.append(f"{name.replace('_', ' '):40s}{ratio['ratio']:9.2f}x  [{ratio['low']:.2f}, {ratio['high']:.2f}]")
+        for row in found["cases"]
+    ]  # fmt: skip
+    ratios = [
+        (name.replace("_", " "), f"{ratio['ratio']:.2f}x", f"[{ratio['low']:.2f}, {ratio['high']:.2f}]")
+        for name, ratio in found["ratios"].items()
+    ]
+    lines = [table(("case", "median ms", "least", "most", "goal", ""), cases), "", table((), ratios)]
     lines.append(f"a bandit decides once per {found['decision_block']} iterations; {found['rounds']} rounds, in turn")
     if "sweep" in found:
         s = found["sweep"]

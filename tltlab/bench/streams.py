@@ -14,9 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter, describe_stream, iter_rl_steps, validate_stream
+from tltlab.traces.stream import StreamWriter, count, describe
+from tltlab.traces.trace import read
 
 Phase = Literal["validate", "describe", "iterate"]
 PHASES: tuple[Phase, ...] = ("validate", "describe", "iterate")
@@ -71,12 +73,12 @@ def run(
     if phase == "write":
         write(path, num_rl_steps, step_responses, group_size, seed)
     elif phase == "validate":
-        validate_stream(path)
+        count(read(path))
     elif phase == "describe":
-        describe_stream(path)
+        describe(read(path))
     else:
-        for _ in iter_rl_steps(path):
-            pass
+        for one in read(path).iter_rl_steps():
+            _ = one.workload, one.outcomes
     return time.perf_counter() - started, _peak_rss_bytes()
 
 
@@ -129,9 +131,10 @@ def text(found: dict[str, Any]) -> str:
     lines = [
         f"{found['num_responses']} responses in {found['num_rl_steps']} RL steps, "
         f"{found['trace_bytes'] / 2**20:.0f} MiB on disk",
-        f"{'phase':10s}{'seconds':>10s}{'responses/s':>14s}{'peak MiB':>10s}",
     ]
-    for name, phase in found["phases"].items():
-        peak = phase["peak_rss_bytes"] / 2**20
-        lines.append(f"{name:10s}{phase['wall_s']:10.1f}{phase['rows_per_s']:14.0f}{peak:10.0f}")
+    rows = [
+        (name, f"{phase['wall_s']:.1f}", f"{phase['rows_per_s']:.0f}", f"{phase['peak_rss_bytes'] / 2**20:.0f}")
+        for name, phase in found["phases"].items()
+    ]
+    lines.append(table(("phase", "seconds", "responses/s", "peak MiB"), rows))
     return "\n".join(lines)

@@ -14,12 +14,11 @@ from tltlab.acceptance.load import FreshAcceptance
 from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
 from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps
-from tltlab.calibration.costs import CostFit, fit_points, fit_trace
-from tltlab.calibration.estimators import KINDS, Hardware
+from tltlab.calibration.costs import KINDS, CostFit, fit_points, fit_trace
 from tltlab.calibration.idle_training import SpotFit, fit_spot
-from tltlab.calibration.measurements.steps import read_step_times
-from tltlab.calibration.residuals import held_out_table
-from tltlab.calibration.residuals import table as residual_table
+from tltlab.calibration.measurements import read_step_times
+from tltlab.calibration.residuals import held_out_table, residuals_table
+from tltlab.calibration.roofline import Hardware
 from tltlab.calibration.stages import StageFit, fit_stages
 from tltlab.console import Json, emit, table
 from tltlab.costs.base import CostModel
@@ -192,7 +191,7 @@ class _Fits:
         if (fit := self.costs) is not None:
             parts += [
                 _named(_terms(fit.costs), "not identified"),
-                residual_table(fit.residuals, fit.sums),
+                residuals_table(fit.residuals, fit.sums),
                 held_out_table(fit.cross_validation),
             ]
         if (accepted := self.acceptance) is not None and accepted.model is not None:

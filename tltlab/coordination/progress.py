@@ -15,7 +15,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from tltlab.config import FrozenModel
-from tltlab.errors import ConfigError
 
 PADDED_SAMPLES_PER_S, PACKED_SAMPLES_PER_S = 13.3, 29.6
 """TLT Fig 17: drafter training with padded and with packed sequences, 2.2x apart."""
@@ -133,7 +132,6 @@ class SpotTraining(FrozenModel):
             setup_left_s=progress.setup_left_s - setup_s,
             checkpoint_left_s=max(0.0, cycle_s - within_s) if done == every else 0.0,
             trained_s=progress.trained_s + max(0.0, gained + share - progress.share) * update_s,
-            waited_s=progress.waited_s + max(0.0, end_s - stop_s),
         )
         begun = range(1 if writing else 0, cycles + (done == every))
         return after, tuple(setup_s + k * cycle_s + every * update_s - begin_s for k in begun)
@@ -147,12 +145,8 @@ class SpotTraining(FrozenModel):
         """What is left of a period that was told to stop: all of it, saved."""
         finished = self.on_stop == "finish" and progress.share > 0
         updates, unsaved = progress.updates + finished, progress.unsaved + finished
-        return Trained(
-            updates=updates,
-            updates_lost=0,
-            checkpoints=progress.checkpoints + (unsaved > 0),
-            tokens=updates * self.update_tokens,
-        )
+        checkpoints = progress.checkpoints + (unsaved > 0)
+        return Trained(updates=updates, checkpoints=checkpoints, tokens=updates * self.update_tokens)
 
     def killed(self, progress: Progress) -> Trained:
         """What is left of a period that was killed: what its last checkpoint has."""
@@ -164,47 +158,13 @@ class SpotTraining(FrozenModel):
             tokens=updates * self.update_tokens,
         )
 
-    def train(
-        self,
-        groups: Sequence[tuple[float, int]],
-        end_s: float,
-        *,
-        data: Sequence[tuple[float, float]] | None = None,
-        kill: bool = False,
-    ) -> Trained:
-        """One training period: `groups` are (from when, members) in order of time, the last one until `end_s`.
-
-        `data` are (from when, tokens in the buffer), None for more than can be trained. Raises ConfigError where times
-        go backwards or a group has no members.
-
-        >>> SpotTraining(padded_samples_per_s=4, packed=False, start_s=5).train([(10.0, 1)], 65.5).updates  # 50.5 / 2
-        25
-        """
-        times = [at for at, _ in groups] + [end_s]
-        finite = all(map(math.isfinite, times))
-        if not groups or not finite or sorted(times) != times or any(members < 1 for _, members in groups):
-            raise ConfigError(f"groups need members and ascending times up to the end at {end_s}, got {list(groups)}")
-        arrivals = [] if data is None else sorted(data)
-        progress = Progress(setup_left_s=self.start_s)
-        allowed = math.inf if data is None else 0.0
-        for i, (begin_s, members) in enumerate(groups):
-            if i > 0 and members != groups[i - 1][1]:
-                progress = progress.regrouped(self.join_s)
-            now = begin_s
-            while arrivals and arrivals[0][0] <= times[i + 1]:
-                at, tokens = arrivals.pop(0)
-                progress, _ = self.advance(progress, max(0.0, at - now), members, allowed)
-                now, allowed = max(now, at), max(allowed, self.max_updates(tokens))
-            progress, _ = self.advance(progress, times[i + 1] - now, members, allowed)
-        return self.killed(progress) if kill else self.stopped(progress)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """A training period under way.
 
     `updates` are done, `unsaved` of them since the last of `checkpoints`; `share` of the next one is. `setup_left_s`
-    and `checkpoint_left_s`: what is left of a pause. `trained_s` was spent on updates, `waited_s` on waiting for data.
+    and `checkpoint_left_s`: what is left of a pause. `trained_s` was spent on updates.
     """
 
     updates: int = 0
@@ -214,7 +174,6 @@ class Progress:
     setup_left_s: float = 0.0
     checkpoint_left_s: float = 0.0
     trained_s: float = 0.0
-    waited_s: float = 0.0
 
     def regrouped(self, join_s: float) -> Progress:
         """With the pause for a changed membership; one that is already under way serves for both."""
@@ -229,11 +188,3 @@ class Trained:
     updates_lost: int = 0
     checkpoints: int = 0
     tokens: float = 0.0
-
-    def __add__(self, other: Trained) -> Trained:
-        return Trained(
-            updates=self.updates + other.updates,
-            updates_lost=self.updates_lost + other.updates_lost,
-            checkpoints=self.checkpoints + other.checkpoints,
-            tokens=self.tokens + other.tokens,
-        )

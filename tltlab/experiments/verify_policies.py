@@ -28,7 +28,7 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.api import Calibration, calibrate, iteration_times
-from tltlab.console import made_by
+from tltlab.console import made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
@@ -262,14 +262,14 @@ def compared(
         counts = float(mine["predicted_s"].mean() / mine["recorded_iterations_s"].mean())
         row |= {"error_of_counts": counts - 1, "error_of_times": (1 + row["error"]) / counts - 1}
         rows.append(row)
-    table = pd.DataFrame(rows)
-    order = table["measured_s"].argsort().to_numpy()
-    table, by_round = table.iloc[order].reset_index(drop=True), [by_round[i] for i in order]
-    apart = pairs_apart(list(zip(table["low"], table["high"], strict=True)))
+    policies = pd.DataFrame(rows)
+    order = policies["measured_s"].argsort().to_numpy()
+    policies, by_round = policies.iloc[order].reset_index(drop=True), [by_round[i] for i in order]
+    apart = pairs_apart(list(zip(policies["low"], policies["high"], strict=True)))
     apart_by_round = pairs_apart_by_round(np.stack(by_round))
-    means, own, common = (table[c].to_numpy(np.float64) for c in ("measured_s", "predicted_s", "predicted_common_s"))
+    means, own, common = (policies[c].to_numpy(np.float64) for c in ("measured_s", "predicted_s", "predicted_common_s"))
     return PolicyVerification(
-        rows=table,
+        rows=policies,
         rollouts=rollouts,
         num_rounds=len(by_round[0]),
         num_pairs=len(apart),
@@ -352,17 +352,24 @@ def _speed(others: Trace, fitted: Calibration) -> float:
 
 def text(found: PolicyVerification) -> str:
     """The table for people."""
-    width = max(map(len, [*found.rows["policy"], "policy"])) + 2
-    lines = [
-        f"{'':{width + 28}s}{'own lengths':>20s}{'common lengths':>20s}",
-        f"{'policy':{width}s}{'measured s':>11s}{'95 %':>17s}" + f"{'predicted s':>12s}{'error':>8s}" * 2,
-    ]
-    for row in found.rows.to_dict("records"):
-        span = "" if np.isnan(row["low"]) else f"[{row['low']:.2f}, {row['high']:.2f}]"
-        lines.append(
-            f"{row['policy']:{width}s}{row['measured_s']:11.2f}{span:>17s}{row['predicted_s']:12.2f}"
-            f"{row['error']:+8.1%}{row['predicted_common_s']:12.2f}{row['error_common']:+8.1%}"
+    rows = [
+        (
+            row["policy"], f"{row['measured_s']:.2f}",
+            "" if np.isnan(row["low"]) else f"[{row['low']:.2f}, {row['high']:.2f}]",
+            f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
+            f"{row['predicted_common_s']:.2f}", f"{row['error_common']:+.1%}",
         )
+        for row in found.rows.to_dict("records")
+    ]  # fmt: skip
+    header = (
+        "policy",
+        "measured s",
+        "95 %",
+        "own lengths: predicted s",
+        "error",
+        "common lengths: predicted s",
+        "error",
+    )
     told = found.json()
     tau = [
         "-" if value is None else format(value, ".2f")
@@ -371,7 +378,8 @@ def text(found: PolicyVerification) -> str:
     twice = "no rollout was run twice"
     if found.repeat_spread is not None:
         twice = f"the same rollout run twice varies by {found.repeat_spread:.1%}"
-    lines += [
+    lines = [
+        table(header, rows),
         "",
         f"rollout time by policy, {found.num_rounds} rounds, fitted on the other policies' rollouts: median error "
         f"{found.median_error:.1%}, worst {found.worst_error:.1%}; {twice}",

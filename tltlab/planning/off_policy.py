@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -306,5 +306,4 @@ def _warned(found: Evaluation, weight: Estimate, alike: float) -> Evaluation:
         said.append(
             f"{found.num_clusters} clusters of RL step and worker: with fewer than {MIN_CLUSTERS} an interval is a hint"
         )
-    values = {name: getattr(found, name) for name in Evaluation.__slots__ if name != "warnings"}
-    return Evaluation(**values, warnings=tuple(said))
+    return replace(found, warnings=tuple(said))

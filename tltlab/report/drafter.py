@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from tltlab.calibration.idle_training import recorded_updates
 from tltlab.charts import lines
+from tltlab.stats import resampled_ratio
 from tltlab.traces.drafts import walked_drafts
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Part, Picture, Section, Table
-
-_RESAMPLES = 1000
 
 
 def drafter_part(trace: Trace, elsewhere: str | None = None) -> Part:
@@ -123,9 +121,8 @@ def _by_response(rows: pd.DataFrame, depth: int) -> pd.DataFrame:
 def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
     """1 + kept / drafts with a 95 % interval from resampling responses."""
     kept, drafts = rows["kept"].to_numpy(float), rows["drafts"].to_numpy(float)
-    drawn = np.random.default_rng(0).integers(len(rows), size=(_RESAMPLES, len(rows)))
-    low, high = np.quantile(1 + kept[drawn].sum(axis=1) / drafts[drawn].sum(axis=1), [0.025, 0.975])
-    return 1 + float(kept.sum() / drafts.sum()), float(low), float(high)
+    low, high = resampled_ratio(kept, drafts, fewest=1)
+    return 1 + float(kept.sum() / drafts.sum()), 1 + low, 1 + high
 
 
 def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, float]]:
@@ -140,9 +137,6 @@ def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, fl
     for age in means.columns:
         both = means[age].notna()
         a, b = means.loc[both, age].to_numpy(), newest[both].to_numpy()
-        low = high = float("nan")
-        if len(a) >= 3:
-            drawn = np.random.default_rng(0).integers(len(a), size=(_RESAMPLES, len(a)))
-            low, high = (float(v) for v in np.quantile(a[drawn].sum(axis=1) / b[drawn].sum(axis=1), [0.025, 0.975]))
+        low, high = resampled_ratio(a, b)
         found.append((int(age), 100 * float(a.sum() / b.sum()), 100 * low, 100 * high))
     return found

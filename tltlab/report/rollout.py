@@ -17,13 +17,7 @@ from .timeline import timeline
 
 PERCENTILES = (10, 50, 90, 95, 99, 100)
 _MOST_POINTS = 200
-_STAGES = {
-    "rollout_s": "rollout",
-    "inference_s": "inference",
-    "reward_s": "reward",
-    "train_s": "train",
-    "sync_s": "sync",
-}
+_STAGES = {f"{name}_s": name for name in ("rollout", "inference", "reward", "train", "sync")}
 
 
 def timeline_part(trace: Trace) -> Part:
@@ -164,21 +158,15 @@ def _step_pictures(trace: Trace, rows: list[dict[str, Any]]) -> list[Block]:
                 caption="Mean reward of the responses of each RL step.",
             )
         )
-    policies = list(dict.fromkeys(row["policy"] or "rollout" for row in rows))
-    by_policy = {
-        name: tuple(
-            np.array([(row["rl_step"], row["rollout_s"]) for row in rows if (row["policy"] or "rollout") == name]).T
-        )
-        for name in policies
-    }
+    by_policy: dict[str, tuple[list[int], list[float]]] = {}
+    for row in rows:
+        at, seconds = by_policy.setdefault(row["policy"] or "rollout", ([], []))
+        at.append(row["rl_step"])
+        seconds.append(row["rollout_s"])
+    title = "Rollout time" + (" by policy" if len(by_policy) > 1 else "")
     blocks.append(
         Picture.of(
-            lines(
-                {k: (v[0], v[1]) for k, v in by_policy.items()},
-                xlabel="RL step",
-                ylabel="seconds",
-                title="Rollout time" + (" by policy" if len(policies) > 1 else ""),
-            ),
+            lines(by_policy, xlabel="RL step", ylabel="seconds", title=title),
             alt="Seconds of rollout in each RL step.",
             caption="Seconds of rollout. Rows of different RL steps had different responses: compare policies on the "
             "same ones (tltlab compare) before you trust a difference.",

@@ -9,13 +9,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from tltlab.charts import lines, shares
+from tltlab.stats import resampled_ratio
 from tltlab.traces.trace import Trace
 
 from .page import Absent, Block, Part, Picture, Section, Table, Text, number
 
 _MOST_ARMS = 8
 _COLUMNS = 24
-_RESAMPLES = 1000
 _FEWEST_DRAFTS = 20
 """Accept lengths of fewer drafts are not drawn."""
 
@@ -91,14 +91,9 @@ def acceptance_part(trace: Trace) -> Part:
 
 def _accept_length(rows: pd.DataFrame) -> tuple[float, float, float]:
     """1 + accepted / drafts with a 95 % interval from resampling RL steps; NaN ends below three RL steps."""
-    sums = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float)
-    estimate = 1 + float(sums[:, 0].sum() / sums[:, 1].sum())
-    if len(sums) < 3:
-        return estimate, float("nan"), float("nan")
-    drawn = np.random.default_rng(0).integers(len(sums), size=(_RESAMPLES, len(sums)))
-    ratio = 1 + sums[drawn, 0].sum(axis=1) / sums[drawn, 1].sum(axis=1)
-    low, high = np.quantile(ratio, [0.025, 0.975])
-    return estimate, float(low), float(high)
+    accepted, drafts = rows.groupby("rl_step")[["num_accepted", "drafts"]].sum().to_numpy(float).T
+    low, high = resampled_ratio(accepted, drafts)
+    return 1 + float(accepted.sum() / drafts.sum()), 1 + low, 1 + high
 
 
 def _by_strategy(table: pd.DataFrame) -> Table:

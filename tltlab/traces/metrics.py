@@ -9,7 +9,7 @@ A trace larger than memory is read in parts of neighbouring RL steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -170,21 +170,12 @@ def prompt_share(trace: Trace) -> float | None:
     size; groups are compared within their RL step, so drift over the steps does not count. Lengths below 1 are left
     out. None without two groups in an RL step or a group of two. Groups {2, 2} and {8, 8}: 1.0.
     """
-    sums = _Squares()
-    for part in trace.parts():
-        sums += _squares(part.outcomes)
-    between_df, within_df = sums.num_groups - sums.num_steps, sums.num - sums.num_groups
+    squares = np.sum([_squares(part.outcomes) for part in trace.parts()], axis=0)
+    num, num_groups, num_steps, between, within, squared_sizes = squares.tolist()
+    between_df, within_df = num_groups - num_steps, num - num_groups
     if between_df < 1 or within_df < 1:
         return None
-    between, within = sums.between / between_df, sums.within / within_df
-    size = (sums.num - sums.squared_sizes) / between_df
-    return intraclass_correlation(between, within, size)
-
-
-def within_group_share(trace: Trace) -> float | None:
-    """Share of the variance of log L within a group: 1 - `prompt_share`. Groups {2, 2} and {8, 8}: 0.0."""
-    share = prompt_share(trace)
-    return None if share is None else 1.0 - share
+    return intraclass_correlation(between / between_df, within / within_df, (num - squared_sizes) / between_df)
 
 
 def summary(trace: Trace) -> dict[str, Any]:
@@ -230,23 +221,11 @@ def per_step(trace: Trace) -> list[dict[str, Any]]:
     return rows
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Squares:
-    """Sums for the analysis of variance of log L, over RL steps: they add up."""
+def _squares(outcomes: pd.DataFrame) -> Floats:
+    """Sums for the analysis of variance of log L, which add up over RL steps.
 
-    num: int = 0
-    num_groups: int = 0
-    num_steps: int = 0
-    between: float = 0.0
-    within: float = 0.0
-    squared_sizes: float = 0.0
-    """Of each RL step, sum of squared group sizes / responses."""
-
-    def __add__(self, other: _Squares) -> _Squares:
-        return _Squares(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
-
-
-def _squares(outcomes: pd.DataFrame) -> _Squares:
+    Responses, groups, RL steps, squares between and within groups, and squared group sizes / responses of the RL step.
+    """
     outcomes = outcomes[outcomes["response_tokens"] >= 1]
     y = np.log(outcomes["response_tokens"].to_numpy())
     step, steps = pd.factorize(outcomes["rl_step"])
@@ -256,14 +235,10 @@ def _squares(outcomes: pd.DataFrame) -> _Squares:
     in_group, in_step = np.bincount(group, minlength=len(groups)), np.bincount(step, minlength=len(steps))
     group_mean = np.bincount(group, weights=y, minlength=len(groups)) / in_group
     step_mean = np.bincount(step, weights=y, minlength=len(steps)) / in_step
-    return _Squares(
-        num=len(y),
-        num_groups=len(groups),
-        num_steps=len(steps),
-        between=float((in_group * (group_mean - step_mean[step_of_group]) ** 2).sum()),
-        within=float(((y - group_mean[group]) ** 2).sum()),
-        squared_sizes=float((in_group**2 / in_step[step_of_group]).sum()),
-    )
+    between = (in_group * (group_mean - step_mean[step_of_group]) ** 2).sum()
+    within = ((y - group_mean[group]) ** 2).sum()
+    squared_sizes = (in_group**2 / in_step[step_of_group]).sum()
+    return np.array([len(y), len(groups), len(steps), between, within, squared_sizes], np.float64)
 
 
 def _steps(trace: Trace) -> Iterator[_Step]:

@@ -44,7 +44,8 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
             good = readable(chunks_of(folder), notes)
             missing = _missing(((name, chunk.load(name)) for chunk in good for name in _TELLING), rl_steps)
             if missing is None:
-                _note(folder, there, [*notes, *_elsewhere(there, manifest, rl_steps)])
+                if notes := [*notes, *_elsewhere(there, manifest, rl_steps)]:
+                    replace_durably(folder / MANIFEST_FILE, _noted(there, notes).to_json().encode())
                 for chunk in set(chunks_of(folder)) - set(good):
                     os.rename(chunk.path, chunk.path.with_suffix(".tmp"))
                 return cut(folder, rl_steps)
@@ -116,12 +117,6 @@ def _noted(manifest: Manifest, notes: list[str]) -> Manifest:
     return manifest.model_copy(update={"notes": "; ".join([*([manifest.notes] if manifest.notes else []), *notes])})
 
 
-def _note(folder: Path, manifest: Manifest, notes: list[str]) -> None:
-    """Add notes to the manifest of a recording."""
-    if notes:
-        replace_durably(folder / MANIFEST_FILE, _noted(manifest, notes).to_json().encode())
-
-
 def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     """Turn the interrupted recording of the trace `path` into a valid trace at `path`, or at `out`.
 
@@ -173,12 +168,11 @@ def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, ear
     try:
         together.mkdir()
         steps = _string_together(chunks, together, keep_rows)
-        notes = [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"] if salvage else []
-        update = {
-            "notes": "; ".join(([manifest.notes] if manifest.notes else []) + notes) or None,
-            "num_rl_steps": len(steps) if salvage or manifest.num_rl_steps is None else manifest.num_rl_steps,
-        }
-        (together / MANIFEST_FILE).write_text(manifest.model_copy(update=update).to_json(), encoding="utf-8")
+        if salvage:
+            manifest = _noted(manifest, [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"])
+        if salvage or manifest.num_rl_steps is None:
+            manifest = manifest.model_copy(update={"num_rl_steps": len(steps)})
+        (together / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
         found = read(together)
         if earlier is not None:
             _check_goes_on(earlier, found, folder)

@@ -50,72 +50,52 @@ UNIQUE: dict[str, tuple[str, ...]] = {
 }
 """The columns that together name one row of a table; spans may overlap and have none."""
 
-_I32, _I64, _F32, _F64, _STR = pa.int32(), pa.int64(), pa.float32(), pa.float64(), pa.string()
-_KEY_COLUMNS = {"rl_step": _I32, "prompt_id": _STR, "sample": _I32, "turn": _I32}
+_TYPES = {
+    "i32": pa.int32(), "i64": pa.int64(), "f32": pa.float32(), "f64": pa.float64(), "str": pa.string(),
+    "[i32]": pa.list_(pa.int32()), "[f32]": pa.list_(pa.float32()), "[u8]": pa.list_(pa.uint8()),
+}  # fmt: skip
 
 
-def _schema(columns: dict[str, pa.DataType], nullable: dict[str, pa.DataType], order: str = "") -> pa.Schema:
-    names = order.split() or [*columns, *nullable]
-    assert set(names) == {*columns, *nullable}
-    return pa.schema([pa.field(n, columns[n] if n in columns else nullable[n], nullable=n in nullable) for n in names])
+def _schema(columns: str) -> pa.Schema:
+    """Columns, each `name:type`; null ("unknown") is allowed where a `?` follows."""
+    named = [column.partition(":") for column in columns.split()]
+    return pa.schema([pa.field(n, _TYPES[kind.rstrip("?")], nullable=kind.endswith("?")) for n, _, kind in named])
 
 
-_STRATEGY = {"draft_depth": _I32, "top_k": _I32, "tokens_to_verify": _I32}
+_KEY_COLUMNS = "rl_step:i32 prompt_id:str sample:i32 turn:i32"
+_WORKER_COLUMNS = "rl_step:i32 worker:i32"
+_STRATEGY_COLUMNS = "draft_depth:i32 top_k:i32 tokens_to_verify:i32"
 
 TABLES: dict[str, pa.Schema] = {
-    "workload": _schema(
-        {**_KEY_COLUMNS, "epoch": _I32, "prompt_tokens": _I32, "max_response_tokens": _I32, "policy_version": _I32}, {}
-    ),
+    "workload": _schema(f"{_KEY_COLUMNS} epoch:i32 prompt_tokens:i32 max_response_tokens:i32 policy_version:i32"),
     "outcomes": _schema(
-        {**_KEY_COLUMNS, "response_tokens": _I32, "finish_reason": _STR},
-        {"reward": _F32, "worker": _I32, "t_submit": _F64, "t_first_token": _F64, "t_finish": _F64, "tool_s": _F64},
+        f"{_KEY_COLUMNS} response_tokens:i32 finish_reason:str"
+        " reward:f32? worker:i32? t_submit:f64? t_first_token:f64? t_finish:f64? tool_s:f64?"
     ),
-    "tokens": _schema(
-        {**_KEY_COLUMNS, "prompt_token_ids": pa.list_(_I32), "token_ids": pa.list_(_I32)},
-        {"logprobs": pa.list_(_F32), "token_versions": pa.list_(_I32)},
-    ),
+    "tokens": _schema(f"{_KEY_COLUMNS} prompt_token_ids:[i32] token_ids:[i32] logprobs:[f32]? token_versions:[i32]?"),
     "iterations": _schema(
-        {"rl_step": _I32, "worker": _I32, "iteration": _I32, "t_start": _F64, "duration": _F64, "batch": _I32,
-         "context_tokens": _I64, "prefill_tokens": _I32, **_STRATEGY, "num_drafted": _I32, "num_accepted": _I32,
-         "num_generated": _I32},
-        {"draft_duration": _F64, "num_waiting": _I32, "kv_tokens": _I64, "drafter": _STR,
-         "accepted_per_request": pa.list_(_I32), "next_draft_depth": _I32},
-        "rl_step worker iteration t_start duration draft_duration batch num_waiting context_tokens kv_tokens"
-        " prefill_tokens drafter draft_depth top_k tokens_to_verify num_drafted num_accepted num_generated"
-        " accepted_per_request next_draft_depth",
+        f"{_WORKER_COLUMNS} iteration:i32 t_start:f64 duration:f64 draft_duration:f64? batch:i32 num_waiting:i32?"
+        f" context_tokens:i64 kv_tokens:i64? prefill_tokens:i32 drafter:str? {_STRATEGY_COLUMNS} num_drafted:i32"
+        " num_accepted:i32 num_generated:i32 accepted_per_request:[i32]? next_draft_depth:i32?"
     ),
     "decisions": _schema(
-        {"rl_step": _I32, "worker": _I32, "iteration": _I32, "drafter": _STR, **_STRATEGY, "propensity": _F32},
-        {"bucket": _I32, "reward": _F64},
-        "rl_step worker iteration bucket drafter draft_depth top_k tokens_to_verify propensity reward",
+        f"{_WORKER_COLUMNS} iteration:i32 bucket:i32? drafter:str {_STRATEGY_COLUMNS} propensity:f32 reward:f64?"
     ),
     "acceptance": _schema(
-        {**_KEY_COLUMNS, "drafter": _STR, "drafter_age": _I32, "max_depth": _I32,
-         "accept_if_drafted": pa.list_(pa.uint8())},
-        {"drafter_updates": _I64},
-        "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted",
+        f"{_KEY_COLUMNS} drafter:str drafter_age:i32 drafter_updates:i64? max_depth:i32 accept_if_drafted:[u8]"
     ),
     "steps": _schema(
-        {"rl_step": _I32, "t_start": _F64, "policy_version": _I32},
-        {"rollout_s": _F64, "inference_s": _F64, "reward_s": _F64, "train_s": _F64, "sync_s": _F64, "policy": _STR,
-         "drafter_version": _I32, "drafter_age": _I32, "drafter_updates": _I64, "reward_mean": _F32, "drift_kl": _F32},
-        "rl_step t_start rollout_s inference_s reward_s train_s sync_s policy policy_version drafter_version"
-        " drafter_age drafter_updates reward_mean drift_kl",
+        "rl_step:i32 t_start:f64 rollout_s:f64? inference_s:f64? reward_s:f64? train_s:f64? sync_s:f64? policy:str?"
+        " policy_version:i32 drafter_version:i32? drafter_age:i32? drafter_updates:i64? reward_mean:f32? drift_kl:f32?"
     ),
-    "spans": _schema(
-        {"rl_step": _I32, "lane": _STR, "kind": _STR, "t_start": _F64, "duration": _F64},
-        {"batch": _I32, "detail": _STR},
-    ),
+    "spans": _schema("rl_step:i32 lane:str kind:str t_start:f64 duration:f64 batch:i32? detail:str?"),
     "spot_training": _schema(
-        {"rl_step": _I32, "worker": _I32, "term": _I64, "t_start": _F64, "duration": _F64, "members": _I32,
-         "setup_s": _F64, "train_s": _F64, "wait_s": _F64, "blocked_s": _F64, "updates": _I32, "tokens": _I64,
-         "sequences": _I32, "checkpoints": _I32, "ended": _STR},
-        {"yield_s": _F64, "loss": _F64, "accept": pa.list_(_F32), "detail": _STR},
-        "rl_step worker term t_start duration members setup_s train_s wait_s blocked_s yield_s updates tokens"
-        " sequences checkpoints ended loss accept detail",
+        f"{_WORKER_COLUMNS} term:i64 t_start:f64 duration:f64 members:i32 setup_s:f64 train_s:f64 wait_s:f64"
+        " blocked_s:f64 yield_s:f64? updates:i32 tokens:i64 sequences:i32 checkpoints:i32 ended:str loss:f64?"
+        " accept:[f32]? detail:str?"
     ),
-}  # fmt: skip
-"""Arrow schema of each table; `nullable` says where null ("unknown") is allowed."""
+}
+"""Arrow schema of each table; where `nullable` is false there is no null."""
 
 
 class Manifest(FrozenModel):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -159,34 +160,14 @@ class FileTable:
                 raise TraceError(f"{self.path}: cannot be read (damaged?): {error}") from error
 
 
-class ReadAhead:
-    """Some RL steps of a file that are read together when one of them is first used; see `one`."""
-
-    def __init__(self, table: FileTable):
-        self._table = table
-        self._memory: MemoryTable | None = None
-
-    def one(self, rl_step: int) -> ReadTable:
-        """The table of one of these RL steps; it keeps all of them in memory once it is used."""
-        return ReadTable(self, [rl_step])
-
-    def memory(self) -> MemoryTable:
-        if self._memory is None:
-            self._memory = MemoryTable(self._table.load(None))
-        return self._memory
-
-    def count(self, rl_steps: Sequence[int]) -> tuple[Ints, Ints]:
-        """Which of these RL steps have rows and how many, without reading."""
-        here = np.isin(self._table.rl_steps, rl_steps)
-        return self._table.rl_steps[here], self._table.rows_per_step[here]
-
-
 class ReadTable:
-    """Some RL steps of a `ReadAhead`, with the methods of a `MemoryTable`."""
+    """Some RL steps of a file; what is selected of it shares the rows, read when one of them is first used."""
 
-    def __init__(self, source: ReadAhead, rl_steps: Sequence[int]):
-        self._source = source
-        self.rl_steps, self.rows_per_step = source.count(rl_steps)
+    def __init__(self, file: FileTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
+        here = np.isin(file.rl_steps, rl_steps)
+        self.rl_steps, self.rows_per_step = file.rl_steps[here], file.rows_per_step[here]
+        self._file = file
+        self._memory = memory or cache(lambda: MemoryTable(file.load(None)))
 
     @property
     def num_rows(self) -> int:
@@ -195,10 +176,10 @@ class ReadTable:
     def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
         """The rows of some RL steps, ascending (None: all)."""
         chosen = self.rl_steps if rl_steps is None else self.rl_steps[np.isin(self.rl_steps, rl_steps)]
-        return self._source.memory().load(chosen.tolist())
+        return self._memory().load(chosen.tolist())
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
-        return ReadTable(self._source, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist())
+        return ReadTable(self._file, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist(), self._memory)
 
 
 Table = MemoryTable | FileTable | ReadTable

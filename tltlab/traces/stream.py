@@ -1,8 +1,7 @@
-"""Traces larger than memory: written RL step by RL step, read the same way, and described in numbers."""
+"""Traces larger than memory, written RL step by RL step; and what a trace holds, in numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from tltlab.files import fsync_file, write_durably
 from . import metrics
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .storage import parquet_writer
-from .trace import Trace, cannot_write, checked, new_trace_folder, read
+from .trace import Trace, cannot_write, checked, new_trace_folder
 
 GROUP_BYTES = 8 << 20
 """A row group holds whole RL steps of at least this many bytes in memory: small RL steps share one, since every row
@@ -103,17 +102,6 @@ class StreamWriter:
                 raise cannot_write(self.path, failed) from failed
 
 
-def iter_rl_steps(path: str | Path) -> Iterator[tuple[int, pd.DataFrame, pd.DataFrame]]:
-    """The RL steps of a trace in order, as (rl_step, workload, outcomes), in bounded memory.
-
-    The whole trace is checked before the first comes. Any layout of row groups will do: the memory is that of the
-    largest RL step, of `trace.CHUNK_BYTES` and of one row group. For all tables: `Trace.iter_rl_steps`.
-    Raises TraceError.
-    """
-    for one in read(path).iter_rl_steps():
-        yield one.rl_steps[0], one.workload, one.outcomes
-
-
 class _TableWriter:
     """One table's file; rows wait until they make a row group."""
 
@@ -162,13 +150,3 @@ def count(trace: Trace) -> dict[str, Any]:
         "num_tokens": metrics.num_tokens(trace),
         "tables": list(trace.names),
     }
-
-
-def describe_stream(path: str | Path) -> dict[str, Any]:
-    """Check a trace and `describe` it in bounded memory. Raises TraceError."""
-    return describe(read(path))
-
-
-def validate_stream(path: str | Path) -> dict[str, Any]:
-    """Check a trace and `count` it in bounded memory. Raises TraceError for the first fault."""
-    return count(read(path))

@@ -17,7 +17,7 @@ from tltlab.files import new_folder, write_durably
 
 from .csv import tables_from_csv
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, ReadAhead, Table, write_parquet
+from .storage import FileTable, MemoryTable, ReadTable, Table, write_parquet
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
@@ -139,13 +139,13 @@ class Trace:
         of these RL steps is.
         """
         for part in self.parts():
-            ahead = {n: ReadAhead(table) for n, table in part._tables.items() if isinstance(table, FileTable)}
+            together = {
+                name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, FileTable) else table
+                for name, table in part._tables.items()
+            }
             manifest = self.manifest.model_copy(update={"num_rl_steps": 1})
             for rl_step in part.rl_steps:
-                tables: dict[str, Table] = {
-                    n: ahead[n].one(rl_step) if n in ahead else table.select([rl_step])
-                    for n, table in part._tables.items()
-                }
+                tables = {name: table.select([rl_step]) for name, table in together.items()}
                 yield Trace(manifest, tables, [rl_step], self.path)
 
     def parts(self) -> Iterator[Trace]:

@@ -22,6 +22,10 @@ from .schema import FINISH_REASONS, KEY, TABLES, TRAINING_ENDS, UNIQUE
 
 _AT_LEAST_ONE = {"max_response_tokens", "tokens_to_verify", "max_depth", "members"}
 _ANY_SIGN = {"reward", "reward_mean", "drift_kl", "loss"}
+_WORDS: dict[str, dict[str, tuple[str, ...]]] = {
+    "outcomes": {"finish_reason": FINISH_REASONS},
+    "spot_training": {"ended": TRAINING_ENDS},
+}
 _ROUNDING = 1e-4
 """Means of float32 probabilities may lie beside 0 and 1 by this much."""
 _PER_TOKEN = {"token_ids", "logprobs", "token_versions", "accept_if_drafted"}
@@ -137,9 +141,10 @@ def check_values(part: Part) -> None:
     """Check each row of one conformed table by itself."""
     for field in part.table.schema:
         _check_column(part, field)
+    for column, words in _WORDS.get(part.name, {}).items():
+        known = pc.is_in(part.table[column], pa.array(words)).to_numpy()
+        part.require(known, column, f"got {{}}, it must be one of {', '.join(words)}")
     if part.name == "outcomes":
-        reasons = pc.is_in(part.table["finish_reason"], pa.array(FINISH_REASONS)).to_numpy()
-        part.require(reasons, "finish_reason", f"got {{}}, it must be one of {', '.join(FINISH_REASONS)}")
         aborted = pc.equal(part.table["finish_reason"], "abort").to_numpy()
         ok = (part.numpy("response_tokens") >= 1) | aborted
         part.require(ok, "response_tokens", 'got {}, it must be at least 1 (0 only with finish_reason "abort")')
@@ -156,17 +161,14 @@ def check_values(part: Part) -> None:
         over = values > np.repeat(part.numpy("max_depth"), lengths)
         if over.any():
             at = int(np.argmax(over))
-            row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+            row = _row_of(at, lengths)
             depth = part.table["max_depth"][row].as_py()
             part.fault("accept_if_drafted", row, f"got {values[at]}, more than max_depth {depth}")
     if part.name == "spot_training":
-        ends = pc.is_in(part.table["ended"], pa.array(TRAINING_ENDS)).to_numpy()
-        part.require(ends, "ended", f"got {{}}, it must be one of {', '.join(TRAINING_ENDS)}")
         lengths, chances = _flat(part.table["accept"])
         if (wrong := (chances < -_ROUNDING) | (chances > 1 + _ROUNDING)).any():
             at = int(np.argmax(wrong))
-            row = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-            part.fault("accept", row, f"got {chances[at]}, it must be a probability")
+            part.fault("accept", _row_of(at, lengths), f"got {chances[at]}, it must be a probability")
 
 
 def _can_hold(got: pa.DataType, want: pa.DataType) -> bool:
@@ -206,8 +208,7 @@ def _first_uncastable(column: pa.ChunkedArray, to: pa.DataType) -> int:
 
 
 def _check_column(part: Part, field: pa.Field) -> None:
-    column, where, lengths = part.table[field.name], field.name, None
-    kind = field.type
+    column, kind, lengths = part.table[field.name], field.type, None
     if pa.types.is_list(kind):
         lengths, column = _flat_column(column)
         kind = kind.value_type
@@ -229,14 +230,19 @@ def _check_column(part: Part, field: pa.Field) -> None:
             ok |= pc.is_null(column).to_numpy()
     if not ok.all():
         at = int(np.argmin(ok))
-        row = at if lengths is None else int(np.searchsorted(np.cumsum(lengths), at, side="right"))
-        part.fault(where, row, f"got {column[at].as_py()!r}, {rule}")
+        row = at if lengths is None else _row_of(at, lengths)
+        part.fault(field.name, row, f"got {column[at].as_py()!r}, {rule}")
 
 
 def _flat_column(column: pa.ChunkedArray) -> tuple[Ints, pa.ChunkedArray]:
     """Length of each list (0 for null) and all elements one after the other."""
     lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
     return lengths, pc.list_flatten(column)
+
+
+def _row_of(at: int, lengths: Ints) -> int:
+    """The list that holds element `at` of lists of these lengths laid end to end."""
+    return int(np.searchsorted(np.cumsum(lengths), at, side="right"))
 
 
 def _flat(column: pa.ChunkedArray) -> tuple[Ints, Any]:

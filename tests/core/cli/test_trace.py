@@ -10,7 +10,7 @@ from tltlab.cli import app as cli
 from tltlab.cli.timeline import timeline
 from tltlab.cli.trace import app
 from tltlab.errors import TraceError
-from tltlab.importers.lengths import from_csv
+from tltlab.importers.formats import import_dump
 from tltlab.lengths.generate import log_normal
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
@@ -67,14 +67,14 @@ def test_a_csv_of_lengths_is_a_trace(tmp_path, text):
 
 def test_known_columns_of_a_csv_are_used(tmp_path):
     text = "rl_step,prompt_id,prompt_tokens,length\n0,a,7,1\n0,a,7,2\n1,b,8,3\n"
-    trace = from_csv(csv(tmp_path, text))
+    trace = import_dump(csv(tmp_path, text))
     assert trace.rl_steps == [0, 1]
     assert trace.outcomes["sample"].tolist() == [0, 1, 0]
     assert trace.workload["prompt_tokens"].tolist() == [7, 7, 8]
 
 
 def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
-    trace = from_csv(csv(tmp_path, "5\n9\n9\n2\n"), group_size=2, max_response_tokens=9, workers=3)
+    trace = import_dump(csv(tmp_path, "5\n9\n9\n2\n"), group_size=2, max_response_tokens=9, workers=3)
     assert trace.outcomes["prompt_id"].tolist() == ["p0", "p0", "p1", "p1"]
     assert trace.outcomes["finish_reason"].tolist() == ["stop", "length", "length", "stop"]
     assert trace.manifest.num_workers == 3
@@ -103,7 +103,7 @@ def test_a_faulty_csv_is_refused_with_its_line(tmp_path, text, says):
 
 def test_a_length_above_the_stated_maximum_is_a_fault(tmp_path):
     with pytest.raises(TraceError, match=r"column length, line 3: got 9, the maximum was said to be 8"):
-        from_csv(csv(tmp_path, "length\n3\n9\n"), max_response_tokens=8)
+        import_dump(csv(tmp_path, "length\n3\n9\n"), max_response_tokens=8)
 
 
 def test_generated_traces_are_the_same_for_the_same_seed():

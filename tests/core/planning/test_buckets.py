@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
-from tltlab.importers.lengths import of_lengths
 from tltlab.planning.batch_times import batch_times
 from tltlab.planning.buckets import BucketPlan, plan_buckets
 from tltlab.planning.graph_pool import GraphPool, plan_bucketed, sglang_sizes
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ...traces_of_lengths import of_lengths
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=8192, bytes_per_layer=1e6)
 NGRAM, SUFFIX = Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)
@@ -90,7 +91,7 @@ def test_a_cap_leaves_the_best_of_all_plans(seed):
 
 def test_the_bounds_prune_no_best_plan(monkeypatch):
     # Small cases fit into the first, narrow search; a width of 1 makes the bounds do the work.
-    monkeypatch.setattr("tltlab.planning.bucket_labels.WIDTHS", (1, 2))
+    monkeypatch.setattr("tltlab.planning.buckets.WIDTHS", (1, 2))
     rng = np.random.default_rng(11)
     for _ in range(60):
         assert_is_best(random_case(rng))

@@ -109,7 +109,7 @@ def test_percentiles():
 def test_prompt_share_of_perfectly_and_not_explained_lengths():
     groups = ["a", "a", "b", "b"]
     assert metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 2, 8, 8], prompts=groups)) == pytest.approx(1.0)
-    assert metrics.within_group_share(rollout([1.0] * 4, tokens=[2, 8, 2, 8], prompts=groups)) == 1.0
+    assert metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 8, 2, 8], prompts=groups)) == 0.0
     assert metrics.prompt_share(rollout([1.0] * 4, tokens=[2, 8, 2, 8])) is None
 
 

@@ -22,7 +22,7 @@ from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.traces import metrics, storage, stream
 from tltlab.traces import trace as trace_module
 from tltlab.traces.schema import Manifest
-from tltlab.traces.stream import StreamWriter, describe, describe_stream, iter_rl_steps, validate_stream
+from tltlab.traces.stream import StreamWriter, count, describe
 from tltlab.traces.trace import Trace, read
 
 MANIFEST = Manifest(kind="synthetic", num_workers=2)
@@ -68,12 +68,11 @@ def test_a_streamed_trace_is_the_trace_written_in_one_piece(tmp_path):
 
 
 def test_rl_steps_come_back_one_by_one(tmp_path, tiny_chunks):
-    found = list(iter_rl_steps(written(tmp_path / "t", 5)))
-    assert [number for number, _, _ in found] == [0, 1, 2, 3, 4]
-    for number, workload, outcomes in found:
-        expected = whole(5)
-        pd.testing.assert_frame_equal(workload, expected.table("workload", rl_step=number))
-        pd.testing.assert_frame_equal(outcomes, expected.table("outcomes", rl_step=number))
+    found, expected = list(read(written(tmp_path / "t", 5)).iter_rl_steps()), whole(5)
+    assert [one.rl_steps for one in found] == [[0], [1], [2], [3], [4]]
+    for number, one in enumerate(found):
+        for name in ("workload", "outcomes"):
+            pd.testing.assert_frame_equal(one.table(name), expected.table(name, rl_step=number))
 
 
 def test_small_rl_steps_share_a_row_group_and_none_is_cut(tmp_path, monkeypatch):
@@ -125,8 +124,8 @@ def test_a_trace_without_rl_steps_is_one(tmp_path):
         pass
     trace = read(tmp_path / "t")
     assert (trace.rl_steps, trace.manifest.num_rl_steps) == ([], 0)
-    assert list(iter_rl_steps(tmp_path / "t")) == []
-    assert validate_stream(tmp_path / "t")["num_tokens"] == 0
+    assert list(trace.iter_rl_steps()) == []
+    assert count(trace)["num_tokens"] == 0
 
 
 def test_several_rl_steps_at_once(tmp_path):
@@ -247,8 +246,9 @@ def test_any_order_of_rows_and_any_row_groups_will_do(rows, group_rows, chunk_by
     (folder / "manifest.json").write_text(json.dumps({"format": "tltlab-trace", "version": 1, "kind": "imported"}))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(trace_module, "CHUNK_BYTES", chunk_bytes)
-        found = {number: (asked, made) for number, asked, made in iter_rl_steps(folder)}
-        counts = validate_stream(folder)
+        trace = read(folder)
+        found = {one.rl_steps[0]: (one.workload, one.outcomes) for one in trace.iter_rl_steps()}
+        counts = count(trace)
     assert list(found) == sorted(set(key["rl_step"]))
     for number, expected in outcomes.groupby("rl_step"):
         asked, made = found[number]
@@ -308,9 +308,8 @@ def test_a_fault_in_the_last_rl_step_is_found(tmp_path, tiny_chunks):
     table = pq.read_table(path / "outcomes.parquet").to_pandas()
     table.loc[23, ["prompt_id", "sample"]] = table.loc[22, ["prompt_id", "sample"]]
     table.to_parquet(path / "outcomes.parquet", index=False)
-    for check in (validate_stream, describe_stream, lambda path: next(iter_rl_steps(path))):
-        with pytest.raises(TraceError, match=r"outcomes.parquet: .*row 23.*there twice"):
-            check(path)
+    with pytest.raises(TraceError, match=r"outcomes.parquet: .*row 23.*there twice"):
+        read(path)
 
 
 def peak_bytes(work):
@@ -347,11 +346,12 @@ def test_memory_is_a_few_chunks_however_many_rl_steps(tmp_path, monkeypatch, way
         if way == "write":
             yield write(path, 60, 2048, 8, 0)
         elif way == "iterate":
-            yield from iter_rl_steps(path)
+            for one in read(path).iter_rl_steps():
+                yield one.workload, one.outcomes
         elif way == "load":
             yield (trace := read(path)).outcomes, trace.workload
         else:
-            yield validate_stream(path) if way == "validate" else describe_stream(path)
+            yield count(read(path)) if way == "validate" else describe(read(path))
 
     peak = peak_bytes(work)
     assert peak > 8 * chunk if way == "load" else peak < 4 * chunk

@@ -24,7 +24,6 @@ from tltlab.acceptance.load import (
 )
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
-from tltlab.importers.lengths import of_lengths
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, FixedSpec, Policy, TableRow, TableSpec
 from tltlab.policies.selector import Selector
 from tltlab.sim import SimResult, simulate
@@ -32,6 +31,8 @@ from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace
+
+from ...traces_of_lengths import of_lengths
 
 CAPACITY_TOKENS = st.integers(420, 2000)
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-2])

@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 
 from tltlab.bench.simulator import closed_form_makespan_s, per_iteration_makespan_s
 from tltlab.costs.base import LinearCosts
-from tltlab.importers.lengths import of_lengths
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec, load_policy
 from tltlab.sim import simulate
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ...traces_of_lengths import of_lengths
 
 COSTS = LinearCosts(
     base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,

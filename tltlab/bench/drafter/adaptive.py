@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.console import table
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.runtime.drafter.offline.data import Text
+from tltlab.runtime.drafter.offline.runs import (
+    Kept,
+    annotated_drafts,
+    by_position,
+    last_third,
+    length_ratio,
+    live_drafts,
+)
 from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 from tltlab.stats import interval_json, paired_interval
 from tltlab.traces.trace import Trace
@@ -205,16 +213,17 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{found['steps']} GRPO steps, {found['workers']} workers, {len(found['runs'])} seed(s), draft depth {depth}: "
         "tokens per draft, live",
-        f"{'step':>6s}{'frozen':>9s}{'adaptive':>10s}{'policy moved, nats/token':>26s}",
     ]
     run = found["runs"][0]
     frozen = {step["rl_step"]: step["accept_length"] for step in run["live"]["frozen"]}
-    for step in run["live"]["adaptive"]:
-        at = step["rl_step"]
-        lines.append(
-            f"{at:6d}{decimals(frozen.get(at)):>9s}{step['accept_length']:10.2f}"
-            f"{run['drift']['adaptive']['per_step'][at]:26.2g}"
+    rows = [
+        (
+            at := step["rl_step"], decimals(frozen.get(at)), f"{step['accept_length']:.2f}",
+            f"{run['drift']['adaptive']['per_step'][at]:.2g}",
         )
+        for step in run["live"]["adaptive"]
+    ]  # fmt: skip
+    lines.append(table(("step", "frozen", "adaptive", "policy moved, nats/token"), rows, left=0))
     start, late = found["accept_length_at_start"], found["accept_length"]
     drafter = found["initial_drafter"]
     lines += [

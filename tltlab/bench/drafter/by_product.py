@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.console import table
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
 from tltlab.runtime.models.runs import Progress, fixed_depth, prompts_of, recipe_of, trained_beside
@@ -75,11 +76,10 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"a drafter warmed up on two tasks, {found['steps']} GRPO steps on {found['trained_on']}: tokens per draft of "
         f"{found['draft_depth']}",
-        f"{'task':12s}{'at the start':>14s}{'initial drafter, final policy':>32s}{'final drafter':>15s}",
     ]
-    for row in found["rows"]:
-        start, initial, final = (row[k]["accept_length"] for k in ("at_start", "initial_drafter", "final_drafter"))
-        lines.append(f"{row['task']:12s}{decimals(start):>14s}{decimals(initial):>32s}{decimals(final):>15s}")
+    drafters = ("at_start", "initial_drafter", "final_drafter")
+    rows = [(row["task"], *(decimals(row[key]["accept_length"]) for key in drafters)) for row in found["rows"]]
+    lines.append(table(("task", "at the start", "initial drafter, final policy", "final drafter"), rows))
     exported = found["exported"]
     if "failed" in exported:
         lines.append(f"not exported: {exported['failed']}")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 from tltlab.runtime.engine.environment import hardware, versions
@@ -140,12 +141,14 @@ def bench_checkpoint(
 
 def text(found: Mapping[str, Any]) -> str:
     """A table of what `bench_checkpoint` returned."""
-    lines = [f"{'way':<18}{'MB':>7}{'blocks ms':>11}{'on disk ms':>12}{'TLT ms':>8}"]
-    for row in found["rows"]:
-        lines.append(
-            f"{row['way']:<18}{row['bytes'] / 1e6:>7.0f}{row['blocking_s'] * 1e3:>11.1f}"
-            f"{row['complete_s'] * 1e3:>12.0f}{row['tlt_ms']:>8.0f}"
+    rows = [
+        (
+            row["way"], f"{row['bytes'] / 1e6:.0f}", f"{row['blocking_s'] * 1e3:.1f}",
+            f"{row['complete_s'] * 1e3:.0f}", f"{row['tlt_ms']:.0f}",
         )
+        for row in found["rows"]
+    ]  # fmt: skip
+    lines = [table(("way", "MB", "blocks ms", "on disk ms", "TLT ms"), rows)]
     ratio = found["ratio"]
     lines.append(
         f"selective async blocks {ratio['estimate']:.1f} [{ratio['low']:.1f}, {ratio['high']:.1f}] times shorter than "

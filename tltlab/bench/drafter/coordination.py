@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.drafter.figures import IdleTime, idle_times
+from tltlab.runtime.drafter.offline.runs import IdleTime, idle_times
 from tltlab.runtime.models.runs import Progress, fixed_depth, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of
@@ -160,15 +161,17 @@ def text(found: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
         f"{found['workers']} workers, {len(found['rows'])} rollouts with training, each also without",
-        f"{'step':>6s}{'rollout s':>11s}{'without s':>11s}{'idle s':>9s}{'held s':>9s}{'trained s':>11s}"
-        f"{'updates':>9s}",
     ]
-    for row in found["rows"]:
-        without = "-" if row["held_rollout_s"] is None else f"{row['held_rollout_s']:.2f}"
-        lines.append(
-            f"{row['rl_step']:6d}{row['rollout_s']:11.2f}{without:>11s}{row['idle_s']:9.2f}{row['held_s']:9.2f}"
-            f"{row['train_s']:11.2f}{row['updates']:9d}"
+    rows = [
+        (
+            row["rl_step"], f"{row['rollout_s']:.2f}",
+            "-" if row["held_rollout_s"] is None else f"{row['held_rollout_s']:.2f}",
+            *(f"{row[key]:.2f}" for key in ("idle_s", "held_s", "train_s")), row["updates"],
         )
+        for row in found["rows"]
+    ]  # fmt: skip
+    header = ("step", "rollout s", "without s", "idle s", "held s", "trained s", "updates")
+    lines.append(table(header, rows, left=0))
     lines.append(
         f"the rollout is slower by {as_text(found['slow_down'])} (goal: upper end at most {found['goal']}); workers "
         f"idle {found['idle_share']:.0%} of it; {found['wait_share']:.1%} is waiting after the last token"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tltlab.console import table
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, new_head
@@ -145,13 +146,15 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{found['responses']} responses to learn from, {found['heldout_responses']} held out, drafts of "
         f"{found['depth']} tokens",
-        f"{'recipe':8s}{'after ' + str(found['updates']) + ' updates':>20s}{'cost of an update':>27s}"
-        f"{'after ' + format(found['seconds'], '.0f') + ' s':>14s}{'updates':>9s}{'TLT: length, cost':>20s}",
     ]
-    for row in found["rows"]:
-        tlt = f"{row['tlt']['accept_length']:.2f}, {row['tlt']['cost']:.0f}x"
-        lines.append(
-            f"{row['recipe']:8s}{decimals(row['accept_length']):>20s}{as_text(row['cost']):>27s}"
-            f"{decimals(row['accept_length_same_seconds']):>14s}{row['updates_same_seconds']:>9d}{tlt:>20s}"
+    rows = [
+        (
+            row["recipe"], decimals(row["accept_length"]), as_text(row["cost"]),
+            decimals(row["accept_length_same_seconds"]), row["updates_same_seconds"],
+            f"{row['tlt']['accept_length']:.2f}, {row['tlt']['cost']:.0f}x",
         )
+        for row in found["rows"]
+    ]  # fmt: skip
+    after = (f"after {found['updates']} updates", "cost of an update", f"after {found['seconds']:.0f} s")
+    lines.append(table(("recipe", *after, "updates", "TLT: length, cost"), rows))
     return "\n".join(lines)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tltlab.console import table
 from tltlab.experiments.lossless import differences
 from tltlab.runtime.models.runs import Progress, adaptive_policy, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
@@ -64,14 +65,13 @@ def text(found: Mapping[str, Any]) -> str:
     """The result for people."""
     lines = [
         f"{found['steps']} GRPO steps, {found['seeds']} seed(s), {found['heldout']} held-out prompts",
-        f"{'seed':>6s}{'before':>9s}{'without':>9s}{'with':>9s}{'in training without':>21s}{'with':>9s}",
     ]
+    rows = []
     for row in found["rows"]:
         without, all_ = row["without"], row["with"]
-        lines.append(
-            f"{row['seed']:6d}{without['first']:9.3f}{without['held_out']:9.3f}{all_['held_out']:9.3f}"
-            f"{without['trained']:21.3f}{all_['trained']:9.3f}"
-        )
+        rewards = (without["first"], without["held_out"], all_["held_out"], without["trained"], all_["trained"])
+        rows.append((row["seed"], *(f"{reward:.3f}" for reward in rewards)))
+    lines.append(table(("seed", "before", "without", "with", "in training without", "with"), rows, left=0))
     equal = {True: "equal within noise", False: "different", None: "one seed does not tell"}[found["equal"]]
     lines.append(
         f"with minus without: held out {as_text(found['held_out'])}, in training {as_text(found['trained'])}: {equal}"

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.stats import bootstrap  # type: ignore[import-untyped, unused-ignore]
 
 from tltlab.bench.drafter.intervals import as_text, decimals
+from tltlab.console import table
 from tltlab.stats import Interval, interval_json, mean_of_few
 
 GOALS = {"trl": 20.0, "trl-vllm": 1.3}
@@ -155,17 +156,17 @@ def text(found: Mapping[str, Any]) -> str:
     lines = [
         f"{responses} responses a step, cap {setting['max_response_tokens']}, float32, {setting['steps']} RL steps, "
         f"{found['hardware']}; seconds per step without the first of a run, and of the whole run with its start",
-        f"{'':10s}{'s per step':>24s}{'first':>8s}{'whole':>9s}{'tokens':>8s}{'lines':>7s}{'held-out':>20s}"
-        "  reward by step",
     ]
-    for side in found["sides"]:
-        rewards = " ".join(decimals(reward) for reward in side["rewards"])
-        lines.append(
-            f"{side['side']:10s}{_interval(side['seconds']):>24s}{decimals(side['first_seconds']):>8s}"
-            f"{decimals(side['whole_seconds']):>9s}"
-            f"{decimals(side['mean_response_tokens']):>8s}{side['lines']:7d}{_interval(side['heldout_reward']):>20s}"
-            f"  {rewards}"
+    rows = [
+        (
+            side["side"], _interval(side["seconds"]), decimals(side["first_seconds"]), decimals(side["whole_seconds"]),
+            decimals(side["mean_response_tokens"]), side["lines"], _interval(side["heldout_reward"]),
+            " ".join(decimals(reward) for reward in side["rewards"]),
         )
+        for side in found["sides"]
+    ]  # fmt: skip
+    header = ("", "s per step", "first", "whole", "tokens", "lines", "held-out", "reward by step")
+    lines.append(table(header, rows))
     lines.append(f"held-out reward before training {found['start_heldout_reward']:.2f}")
     for side in found["sides"]:
         if side["as_is"]:

@@ -1,0 +1,28 @@
+"""Traces of responses known by their lengths alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from tltlab.traces.csv import tables_of_lengths
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
+
+
+def of_lengths(
+    response_tokens: Sequence[int],
+    *,
+    workers: int | None = None,
+    prompt_tokens: int = 128,
+    max_response_tokens: int | None = None,
+) -> Trace:
+    """One RL step of responses with these lengths, each to a prompt of its own; the longest is the cap if none is."""
+    n = len(response_tokens)
+    key = pd.DataFrame({"rl_step": 0, "prompt_id": [f"p{i}" for i in range(n)], "sample": 0, "turn": 0})
+    cap = max(response_tokens, default=1) if max_response_tokens is None else max_response_tokens
+    lengths = np.asarray(response_tokens, np.int64)
+    tables = tables_of_lengths(key, lengths, np.full(n, prompt_tokens), cap, lengths >= cap)
+    return Trace.from_tables(Manifest(kind="imported", num_workers=workers, max_response_tokens=cap), tables)
