@@ -178,6 +178,11 @@ class Rollouts(ABC):
     def _load(self, carried: list[Any] | None, folder: Path) -> None:  # noqa: B027
         """Take what `state_dict` has under `carries`, None where it was of another way to roll out."""
 
+    def _blank(self, number: int, epoch: int) -> list[Trajectory]:
+        """A group of responses to prompt `number`, of which nothing has come yet."""
+        samples = range(self.recipe.rollout.group_size)
+        return [Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample) for sample in samples]
+
     def _extended(
         self, started: Sequence[Trajectory], responses: Mapping[Key, Response], tools: RolloutTools
     ) -> list[Trajectory]:

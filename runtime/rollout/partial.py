@@ -108,16 +108,7 @@ class PartialRollouts(Rollouts):
         per_engine = -(-self.config.concurrency // rollout.num_workers)
         wanted = rollout.prompts_per_step + rollout.num_workers * (per_engine - 1)
         picked = self.order.take(max(wanted - len(pending), 0), exclude=[group.number for group in pending])
-        return [
-            PartialGroup(
-                number=number,
-                samples=[
-                    Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-                    for sample in range(rollout.group_size)
-                ],
-            )
-            for epoch, number in picked
-        ]
+        return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in picked]
 
     def _quotas(self) -> list[int]:
         """How many groups each worker completes: prompts_per_step in all, the first workers one more."""

@@ -109,11 +109,7 @@ class ReusingRollouts(Rollouts):
         rollout = self.recipe.rollout
         picked = self.order.take(rollout.prompts_per_step)
         slots = [(number, sample) for _, number in picked for sample in range(rollout.group_size)]
-        blank = [
-            Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-            for epoch, number in picked
-            for sample in range(rollout.group_size)
-        ]
+        blank = [t for epoch, number in picked for t in self._blank(number, epoch)]
 
         start = time.perf_counter()
         earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]

@@ -225,7 +225,7 @@ class Trainer:
         self._wait()
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write all that `load_checkpoint` needs to go on, each rank its share (`trainer_checkpoint`)."""
+        """Write all that `load_checkpoint` needs to go on, each rank its share (`checkpoint`)."""
         save_trainer(Path(folder), self.policy, self.optimizer, steps=self.steps, rank=self.rank)
         self._wait()
 
