@@ -17,8 +17,17 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
-from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
-from .samples import load_ragged, save_ragged
+from .collected import (
+    Collected,
+    Rollouts,
+    RolloutTools,
+    Rounds,
+    Trajectory,
+    load_ragged,
+    rewarded,
+    rewards_by_key,
+    save_ragged,
+)
 
 PENDING_FILE = "pending-responses.safetensors"
 

@@ -17,8 +17,17 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
-from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
-from .samples import load_ragged, save_ragged
+from .collected import (
+    Collected,
+    Rollouts,
+    RolloutTools,
+    Rounds,
+    Trajectory,
+    load_ragged,
+    rewarded,
+    rewards_by_key,
+    save_ragged,
+)
 
 MAX_ROWS_BYTES = 2 << 30
 """What the distributions of all kept responses may take on the host."""
