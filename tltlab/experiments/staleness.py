@@ -96,7 +96,7 @@ def _run(settings: Settings, work: Prepared, out: Path, seed: int, stop: int, pr
 
 def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
     """A row per RL step: the drafter's age and updates, what was kept of its drafts, how far the policy then moved."""
-    from tltlab.runtime.drafter.figures import live_drafts
+    from tltlab.runtime.drafter.offline.runs import live_drafts
     from tltlab.runtime.models.runs import DRAFTER
 
     assert trace.steps is not None
