@@ -183,11 +183,11 @@ class Rollouts(ABC):
     ) -> list[Trajectory]:
         """Each with its response, where it has one."""
         cap = self.recipe.rollout.max_response_tokens
-        return [
-            t if response is None else t.extended(response, tools.policy_version, cap)
-            for t in started
-            for response in [responses.get(t.key(tools.rl_step))]
-        ]
+        extended = []
+        for t in started:
+            response = responses.get(t.key(tools.rl_step))
+            extended.append(t if response is None else t.extended(response, tools.policy_version, cap))
+        return extended
 
     def _take_left_behind(self) -> list[str]:
         """Sentences to be said once."""

@@ -75,8 +75,8 @@ class SynchronousRollouts(Rollouts):
         wanted = self.recipe.rollout.prompts_per_step
         if self.recipe.train.sampling_rounds == 1 or (num_rounds == 1 and num_kept == wanted):
             return []
-        said = f"rewards differ within {num_kept} of {num_asked} groups of {num_rounds} rounds"
-        return [said if num_kept == wanted else f"{said}: trained on those, not on {wanted}"]
+        note = f"rewards differ within {num_kept} of {num_asked} groups of {num_rounds} rounds"
+        return [note if num_kept == wanted else f"{note}: trained on those, not on {wanted}"]
 
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:
