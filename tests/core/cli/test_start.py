@@ -17,7 +17,9 @@ import tltlab
 from tltlab.cli import app
 
 PACKAGE = Path(tltlab.__file__).parent
-SLOW = set("matplotlib typer pandas pyarrow pydantic scipy sklearn rich numpy torch vllm ray".split())
+SLOW = {
+    "matplotlib", "typer", "pandas", "pyarrow", "pydantic", "scipy", "sklearn", "rich", "numpy", "torch", "vllm", "ray",
+}  # fmt: skip
 OF_EXTRAS = (
     "datasets", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors", "simpy", "tensorboard",
     "tokenizers", "torch", "transformers", "vllm", "zmq",
