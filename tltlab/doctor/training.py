@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from .evidence import ENOUGH_STEPS, RunEvidence
-from .finding import Finding, NotChecked, problem, span
+from .finding import Finding, NotChecked, check, problem, span
 
 HALF = 0.5
 """Share of the training periods, and of their time, that should bring updates: below it most is set-up."""
 
 
+@check("idle-fragmented", good="idle time is long enough to train in")
 def idle_fragmented(evidence: RunEvidence) -> Finding | None:
     """Idle workers train, but their idle time comes in pieces too short for an update."""
     rows = evidence.known.spot_training
@@ -42,6 +43,7 @@ def idle_fragmented(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("training-fails", good="drafter training ended well")
 def training_fails(evidence: RunEvidence) -> Finding | None:
     """Drafter training ended by an error or was killed."""
     rows = evidence.known.spot_training
@@ -66,6 +68,7 @@ def training_fails(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("drafter-never-published", good="new drafter weights went into service")
 def drafter_never_published(evidence: RunEvidence) -> Finding | None:
     """The recipe trains a drafter, yet engines never got new weights of it."""
     steps = evidence.known.steps
