@@ -28,9 +28,8 @@ from pydantic import Field
 
 from tltlab.charts import COLORS, draw_bars
 from tltlab.costs.base import CostModel
-from tltlab.costs.load import load_costs
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import RooflineCosts
-from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import gpu as find_gpu
