@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -96,10 +97,7 @@ def test_a_verl_dump_is_a_trace(verl):
     assert outcomes["response_tokens"].tolist() == [3, 1, 1, 1, 4, 1]
     assert workload["prompt_tokens"].tolist() == [6, 2, 6, 2, 2, 2]
     assert outcomes["sample"].tolist() == [0, 0, 1, 1, 0, 1]
-    reward = outcomes["reward"].tolist()
-    assert reward[0] == 1.0
-    assert np.isnan(reward[1])
-    assert reward[2:] == [0.0, -1.0, 0.5, 0.0]
+    np.testing.assert_array_equal(outcomes["reward"], [1.0, np.nan, 0.0, -1.0, 0.5, 0.0])
     manifest = trace.manifest
     assert (manifest.kind, manifest.source, manifest.num_workers) == ("imported", "verl rollout dump rollout_data", 4)
     assert (manifest.group_size, manifest.max_response_tokens, manifest.num_rl_steps) == (2, 4, 2)
@@ -203,9 +201,7 @@ def test_completions_that_trl_logs_again_are_read_once(trl):
 
 def test_rewards_of_trl_are_added_and_the_manifest_says_which(trl):
     trace = import_dump(trl, tokens=WORDS)
-    reward = trace.outcomes["reward"].tolist()
-    assert (reward[0], reward[1], reward[3]) == (1.5, 0.0, 0.5)
-    assert np.isnan(reward[2])
+    np.testing.assert_array_equal(trace.outcomes["reward"], [1.5, 0.0, np.nan, 0.5])
     assert "reward: accuracy_reward + format_reward" in trace.manifest.notes
     assert import_dump(trl, tokens=WORDS, reward_columns=["format_reward"]).outcomes["reward"][0] == 0.5
     with pytest.raises(TraceError, match=r"row 0: no reward; wanted a field speed, there are: step, prompt"):
@@ -359,9 +355,9 @@ def test_the_content_says_the_format(tmp_path, verl, trl):
         import_dump(tmp_path / "nothing")
 
 
-@pytest.mark.parametrize("form", ["verl", "trl"])
-def test_a_folder_of_something_else_is_refused(tmp_path, form):
-    with pytest.raises(TraceError, match=r"(no <step>\.jsonl|no completions_<step>\.parquet) in it"):
+@pytest.mark.parametrize(("form", "says"), [("verl", r"no <step>\.jsonl"), ("trl", r"no completions_<step>\.parquet")])
+def test_a_folder_of_something_else_is_refused(tmp_path, form, says):
+    with pytest.raises(TraceError, match=f"{says} in it"):
         import_dump(tmp_path, form=form, tokens=WORDS)
 
 
@@ -374,12 +370,6 @@ def test_what_a_csv_does_not_say_is_noted(tmp_path):
     assert "the last group is incomplete: 1 of 2 samples" in notes
     path.write_text("length,prompt_tokens\n5,3\n9,4\n")
     assert import_dump(path, group_size=2, max_response_tokens=9).manifest.notes is None
-
-
-def test_a_csv_of_lengths_goes_the_same_way(tmp_path):
-    (tmp_path / "lengths.csv").write_text("5\n9\n9\n2\n")
-    trace = import_dump(tmp_path / "lengths.csv", group_size=2, max_response_tokens=9)
-    assert trace.outcomes["finish_reason"].tolist() == ["stop", "length", "length", "stop"]
 
 
 @pytest.mark.parametrize(
@@ -444,15 +434,11 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"tokenizer\.json: no such file"):
         FolderTokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
+    if find_spec("tokenizers"):
+        with pytest.raises(ConfigError, match="not a tokenizer"):
+            FolderTokenizer(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install tokenizers, or give --chars-per-token"):
-        FolderTokenizer(tmp_path)
-
-
-def test_a_broken_tokenizer_is_refused(tmp_path):
-    pytest.importorskip("tokenizers")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="not a tokenizer"):
         FolderTokenizer(tmp_path)
 
 
@@ -508,9 +494,3 @@ def test_wrong_input_of_the_command_is_exit_code_2_and_one_line(command, verl, t
     assert err.count("\n") == 1
     assert says in err
     assert not (tmp_path / "t").exists()
-
-
-def test_the_command_has_help_with_examples(command):
-    code, out, _ = command("--help")
-    assert code == 0
-    assert "Example: tltlab trace import rollout_data" in " ".join(out.split())
