@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tltlab.acceptance.load import FittedAcceptance, FittedDepth
 from tltlab.calibration.api import calibrate
-from tltlab.costs.base import CalibratedRange, LinearCosts
+from tltlab.costs.base import CalibratedRange
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy
@@ -26,14 +26,9 @@ from tltlab.traces import metrics
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
-COSTS = LinearCosts(
-    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
-)  # fmt: skip
-ONE_SECOND = LinearCosts(
-    base_s=1.0, per_request_s=0, per_token_s=0, per_context_s=0, sd_base_s=0, sd_idle_s=0,
-    draft_level_s=0, draft_level_per_request_s=0, prefill_per_token_s=0,
-)  # fmt: skip
+from .workloads import COSTS, FREE
+
+ONE_SECOND = FREE.model_copy(update={"base_s": 1.0})
 CHAIN = Strategy.chain("ngram", 4)
 TRACE = log_normal(prompts=6, group_size=4, rl_steps=2, median=150, sigma=1.0, cap=1200, workers=2)
 
@@ -358,16 +353,7 @@ BOUND_COSTS = st.fixed_dictionaries(
     st.integers(1, 3),
     st.integers(0, 5),
 )
-def test_nothing_beats_the_lower_bound(
-    response_tokens: list[int],
-    costs: dict[str, Any],
-    acceptance: str,
-    policy: str,
-    mode: str,
-    placement: str,
-    workers: int,
-    seed: int,
-):
+def test_nothing_beats_the_lower_bound(response_tokens, costs, acceptance, policy, mode, placement, workers, seed):
     trace = with_acceptance(lengths(*response_tokens), seed)
     result = simulate(
         trace, policy, costs=costs, acceptance=acceptance, mode=mode, placement=placement, workers=workers, seed=seed
