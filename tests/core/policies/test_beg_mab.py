@@ -110,14 +110,6 @@ def test_iterations_with_prefill_teach_nothing():
     assert mab.choose(at(4)) == D8, "still unseen"
 
 
-def test_the_window_forgets():
-    mab = bandit([(1, [D8, D2])], epsilon=0.0, window=3)
-    for rate in (900.0, 900.0, 900.0, 100.0, 100.0):
-        mab.observe(D8, ran(D8, 4, rate))
-    mab.observe(D2, ran(D2, 4, 200.0))
-    assert mab.choose(at(4)) == D2
-
-
 def test_a_bucket_with_one_arm_needs_no_randomness():
     mab = bandit([(1, [D8])], epsilon=1.0)
     before = mab.state_dict()["rng"]
