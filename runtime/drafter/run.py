@@ -35,7 +35,7 @@ from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
 from .checkpoint import read_drafter, verdicts_of, verdicts_state, write_drafter
-from .null import NoDrafter, Rows
+from .drafting import NoDrafter, Rows
 from .processes import TrainerProcesses
 from .worker import SpotPlace
 

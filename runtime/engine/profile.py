@@ -17,8 +17,9 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tltlab.calibration.estimators import way_of_points
-from tltlab.calibration.measurements.steps import checked
+from tltlab.calibration.iterations import measured_rows
+from tltlab.calibration.measurements import checked
+from tltlab.calibration.table import MeasuredTable
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
@@ -127,7 +128,7 @@ class Grid:
 class Profile:
     """What was measured.
 
-    `table` has the columns of `tltlab.calibration.measurements.steps`, `drafter`, and of each row `draft_seconds`,
+    `table` has the columns of `tltlab.calibration.measurements`, `drafter`, and of each row `draft_seconds`,
     `num_samples` and `spread`, the interquartile range of its seconds. `skipped` has cells that were not measured, with
     `why`. `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians
     are apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
@@ -189,13 +190,13 @@ def held_out_error(table: pd.DataFrame, rng: np.random.Generator) -> float | Non
     out = rng.permutation(len(decoding)) < len(decoding) // 3
     if not out.any():
         return None
-    way = way_of_points("table", None)
-    left, kept = (decoding[mask].reset_index(drop=True) for mask in (out, ~out))
+    rows = measured_rows(decoding)
+    left = rows.where(out)
     try:
-        predicted = way.predict(way.fit(kept), left)
+        predicted = MeasuredTable().fit(rows.where(~out)).predict(left)
     except ConfigError:
         return None
-    return float(np.median(np.abs(predicted / left["seconds"].to_numpy() - 1.0)))
+    return float(np.median(np.abs(predicted / left.seconds - 1.0)))
 
 
 class _Profiler:

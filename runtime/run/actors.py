@@ -9,9 +9,8 @@ from contextlib import ExitStack
 import ray
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
-from tltlab.runtime.drafter.null import NoDrafter
-from tltlab.runtime.ray.actor_env import actor_env
-from tltlab.runtime.ray.calls import get
+from tltlab.runtime.drafter.drafting import NoDrafter
+from tltlab.runtime.ray.actors import actor_env, get
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool

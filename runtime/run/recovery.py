@@ -9,7 +9,7 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.drafter.null import NoDrafter
+from tltlab.runtime.drafter.drafting import NoDrafter
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace

@@ -20,11 +20,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Floats
+from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
+from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.calibration.isotonic import non_negative
-from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
-from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
-from tltlab.calibration.table import from_kernels
-from tltlab.calibration.transfer import SWITCH_NOTE, SWITCH_S
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.hardware import model
@@ -148,7 +147,7 @@ def speedups(costs: TableCosts, cells: pd.DataFrame) -> Floats:
 def shipped_table(data: Path) -> TableCosts:
     """The preset `h100-qwen2.5-32b-tp4-table`, made anew: kernels, vLLM around them, TLT's drafting."""
     fitted, cells = fit_engine(data), read_speedups(data)
-    table = with_speculation(fitted.engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4).costs), cells)
+    table = with_speculation(fitted.engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4)), cells)
     table = table.model_copy(update={"network_levels": True, "switch_s": SWITCH_S})
     points = fitted.points[fitted.points["fits_memory"]]
     held_out = (points["held_out_s"] / points["seconds"] - 1).abs().groupby(points["tp"]).mean().mean()
@@ -229,7 +228,7 @@ def _engine_rows(data: Path) -> list[tuple[object, ...]]:
 
 def _speculation_rows(data: Path) -> list[tuple[object, ...]]:
     cells = read_speedups(data)
-    table = fit_engine(data).engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4).costs)
+    table = fit_engine(data).engine.on(from_kernels(Kernels.read(data, "H100"), "Qwen2.5-32B", 4))
     first = cells["table"] == "fig13"
     note = "table of kernels with vLLM's terms, three drafting terms"
     rows: list[tuple[object, ...]] = []
@@ -266,7 +265,7 @@ def _rounded(costs: TableCosts) -> TableCosts:
 
 def _terms(data: Path, points: pd.DataFrame, model_name: str) -> dict[str, Floats]:
     kernels = Kernels.read(data, "H100")
-    tables = {tp: from_kernels(kernels, model_name, int(tp)).costs for tp in points["tp"].unique()}
+    tables = {tp: from_kernels(kernels, model_name, int(tp)) for tp in points["tp"].unique()}
     cost = {tp: table.iteration(NO_SPECULATION) for tp, table in tables.items()}
     numbers = points[["tp", "concurrency", "isl", "osl"]].itertuples(index=False)
     pairs = [

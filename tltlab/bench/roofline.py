@@ -3,7 +3,7 @@
 The measurements are tables of other people, which are not part of the package: `decode_tpot_h100.csv` (AIConfigurator,
 Apache-2.0), `tlt_sd_tables.csv` and `tlt_gpu_diversity.csv` (TLT, arXiv 2511.16665: Fig. 13, Tables 1, 2, 4),
 `eagle3_speedup_by_batch.csv` (EAGLE-3, arXiv 2503.01840, Table 3) and kernel tables
-(`tltlab.calibration.measurements.kernels`).
+(`tltlab.bench.published.kernels`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
-from tltlab.calibration.measurements.times import from_speedups, from_tpot, from_waves
-from tltlab.calibration.roofline import Fitted, fit, predict
-from tltlab.calibration.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
+from tltlab.bench.published.fit import Fitted, fit, predict
+from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.measurements import from_speedups, from_tpot, from_waves
+from tltlab.bench.published.transfer import MEMORY_FRACTION, SHAPES, SWITCH_NOTE, preset, shares, transfer
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, RooflineCosts
 

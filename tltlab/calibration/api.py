@@ -15,8 +15,8 @@ from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
 from .costs import fit_trace
-from .estimators import iterations_of
-from .linear import fit_rows, predict, rows_of
+from .iterations import iterations_of, recorded_rows
+from .linear import fit_recorded, predict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
         residuals=found.residuals,
         sums=found.sums,
         notes=notes,
-        by_worker={int(w): fit_rows(rows_of(rows[rows["worker"] == w], chosen.steps))[0] for w in workers},
+        by_worker={int(w): fit_recorded(recorded_rows(rows[rows["worker"] == w], chosen.steps))[0] for w in workers},
     )
 
 
@@ -80,7 +80,7 @@ def iteration_times(costs: LinearCosts, trace: Trace) -> Floats:
     """Seconds of each recorded iteration under a cost model, in the order of `trace.iterations`."""
     if trace.iterations is None:
         raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet")
-    return predict(costs, rows_of(trace.iterations, trace.steps))
+    return predict(costs, recorded_rows(trace.iterations, trace.steps))
 
 
 def parse_rl_steps(text: str | None, known: list[int]) -> list[int] | None:

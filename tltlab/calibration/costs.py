@@ -6,20 +6,27 @@ as speculation where nothing else speculates, has no error, and a note says so.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 
-from tltlab.arrays import Floats
+from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import CostModel
 from tltlab.costs.noise import IterationNoise, fit_noise
+from tltlab.costs.table import Roofline
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
 
-from .estimators import Data, Hardware, Way, iterations_of, table_of_points, way_of_points, way_of_trace
-from .residuals import MOST_FOLDS, coverage, folds, held_out_errors, regimes, residuals, worker_sums
+from .cross_validation import MOST_FOLDS, Fold, cross_validated, held_out_errors, step_folds
+from .iterations import CostEstimator, Iterations, iterations_of, measured_rows, recorded_rows
+from .linear import LinearEstimator
+from .residuals import coverage, residuals
+from .roofline import Hardware, RooflineEstimator
+from .table import MeasuredTable, RecordedTable
+
+KINDS = ("linear", "roofline", "table")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +35,7 @@ class CostFit:
 
     `residuals` has a row per regime: `regime`, `num_iterations`, `mean_abs_relative_error` of single iterations and the
     `bias` of their sum. `sums` has a row per RL step and worker (none for a table): measured and predicted seconds.
-    `cross_validation` has a row per fold and one overall, as `residuals.held_out_errors` says; empty without folds.
+    `cross_validation` has a row per fold and one overall, as `held_out_errors` says; empty without folds.
     """
 
     kind: str
@@ -46,6 +53,27 @@ class CostFit:
         return None if np.isnan(overall) else overall
 
 
+def estimator_of(kind: str, hardware: Hardware | None, *, recorded: bool) -> CostEstimator:
+    """The estimator for recorded iterations or for a table; ConfigError for a kind that is unknown or lacks hardware.
+
+    `hardware` is needed for kind "roofline", and gives a table of measured iterations its shape between the knots.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown kind of costs {kind!r}: there are {', '.join(KINDS)}")
+    if kind == "roofline":
+        if hardware is None:
+            raise ConfigError("a roofline needs GPU, model and tp: --gpu H100 --model Qwen2.5-32B --tp 4, say")
+        return RooflineEstimator(hardware, recorded=recorded)
+    if hardware is not None and (kind == "linear" or recorded):
+        what = "linear costs" if kind == "linear" else "a table of a trace"
+        raise ConfigError(f"{what} have no use for GPU, model and tp: leave these out, or take --kind roofline")
+    if kind == "linear":
+        return LinearEstimator(recorded=recorded)
+    if recorded:
+        return RecordedTable()
+    return MeasuredTable(None if hardware is None else Roofline(gpu=hardware.gpu, model=hardware.model, tp=hardware.tp))
+
+
 def fit_trace(
     trace: Trace, kind: str = "linear", hardware: Hardware | None = None, *, most_folds: int = MOST_FOLDS
 ) -> CostFit:
@@ -55,66 +83,45 @@ def fit_trace(
     ConfigError for a trace without iterations and for an unknown kind.
     """
     table = iterations_of(trace)
-    way = way_of_trace(kind, hardware)
-    costs = way.fit(trace)
-    predicted = way.predict(costs, trace)
-    duration = table["duration"].to_numpy(np.float64)
-    regime = regimes(table["prefill_tokens"].to_numpy(np.float64), table["draft_depth"].to_numpy() > 0)
+    rows = recorded_rows(table, trace.steps)
+    estimator = estimator_of(kind, hardware, recorded=True).fit(rows)
     notes = coverage(table, trace.steps)
-    parts = folds(sorted(table["rl_step"].unique().tolist()), most_folds)
-    held = []
-    for name, steps in parts.items():
-        out = trace.select(steps)
-        rest = trace.select([s for s in trace.rl_steps if s not in steps])
-        rows = iterations_of(out)
-        found = rows[["rl_step", "worker"]].assign(fold=name, measured_s=rows["duration"])
-        held.append(found.assign(predicted_s=_left_out(way, name, rest, out, len(rows), notes)))
+    parts = step_folds(sorted(table["rl_step"].unique().tolist()), most_folds)
+    held_out = _held_out(estimator, rows, {name: np.isin(rows.rl_step, steps) for name, steps in parts.items()}, notes)
     return CostFit(
         kind=kind,
-        costs=_with_notes(costs, notes).model_copy(update={"noise": _noise(table, predicted)}),
-        residuals=residuals(regime, table["batch"].to_numpy(np.float64), duration, predicted),
-        sums=worker_sums(table, duration, predicted),
-        cross_validation=held_out_errors(pd.concat(held, ignore_index=True) if held else pd.DataFrame()),
+        costs=estimator.costs_.model_copy(
+            update={"notes": (*estimator.costs_.notes, *notes), "noise": _noise(table, estimator.predictions_)}
+        ),
+        residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
+        sums=rows.sums(estimator.predictions_),
+        cross_validation=held_out_errors(held_out),
     )
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
-    """Fit costs to a table that `calibration.measurements.steps` has checked; each batch size is left out in turn.
+    """Fit costs to a table that `measurements.checked` has seen; each batch size is left out in turn.
 
-    `hardware` is needed for kind "roofline", and gives a table the roofline's shape between its knots. Raises
-    ConfigError for data that cannot tell what the kind needs.
+    Raises ConfigError for data that cannot tell what the kind needs.
     """
-    way = way_of_points(kind, hardware)
-    costs = way.fit(points)
-    predicted = way.predict(costs, points)
+    rows = measured_rows(points)
+    estimator = estimator_of(kind, hardware, recorded=False).fit(rows)
     notes: list[str] = []
-    batches = np.unique(points["batch"])
-    held = []
+    batches = np.unique(rows.batch)
+    held_out = pd.DataFrame()
     if len(batches) < 2:
         notes.append("one batch size only: nothing to leave out, so there is no cross-validation")
-    elif kind == "table":
-        held.append(_held_out_by_table(points, hardware, notes))
+    elif isinstance(estimator, MeasuredTable):
+        held_out = _held_out_by_table(estimator, len(points), notes)
     else:
-        for batch in batches:
-            out = points["batch"] == batch
-            name = f"batch {batch:g}"
-            rows = points.loc[out, ["seconds"]].rename(columns={"seconds": "measured_s"}).assign(fold=name)
-            rest, left = (points[m].reset_index(drop=True) for m in (~out, out))
-            held.append(rows.assign(predicted_s=_left_out(way, name, rest, left, len(rows), notes)))
-    prefill, depth, verify = (
-        points[c].to_numpy(np.float64) for c in ("prefill_tokens", "draft_depth", "tokens_to_verify")
-    )
+        masks = {f"batch {batch:g}": rows.batch == batch for batch in batches}
+        held_out = _held_out(estimator, rows, masks, notes).drop(columns=["rl_step", "worker"])
     return CostFit(
         kind=kind,
-        costs=_with_notes(costs, notes),
-        residuals=residuals(
-            regimes(prefill, (depth > 0) | (verify > 1)),
-            points["batch"].to_numpy(np.float64),
-            points["seconds"].to_numpy(np.float64),
-            predicted,
-        ),
+        costs=estimator.costs_.model_copy(update={"notes": (*estimator.costs_.notes, *notes)}),
+        residuals=residuals(rows.regime, rows.batch, rows.seconds, estimator.predictions_),
         sums=pd.DataFrame(columns=["rl_step", "worker", "measured_s", "predicted_s", "bias"]),
-        cross_validation=held_out_errors(pd.concat(held, ignore_index=True) if held else pd.DataFrame()),
+        cross_validation=held_out_errors(held_out),
     )
 
 
@@ -124,26 +131,27 @@ def _noise(table: pd.DataFrame, predicted: Floats) -> IterationNoise | None:
     return fit_noise(rows["duration"], rows["predicted"], rows["series"])
 
 
-def _left_out(way: Way[Data], fold: str, rest: Data, out: Data, num: int, notes: list[str]) -> Floats:
-    try:
-        return way.predict_unseen(way.fit(rest), out)
-    except ConfigError as error:
-        notes.append(f"{fold} left out: not predicted, {error}")
-        return np.full(num, np.nan)
+def _held_out(estimator: CostEstimator, rows: Iterations, parts: Mapping[str, Flags], notes: list[str]) -> pd.DataFrame:
+    """Rows for `held_out_errors`; what the rest cannot predict is NaN, and a note says why."""
+    folds = (Fold(name=name, train=rows.where(~out), held=rows.where(out)) for name, out in parts.items())
+    tables = []
+    for fold, predicted in cross_validated(estimator, folds):
+        if isinstance(predicted, ConfigError):
+            notes.append(f"{fold.name} left out: not predicted, {predicted}")
+            predicted = np.full(len(fold.held), np.nan)
+        columns = {"rl_step": fold.held.rl_step, "worker": fold.held.worker, "measured_s": fold.held.seconds}
+        tables.append(pd.DataFrame(columns | {"fold": fold.name, "predicted_s": predicted}))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
 
 
-def _held_out_by_table(points: pd.DataFrame, hardware: Hardware | None, notes: list[str]) -> pd.DataFrame:
-    """`from_measurements` leaves each batch out itself."""
-    rows = table_of_points(points, hardware)[1]
+def _held_out_by_table(estimator: MeasuredTable, num_rows: int, notes: list[str]) -> pd.DataFrame:
+    """A table leaves each batch out itself."""
+    rows = estimator.residuals_
     if rows["held_out_error"].isna().all():
         notes.append("two batch sizes only: a table without one of them says nothing, so there is no cross-validation")
         return pd.DataFrame()
-    if len(rows) < len(points):
-        notes.append(f"{len(points) - len(rows)} rows with prefill are not cross-validated")
+    if len(rows) < num_rows:
+        notes.append(f"{num_rows - len(rows)} rows with prefill are not cross-validated")
     fold = "batch " + rows["batch"].map("{:g}".format)
     predicted = rows["seconds"] * (1.0 + rows["held_out_error"])
     return pd.DataFrame({"fold": fold, "measured_s": rows["seconds"], "predicted_s": predicted})
-
-
-def _with_notes(costs: CostModel, notes: Sequence[str]) -> CostModel:
-    return costs.model_copy(update={"notes": (*costs.notes, *notes)})

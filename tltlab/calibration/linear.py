@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
-import pandas as pd
 
-from tltlab.arrays import Flags, Floats, Ints
-from tltlab.costs.base import FAR_TOKENS, CalibratedRange, LinearCosts
+from tltlab.arrays import Flags, Floats
+from tltlab.costs.base import FAR_TOKENS, LinearCosts
 
 from .isotonic import non_negative
-from .residuals import NUM_BANDS, band, regimes
+from .iterations import CostEstimator, Iterations
+from .residuals import NUM_BANDS, band
 from .robust import fit
 
 _ENOUGH_FAR = 200
@@ -19,81 +19,29 @@ _ENOUGH_FAR = 200
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Iterations as columns. What row i verified: batch, verified, spec; what it drafted: next_depth, draft_s."""
+class LinearEstimator(CostEstimator):
+    """Linear costs: robust to outliers for `recorded` rows, which tell drafting apart, else by relative errors."""
 
-    batch: Floats
-    context: Floats
-    prefill: Floats
-    verified: Floats
-    spec: Flags
-    loaded: Flags
-    next_depth: Floats
-    draft_s: Floats
-    draft_known: Flags
-    duration: Floats
-    regime: Ints
-    block: Ints
+    costs_: LinearCosts
 
+    def __init__(self, *, recorded: bool) -> None:
+        self.recorded = recorded
 
-def rows_of(table: pd.DataFrame, steps: pd.DataFrame | None) -> Rows:
-    """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting."""
-    spec = table["draft_depth"].to_numpy() > 0
-    with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
-    if steps is not None and "policy" in steps:
-        named = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
-        with_drafter |= set(named.tolist())
-    batch = table["batch"].to_numpy(np.float64)
-    draft = table["draft_duration"] if "draft_duration" in table else pd.Series(np.nan, index=table.index)
-    next_depth = table["next_draft_depth"] if "next_draft_depth" in table else pd.Series(np.nan, index=table.index)
-    prefill = table["prefill_tokens"].to_numpy(np.float64)
-    return Rows(
-        batch=batch,
-        context=table["context_tokens"].to_numpy(np.float64),
-        prefill=prefill,
-        verified=batch + table["num_drafted"].to_numpy(np.float64),
-        spec=spec,
-        loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
-        next_depth=np.asarray(next_depth.fillna(0), np.float64),
-        draft_s=np.asarray(draft.fillna(0.0), np.float64),
-        draft_known=(draft.notna() & next_depth.notna()).to_numpy(),
-        duration=table["duration"].to_numpy(np.float64),
-        regime=regimes(prefill, spec),
-        block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
-    )
+    def fit(self, rows: Iterations) -> Self:
+        costs, notes = fit_recorded(rows) if self.recorded else fit_measured(rows)
+        self.costs_ = costs.model_copy(update={"notes": tuple(notes), "calibrated": rows.covered})
+        self.predictions_ = predict(self.costs_, rows)
+        return self
+
+    def predict(self, rows: Iterations) -> Floats:
+        if rows.spec.any():
+            self.costs_.need("sd_base_s")
+        if (rows.prefill > 0).any():
+            self.costs_.need("prefill_per_token_s")
+        return predict(self.costs_, rows)
 
 
-def rows_of_points(points: pd.DataFrame) -> Rows:
-    """Rows of a table that `tltlab.calibration.measurements.steps` has read; a row's time holds its own drafting."""
-    batch, verify, context, prefill, depth, seconds = (
-        points[name].to_numpy(np.float64)
-        for name in ("batch", "tokens_to_verify", "context_tokens", "prefill_tokens", "draft_depth", "seconds")
-    )
-    none = np.zeros(len(points), dtype=bool)
-    return Rows(
-        batch=batch,
-        context=context,
-        prefill=prefill,
-        verified=batch * verify,
-        spec=depth > 0,
-        loaded=none,
-        next_depth=depth,
-        draft_s=np.zeros(len(points)),
-        draft_known=none,
-        duration=seconds,
-        regime=regimes(prefill, (depth > 0) | (verify > 1)),
-        block=np.arange(len(points)),
-    )
-
-
-def covered(rows: Rows) -> CalibratedRange:
-    """The span of batch, tokens and context in these rows."""
-    spans = {"batch": rows.batch, "verified_tokens": rows.verified, "context_tokens": rows.context}
-    return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
-
-
-def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
+def fit_recorded(rows: Iterations) -> tuple[LinearCosts, list[str]]:
     """The costs of recorded iterations, and notes on terms that are None or inside others.
 
     Verification is fitted to duration - draft_s and drafting to draft_s, both as `tltlab.calibration.robust` does:
@@ -101,14 +49,7 @@ def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
     """
     notes: list[str] = []
     plain = ~rows.spec
-    columns = {
-        "base_s": np.ones_like(rows.batch),
-        "per_request_s": rows.batch,
-        "per_context_s": rows.context,
-        "sd_base_s": rows.spec.astype(np.float64),
-        "per_token_s": rows.verified,
-        "prefill_per_token_s": rows.prefill,
-    }
+    columns = _columns(rows)
     if (rows.verified[rows.spec] >= 2 * FAR_TOKENS).sum() >= _ENOUGH_FAR:
         columns["per_token_s"] = np.minimum(rows.verified, FAR_TOKENS)
         columns["far_token_s"] = np.maximum(rows.verified - FAR_TOKENS, 0.0)
@@ -116,7 +57,7 @@ def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
     # Comparing RL steps would also measure how the machine's speed drifts; the drafter's own clock does not.
     if idle_seen and (~rows.loaded & plain).any() and not _idle(rows).any():
         columns["sd_idle_s"] = (rows.loaded & plain).astype(np.float64)
-    verify = fit(columns, rows.duration - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
+    verify = fit(columns, rows.seconds - rows.draft_s, rows.regime * NUM_BANDS + band(rows.batch), rows.block)
     terms = dict(verify.coefficients)
     if abs(verify.level - 1.0) > 0.02:
         notes.append(
@@ -138,24 +79,17 @@ def fit_rows(rows: Rows) -> tuple[LinearCosts, list[str]]:
     return LinearCosts.model_validate(terms), notes
 
 
-def fit_points(points: pd.DataFrame) -> tuple[LinearCosts, list[str]]:
+def fit_measured(rows: Iterations) -> tuple[LinearCosts, list[str]]:
     """The costs of measured iterations, and notes: one non-negative least-squares fit of relative errors.
 
     Drafting is not measured apart here, so a chain's d drafted tokens per request are the same as d more to verify:
     then draft_level_per_request_s is inside per_token_s and written 0.
     """
-    rows = rows_of_points(points)
-    columns = {
-        "base_s": np.ones_like(rows.batch),
-        "per_request_s": rows.batch,
-        "per_context_s": rows.context,
-        "sd_base_s": rows.spec.astype(np.float64),
-        "per_token_s": rows.verified,
-        "prefill_per_token_s": rows.prefill,
+    columns = _columns(rows) | {
         "draft_level_s": rows.next_depth,
         "draft_level_per_request_s": rows.next_depth * rows.batch,
     }
-    terms = non_negative(columns, rows.duration) | {"sd_idle_s": None}
+    terms = non_negative(columns, rows.seconds) | {"sd_idle_s": None}
     notes = []
     if rows.spec.any():
         inside = [name for name in _DRAFTING if terms[name] is None]
@@ -173,6 +107,17 @@ def fit_points(points: pd.DataFrame) -> tuple[LinearCosts, list[str]]:
     return LinearCosts.model_validate(terms), notes
 
 
+def _columns(rows: Iterations) -> dict[str, Floats]:
+    return {
+        "base_s": np.ones_like(rows.batch),
+        "per_request_s": rows.batch,
+        "per_context_s": rows.context,
+        "sd_base_s": rows.spec.astype(np.float64),
+        "per_token_s": rows.verified,
+        "prefill_per_token_s": rows.prefill,
+    }
+
+
 def _note_unidentified(terms: dict[str, float | None], notes: list[str]) -> None:
     for name in ("base_s", "per_request_s", "per_context_s", "prefill_per_token_s"):
         if terms.get(name) is None:
@@ -181,7 +126,7 @@ def _note_unidentified(terms: dict[str, float | None], notes: list[str]) -> None
             notes.append(f"{name} is not identified: {why}")
 
 
-def _fit_drafting(rows: Rows, terms: dict[str, float | None], notes: list[str]) -> None:
+def _fit_drafting(rows: Iterations, terms: dict[str, float | None], notes: list[str]) -> None:
     drafting = rows.draft_known & (rows.next_depth > 0)
     if not drafting.any() or not rows.draft_s[drafting].any():
         terms |= {"draft_level_s": 0.0, "draft_level_per_request_s": 0.0}
@@ -205,7 +150,7 @@ def _fit_drafting(rows: Rows, terms: dict[str, float | None], notes: list[str]) 
         notes.append("draft_level_per_request_s is not identified: drafts at one batch size only")
 
 
-def _fit_idle(rows: Rows, idle_seen: bool, terms: dict[str, float | None], notes: list[str]) -> None:
+def _fit_idle(rows: Iterations, idle_seen: bool, terms: dict[str, float | None], notes: list[str]) -> None:
     """sd_idle_s: measured as drafting time at depth 0, else by comparison, else inside base_s."""
     idle = _idle(rows)
     if idle.any():
@@ -220,13 +165,13 @@ def _fit_idle(rows: Rows, idle_seen: bool, terms: dict[str, float | None], notes
         notes.append("sd_idle_s is not identified: no plain iteration with a drafter loaded")
 
 
-def _idle(rows: Rows) -> Flags:
+def _idle(rows: Iterations) -> Flags:
     """Rows that recorded what a loaded drafter took to draft nothing."""
     idle: Flags = rows.draft_known & rows.loaded & (rows.next_depth == 0) & (rows.draft_s > 0)
     return idle
 
 
-def predict(costs: LinearCosts, rows: Rows) -> Floats:
+def predict(costs: LinearCosts, rows: Iterations) -> Floats:
     """Duration of each row under the fit; terms that are None stand for nothing here."""
     c = {name: getattr(costs, name) or 0.0 for name in LinearCosts.model_fields if name.endswith("_s")}
     far_s = c["per_token_s"] if costs.far_token_s is None else costs.far_token_s

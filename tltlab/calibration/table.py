@@ -1,262 +1,200 @@
-"""Makes cost tables: from a grid of measured iterations, from kernel times, or from a recorded trace."""
+"""Fits cost tables: to a grid of measured iterations, or to a recorded trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 import pandas as pd
-from sklearn.isotonic import IsotonicRegression
 
-from tltlab.arrays import Floats, Ints
-from tltlab.calibration.measurements.kernels import Kernels
-from tltlab.costs.base import CalibratedRange, CostModel
-from tltlab.costs.table import Roofline, TableCosts, TokenKnot
+from tltlab.arrays import Floats
+from tltlab.costs.base import CostModel
+from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
-from tltlab.hardware import kv_capacity_tokens, model
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace
 
-from .isotonic import (
-    LEAST_S,
-    attention_knots,
-    context_columns,
-    fixed_columns,
-    forward_columns,
-    forward_knots,
-    non_negative,
-)
-from .residuals import NUM_BANDS, band, residuals, worker_sums
+from .cross_validation import Fold, cross_validated
+from .isotonic import attention_knots, context_columns, fixed_columns, forward_columns, forward_knots, non_negative
+from .iterations import CostEstimator, Iterations
+from .residuals import NUM_BANDS, band
 from .robust import fit
 
-FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
-"""Knots of a table from kernels."""
-_PREFILL_CHUNK = 2048
-_MEASURED = ("batch", "tokens_to_verify", "context_tokens", "seconds")
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableFit:
-    """A cost table and how far it is from what it was made of; relative errors.
+class RecordedTable(CostEstimator):
+    """A table of a recorded trace: knots at powers of four of batch and of tokens.
 
-    `residuals` of `from_measurements`: a row per point, with `predicted_s`, `error` and, predicted by a table without
-    its batch, `held_out_error`. Of `from_kernels`: a row per batch, how linear attention is in the context. Of
-    `from_trace`: a row per regime. `cross_validated_error` is the mean absolute held-out error, None where there is
-    none.
+    Robust to outliers as linear costs are, with the same split of an iteration into verification and drafting.
     """
 
-    costs: TableCosts
-    residuals: pd.DataFrame
-    cross_validated_error: float | None = None
+    def fit(self, rows: Iterations) -> Self:
+        forward_at, batch_at = _knots(rows.verified), _knots(rows.batch)
+        # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
+        columns = forward_columns(rows.verified, forward_at) | {"per_context_s": rows.context}
+        columns |= fixed_columns(rows.batch, batch_at)
+        columns |= {"sd_base_s": rows.spec.astype(np.float64), "prefill_per_token_s": rows.prefill}
+        # An iteration that prefills is of no other regime, speculative or not.
+        groups = rows.regime * NUM_BANDS + band(rows.batch)
+        found = fit(columns, rows.seconds - rows.draft_s, groups, rows.block).coefficients
+        terms: dict[str, float | None] = {"prefill_per_token_s": found["prefill_per_token_s"]}
+        notes = []
+        if found["prefill_per_token_s"] is None:
+            notes.append("no iteration prefilled: prefill_per_token_s is null")
+        if rows.spec.any():
+            terms |= _drafting(rows)
+            terms["sd_base_s"] = (found["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
+            idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
+            terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
+            if not len(idle):
+                notes.append(
+                    "what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0"
+                )
+        else:
+            notes.append("nothing was speculated: the drafting terms are null")
+        knots = {
+            "forward": forward_knots(found, forward_at),
+            "attention": attention_knots(found, batch_at, found["per_context_s"] or 0.0),
+            "calibrated": rows.covered,
+            "notes": tuple(notes),
+        }
+        self.costs_ = TableCosts.model_validate(knots | terms)
+        self.predictions_ = self.predict(rows)
+        return self
+
+    def predict(self, rows: Iterations) -> Floats:
+        return predict_iterations(self.costs_, rows)
 
 
-def from_measurements(points: pd.DataFrame, roofline: Roofline | None = None) -> TableFit:
-    """A table through measured iterations: columns batch, tokens_to_verify, context_tokens (summed over the batch) and
-    seconds, with draft_depth where drafting was in the time.
+class GridTable:
+    """A table through measured iterations that prefilled nothing; a roofline gives it its shape between the knots.
 
     One non-negative least-squares fit of relative errors, in which times can only grow with tokens, with batch and with
-    context: noise that falls is smoothed. Each batch is left out in turn. Raises ConfigError for a missing column, a
-    value that is no count or no time, or a single context per batch, which shows nothing of attention.
+    context: noise that falls is smoothed. Raises ConfigError for a single context per batch, which shows nothing of
+    attention.
     """
-    rows = _checked(points)
-    fitted = _fit_points(rows, roofline)
-    predicted = _predict_points(fitted, rows)
-    held_out = np.full(len(rows), np.nan)
-    batches = np.unique(rows["batch"])
-    if len(batches) > 2:
-        for batch in batches:
-            out = (rows["batch"] == batch).to_numpy()
-            held_out[out] = _predict_points(_fit_points(rows[~out], roofline), rows[out])
-    measured = rows["seconds"].to_numpy(np.float64)
-    table = rows.assign(
-        predicted_s=predicted, error=predicted / measured - 1, held_out_error=held_out / measured - 1
-    ).reset_index(drop=True)
-    off = table["held_out_error"].abs()
-    ends = table["batch"].isin([batches[0], batches[-1]])
-    notes = [_smoothing_note(rows, table["error"])]
-    if len(batches) > 2:
-        notes.append(
-            f"each batch left out in turn: {off[~ends].mean():.1%} mean absolute error inside the range, "
-            f"{off[ends].mean():.1%} at its ends"
+
+    costs_: TableCosts
+
+    def __init__(self, roofline: Roofline | None = None) -> None:
+        self.roofline = roofline
+
+    def fit(self, rows: Iterations) -> Self:
+        if not len(rows):
+            raise ConfigError("there are no measured iterations to make a table of")
+        contexts = pd.Series(rows.context).groupby(rows.batch).nunique()
+        if contexts.max() < 2:
+            raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
+        forward_at, batch_at = np.unique(rows.verified), np.unique(rows.batch)
+        columns = forward_columns(rows.verified, forward_at) | context_columns(rows.batch, rows.context, batch_at)
+        columns |= fixed_columns(rows.batch, batch_at)
+        terms: dict[str, float | None] = {}
+        notes: list[str] = []
+        drafts = bool(rows.spec.any())
+        if drafts:
+            columns |= {"sd_base_s": rows.spec.astype(np.float64)}
+            columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
+        found = non_negative(columns, rows.seconds)
+        if drafts:
+            terms |= {name: found[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
+            notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")
+            if unknown := [name for name in _DRAFTING if found[name] is None]:
+                notes.append(f"{', '.join(unknown)} could not be told from other terms, in which they are; written 0")
+        knots: dict[str, Any] = {
+            "forward": forward_knots(found, forward_at),
+            "attention": attention_knots(found, batch_at),
+            "roofline": self.roofline,
+            "calibrated": rows.covered,
+            "notes": tuple(notes),
+        }
+        self.costs_ = TableCosts.model_validate(knots | terms)
+        return self
+
+    def predict(self, rows: Iterations) -> Floats:
+        return predict_iterations(self.costs_, rows)
+
+
+class MeasuredTable(CostEstimator):
+    """A table through measured iterations, cross-validated: each batch is left out in turn where there are three.
+
+    Prefill is the median over the rows that have it of the seconds that the rest of the iteration leaves. Learned
+    beside the costs: `residuals_`, a row per iteration without prefill with `batch`, `seconds`, `predicted_s`, `error`
+    and, predicted by a table without its batch, `held_out_error`.
+    """
+
+    residuals_: pd.DataFrame
+
+    def __init__(self, roofline: Roofline | None = None) -> None:
+        self.roofline = roofline
+
+    def fit(self, rows: Iterations) -> Self:
+        decoding = rows.where(rows.prefill == 0)
+        grid = GridTable(self.roofline).fit(decoding)
+        batches = np.unique(decoding.batch)
+        held_out = np.full(len(decoding), np.nan)
+        if len(batches) > 2:
+            masks = {f"batch {batch:g}": decoding.batch == batch for batch in batches}
+            folds = [Fold(name=n, train=decoding.where(~m), held=decoding.where(m)) for n, m in masks.items()]
+            for fold, predicted in cross_validated(GridTable(self.roofline), folds):
+                if isinstance(predicted, ConfigError):
+                    raise predicted
+                held_out[masks[fold.name]] = predicted
+        predicted_s = grid.predict(decoding)
+        self.residuals_ = pd.DataFrame(
+            {
+                "batch": decoding.batch,
+                "seconds": decoding.seconds,
+                "predicted_s": predicted_s,
+                "error": predicted_s / decoding.seconds - 1,
+                "held_out_error": held_out / decoding.seconds - 1,
+            }
         )
-    return TableFit(
-        costs=fitted.model_copy(update={"notes": (*fitted.notes, *notes)}),
-        residuals=table,
-        cross_validated_error=float(off.mean()) if len(batches) > 2 else None,
-    )
+        notes = [*grid.costs_.notes, _smoothing_note(decoding, self.residuals_["error"])]
+        if len(batches) > 2:
+            off = self.residuals_["held_out_error"].abs()
+            ends = self.residuals_["batch"].isin([batches[0], batches[-1]])
+            notes.append(
+                f"each batch left out in turn: {off[~ends].mean():.1%} mean absolute error inside the range, "
+                f"{off[ends].mean():.1%} at its ends"
+            )
+        each: float | None = None
+        if len(decoding) == len(rows):
+            notes.append("no iteration prefilled: prefill_per_token_s is null")
+        else:
+            prefilled = rows.where(rows.prefill > 0)
+            rest_s = grid.predict(replace(prefilled, prefill=np.zeros(len(prefilled))))
+            each = max(float(np.median((prefilled.seconds - rest_s) / prefilled.prefill)), 0.0)
+        self.costs_ = grid.costs_.model_copy(update={"notes": tuple(notes), "prefill_per_token_s": each})
+        self.predictions_ = self.predict(rows)
+        return self
+
+    def predict(self, rows: Iterations) -> Floats:
+        return predict_iterations(self.costs_, rows)
 
 
-def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableFit:
-    """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
-
-    `past_tokens` is the span of contexts per request over which attention is made linear; `residuals` are those of
-    `Kernels.linear_attention`.
-    """
-    shape = model(model_name)
-    tokens = np.asarray([m for m in FORWARD_TOKENS if m in kernels.tokens], np.float64)
-    measured = kernels.forward_s(shape, tp, tokens)
-    grown = np.exp(IsotonicRegression().fit_transform(np.log(tokens), np.log(measured)))
-    attention, errors = kernels.linear_attention(shape, tp, past_tokens)
-    prefill = float(kernels.layers_s(shape, tp, [_PREFILL_CHUNK])[0]) / _PREFILL_CHUNK
-    biggest = float(np.max(np.abs(grown / measured - 1)))
-    costs = TableCosts(
-        forward=tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(tokens, grown, strict=True)),
-        attention=attention,
-        roofline=Roofline(gpu=kernels.gpu.name, model=model_name, tp=tp),
-        prefill_per_token_s=prefill,
-        kv_capacity_tokens=kv_capacity_tokens(kernels.gpu, shape, tp),
-        calibrated=CalibratedRange(
-            batch=(attention[0].batch, attention[-1].batch),
-            verified_tokens=(float(tokens[0]), float(tokens[-1])),
-            context_tokens=(float(past_tokens[0]), float(errors["context_tokens"].max())),
-        ),
-        notes=(
-            f"sums of measured bf16 kernels, {kernels.gpu.name} {shape.name} tp {tp}: matrix products, LM head, "
-            f"all-reduces in a graph, decode attention of one query per request; no engine and no drafting",
-            f"forward times are made to grow with tokens, which moves them by at most {biggest:.1%}",
-            f"attention is linear in contexts of {past_tokens[0]} to {past_tokens[1]} tokens per request: "
-            f"{errors['mean_abs_error'].mean():.1%} mean error of its own time, at most "
-            f"{errors['max_error_of_forward'].max():.1%} of the forward pass",
-            f"prefill is the layers' time per token at {_PREFILL_CHUNK} tokens, without attention among them",
-        ),
-    )
-    return TableFit(costs=costs, residuals=errors)
-
-
-def from_trace(trace: Trace, rl_steps: Sequence[int] | None = None) -> TableFit:
-    """A table from `trace.iterations`, of some RL steps or all: knots at powers of four of batch and of tokens.
-
-    Robust to outliers as `calibrate` is, with the same split of an iteration into verification and drafting. Raises
-    ConfigError for a trace without iterations.
-    """
-    chosen = trace if rl_steps is None else trace.select(rl_steps)
-    table = chosen.iterations
-    if table is None or table.empty:
-        raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet to fit a table to: record a run")
-    batch, context = (table[c].to_numpy(np.float64) for c in ("batch", "context_tokens"))
-    tokens = batch + table["num_drafted"].to_numpy(np.float64)
-    prefill = table["prefill_tokens"].to_numpy(np.float64)
-    spec = table["draft_depth"].to_numpy() > 0
-    duration = table["duration"].to_numpy(np.float64)
-    draft = table["draft_duration"].fillna(0).to_numpy(np.float64) if "draft_duration" in table else 0 * duration
-    block = np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64)
-    regime = np.where(prefill > 0, 2, spec.astype(np.int64))
-
-    forward_at, batch_at = _knots(tokens), _knots(batch)
-    # One slope for all batches: on recorded traces a slope for each predicts other RL steps worse.
-    columns = forward_columns(tokens, forward_at) | {"per_context_s": context} | fixed_columns(batch, batch_at)
-    columns |= {"sd_base_s": spec.astype(np.float64), "prefill_per_token_s": prefill}
-    found = fit(columns, duration - draft, regime * NUM_BANDS + band(batch), block).coefficients
-    terms: dict[str, float | None] = {"prefill_per_token_s": found["prefill_per_token_s"]}
-    notes = [] if found["prefill_per_token_s"] is not None else ["no iteration prefilled: prefill_per_token_s is null"]
-    if spec.any():
-        terms |= _drafting(table, batch, draft, block)
-        terms["sd_base_s"] = (found["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
-        idle = draft[~spec & (draft > 0) & (_next_depth(table) == 0)]
-        terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
-        if not len(idle):
-            notes.append("what a loaded drafter costs in plain decoding was not recorded apart: sd_idle_s is written 0")
-    else:
-        notes.append("nothing was speculated: the drafting terms are null")
-    knots = {
-        "forward": forward_knots(found, forward_at),
-        "attention": attention_knots(found, batch_at, found["per_context_s"] or 0.0),
-        "calibrated": _covered(batch, tokens, context),
-        "notes": tuple(notes),
-    }
-    costs = TableCosts.model_validate(knots | terms)
-    return TableFit(costs=costs, residuals=residuals(regime, batch, duration, predict_iterations(costs, table)))
-
-
-def predict_iterations(costs: CostModel, table: pd.DataFrame) -> Floats:
-    """Seconds of each row of iterations.parquet under any cost model: what it verified, drafted and prefilled.
+def predict_iterations(costs: CostModel, rows: Iterations) -> Floats:
+    """Seconds of each row under any cost model: what it verified, drafted and prefilled.
 
     Drafting counts in the iteration that verifies it: sums over a rollout are right, single rows are off by that.
     """
-    with_drafter = set(table.loc[table["draft_depth"] > 0, "rl_step"])
-    found = np.empty(len(table))
-    needed = table[["rl_step", "batch", "num_drafted", "context_tokens", "prefill_tokens", "draft_depth"]]
-    for i, (step, batch, drafted, context, prefill, depth) in enumerate(needed.itertuples(index=False)):
+    with_drafter = rows.loaded & np.isin(rows.rl_step, rows.rl_step[rows.spec])
+    columns = (rows.batch, rows.tokens_to_verify, rows.context, rows.depth, rows.prefill, with_drafter)
+    seconds = np.empty(len(rows))
+    each = zip(*(column.tolist() for column in columns), strict=True)
+    for i, (batch, verify, context, depth, prefill, loaded) in enumerate(each):
         # Of any width: what was verified is given apart, and stands in no strategy's own number.
-        strategy = Strategy("any", int(depth), 2, 2) if depth > 0 else NO_SPECULATION
-        loaded = step in with_drafter and depth == 0
-        cost = costs.iteration(strategy, tokens_to_verify=1.0 + drafted / max(batch, 1), drafter_loaded=loaded)
-        found[i] = cost.seconds(int(batch), context) + (costs.prefill_s(prefill) if prefill else 0.0)
-    return found
+        strategy = Strategy("any", depth, 2, 2) if depth > 0 else NO_SPECULATION
+        cost = costs.iteration(strategy, tokens_to_verify=verify, drafter_loaded=loaded and depth == 0)
+        seconds[i] = cost.seconds(int(batch), context) + (costs.prefill_s(prefill) if prefill else 0.0)
+    return seconds
 
 
-def rollout_sums(costs: CostModel, trace: Trace, rl_steps: Sequence[int]) -> pd.DataFrame:
-    """Measured and predicted seconds per RL step and worker, and the bias: what a rollout time is made of."""
-    table = trace.select(rl_steps).iterations
-    if table is None or table.empty:
-        raise ConfigError(f"{trace.path or 'the trace'} has no iterations to predict in RL steps {list(rl_steps)}")
-    return worker_sums(table, table["duration"].to_numpy(np.float64), predict_iterations(costs, table))
-
-
-def _checked(points: pd.DataFrame) -> pd.DataFrame:
-    missing = [c for c in _MEASURED if c not in points]
-    if missing:
-        raise ConfigError(f"measured iterations lack {', '.join(missing)}: they have {', '.join(map(str, points))}")
-    if points.empty:
-        raise ConfigError("there are no measured iterations to make a table of")
-    rows = points[[*_MEASURED, *(["draft_depth"] if "draft_depth" in points else [])]].astype(np.float64)
-    least = {"batch": 1, "tokens_to_verify": 1, "context_tokens": 0, "seconds": LEAST_S, "draft_depth": 0}
-    for column in rows:
-        bad = rows.index[~(np.isfinite(rows[column]) & (rows[column] >= least[str(column)]))]
-        if len(bad):
-            value, bound = rows[column][bad[0]], least[str(column)]
-            raise ConfigError(f"measured iterations, row {bad[0]}: {column} is {value:g}, it is at least {bound:g}")
-    if rows.groupby("batch")["context_tokens"].nunique().max() < 2:
-        raise ConfigError("measured iterations have one context_tokens per batch: measure each at two or more")
-    return rows
-
-
-def _fit_points(rows: pd.DataFrame, roofline: Roofline | None) -> TableCosts:
-    batch, verify, context, seconds = (rows[c].to_numpy(np.float64) for c in _MEASURED)
-    tokens = batch * verify
-    forward_at, batch_at = np.unique(tokens), np.unique(batch)
-    columns = forward_columns(tokens, forward_at) | context_columns(batch, context, batch_at)
-    columns |= fixed_columns(batch, batch_at)
-    terms: dict[str, float | None] = {}
-    depth = rows["draft_depth"].to_numpy(np.float64) if "draft_depth" in rows else np.zeros(len(rows))
-    if depth.any():
-        columns |= {"sd_base_s": (depth > 0).astype(np.float64)}
-        columns |= {"draft_level_s": depth, "draft_level_per_request_s": depth * batch}
-    found = non_negative(columns, seconds)
-    notes: tuple[str, ...] = ()
-    if depth.any():
-        terms |= {name: found[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
-        notes = ("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0",)
-        unknown = [name for name in _DRAFTING if found[name] is None]
-        if unknown:
-            notes = (
-                *notes,
-                f"{', '.join(unknown)} could not be told from other terms, in which they are; written 0",
-            )
-    knots = {
-        "forward": forward_knots(found, forward_at),
-        "attention": attention_knots(found, batch_at),
-        "roofline": roofline,
-        "calibrated": _covered(batch, tokens, context),
-        "notes": notes,
-    }
-    return TableCosts.model_validate(knots | terms)
-
-
-def _predict_points(costs: TableCosts, rows: pd.DataFrame) -> Floats:
-    found = np.empty(len(rows))
-    for i, (batch, verify, context, _, *depth) in enumerate(rows.itertuples(index=False)):
-        drafts = int(depth[0]) if depth else 0
-        strategy = Strategy("any", drafts, 2, 2) if drafts else NO_SPECULATION
-        found[i] = costs.iteration(strategy, tokens_to_verify=verify).seconds(int(batch), context)
-    return found
-
-
-def _smoothing_note(rows: pd.DataFrame, error: pd.Series) -> str:
+def _smoothing_note(rows: Iterations, error: pd.Series[float]) -> str:
     falls = pairs = 0
-    for _, same in rows.sort_values("tokens_to_verify").groupby(["batch", "context_tokens"]):
+    table = pd.DataFrame({"verify": rows.tokens_to_verify, "seconds": rows.seconds})
+    table = table.assign(batch=rows.batch, context=rows.context).sort_values("verify")
+    for _, same in table.groupby(["batch", "context"]):
         steps = np.diff(same["seconds"])
         falls, pairs = falls + int((steps < 0).sum()), pairs + len(steps)
     return (
@@ -265,22 +203,15 @@ def _smoothing_note(rows: pd.DataFrame, error: pd.Series) -> str:
     )
 
 
-def _drafting(table: pd.DataFrame, batch: Floats, draft: Floats, block: Ints) -> dict[str, float | None]:
-    depth = _next_depth(table)
-    drafting = (depth > 0) & (draft > 0)
+def _drafting(rows: Iterations) -> dict[str, float | None]:
     none: dict[str, float | None] = dict.fromkeys(_DRAFTING, 0.0)
+    drafting = (rows.next_depth > 0) & (rows.draft_s > 0)
     if not drafting.any():
         return none
-    depth, batch = depth[drafting], batch[drafting]
+    depth, batch = rows.next_depth[drafting], rows.batch[drafting]
     columns = {"draft_level_s": depth, "draft_level_per_request_s": depth * batch, "sd_base_s": np.ones_like(depth)}
-    found = fit(columns, draft[drafting], band(batch), block[drafting]).coefficients
+    found = fit(columns, rows.draft_s[drafting], band(batch), rows.block[drafting]).coefficients
     return none | {name: value or 0.0 for name, value in found.items()}
-
-
-def _next_depth(table: pd.DataFrame) -> Floats:
-    if "next_draft_depth" not in table:
-        return np.zeros(len(table))
-    return table["next_draft_depth"].fillna(0).to_numpy(np.float64)
 
 
 def _knots(values: Floats) -> Floats:
@@ -289,8 +220,3 @@ def _knots(values: Floats) -> Floats:
     powers = 4.0 ** np.arange(0, 10)
     inside = powers[(powers > 1.4 * low) & (1.4 * powers < high)]
     return np.unique(np.concatenate([[low], inside, [high]]))
-
-
-def _covered(batch: Floats, tokens: Floats, context: Floats) -> CalibratedRange:
-    spans = [(float(x.min()), float(x.max())) for x in (batch, tokens, context)]
-    return CalibratedRange(batch=spans[0], verified_tokens=spans[1], context_tokens=spans[2])

@@ -14,7 +14,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.linear import covered, fit_rows, predict, rows_of
+from tltlab.calibration.iterations import recorded_rows
+from tltlab.calibration.linear import fit_recorded, predict
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
 from tltlab.errors import TltlabError, TraceError
@@ -152,6 +153,14 @@ class RunEvidence:
         return table
 
     @cached_property
+    def spot_training(self) -> pd.DataFrame:
+        """Periods of drafter training on idle workers. Raises NotChecked where there was none."""
+        rows = self.known.spot_training
+        if rows is None or rows.empty:
+            raise NotChecked("no drafter was trained on idle workers in this trace")
+        return rows
+
+    @cached_property
     def policy_of_step(self) -> dict[int, tuple[str, Policy | None]]:
         """Name and, where known, settings of the policy in force in each RL step."""
         steps = self.known.steps
@@ -178,10 +187,10 @@ class RunEvidence:
         table = self.iterations
         table = table[(table["draft_depth"] == 0) & (table["prefill_tokens"] == 0) & (table["duration"] > 0)]
         if len(table) >= ENOUGH_PLAIN and table["batch"].nunique() > 1:
-            rows = rows_of(table, None)
-            costs, _ = fit_rows(rows)
+            rows = recorded_rows(table)
+            costs, _ = fit_recorded(rows)
             terms = {n: getattr(costs, n) or 0.0 for n in LinearCosts.model_fields if n.endswith("_s")}
-            span = covered(rows).batch
+            span = rows.covered.batch
             assert span is not None
             return PlainTimes(
                 costs=costs.model_copy(update=terms),
@@ -202,7 +211,7 @@ class RunEvidence:
         if not isinstance(costs, LinearCosts):
             return
         table = self.iterations[self.iterations["prefill_tokens"] == 0]
-        off = float(predict(costs, rows_of(table, None)).sum() / table["duration"].sum())
+        off = float(predict(costs, recorded_rows(table)).sum() / table["duration"].sum())
         if abs(off - 1) > COSTS_MAY_MISS:
             raise NotChecked(
                 f"the costs at hand are not this run's: they predict {off:.2f} of the time that its iterations took; "

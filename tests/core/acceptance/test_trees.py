@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.acceptance.load import TreeAcceptance, load_acceptance
-from tltlab.acceptance.trees import fit_tree, leave_out_error, tree_error
+from tltlab.bench.published.trees import fit_tree, leave_out_error, tree_error
 from tltlab.errors import ConfigError
 from tltlab.strategy import Strategy
 

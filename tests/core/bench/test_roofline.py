@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tltlab.bench.published.transfer import shares
 from tltlab.bench.roofline import COLUMNS, fitted, presets, rows
-from tltlab.calibration.transfer import shares
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 

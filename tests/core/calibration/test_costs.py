@@ -12,9 +12,9 @@ from tltlab.acceptance.freshness import Freshness
 from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_acceptance
 from tltlab.calibration.acceptance.fits import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
-from tltlab.calibration.estimators import Hardware
-from tltlab.calibration.measurements.steps import checked, read_step_times
-from tltlab.calibration.residuals import folds, held_out_errors
+from tltlab.calibration.cross_validation import held_out_errors, step_folds
+from tltlab.calibration.measurements import checked, read_step_times
+from tltlab.calibration.roofline import Hardware
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
 from tltlab.costs.load import load_costs
@@ -165,9 +165,9 @@ def test_a_straight_line_errs_where_a_roofline_bends():
 
 
 def test_folds_are_runs_of_neighbours_and_at_most_so_many():
-    assert list(folds(range(16)).values()) == [[2 * i, 2 * i + 1] for i in range(8)]
-    assert folds([3, 5]) == {"RL step 3": [3], "RL step 5": [5]}
-    assert folds([3]) == {}
+    assert list(step_folds(range(16)).values()) == [[2 * i, 2 * i + 1] for i in range(8)]
+    assert step_folds([3, 5]) == {"RL step 3": [3], "RL step 5": [5]}
+    assert step_folds([3]) == {}
 
 
 def test_a_fold_is_predicted_by_a_fit_that_has_not_seen_it(run: Trace):

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tltlab.calibration.measurements.times import from_iterations, from_speedups, from_tpot, from_waves
-from tltlab.calibration.roofline import fit, predict
+from tltlab.bench.published.fit import fit, predict
+from tltlab.bench.published.measurements import from_iterations, from_speedups, from_tpot, from_waves
 from tltlab.costs.load import load_costs, presets
 from tltlab.costs.roofline import Constants, RooflineCosts
 from tltlab.errors import ConfigError

@@ -19,9 +19,11 @@ from tltlab.bench.engine_overhead import (
     speedups,
     with_speculation,
 )
+from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.calibration.api import calibrate
-from tltlab.calibration.measurements.kernels import Kernels, leave_one_out
-from tltlab.calibration.table import from_kernels, from_measurements, from_trace, predict_iterations, rollout_sums
+from tltlab.calibration.iterations import iterations_of, measured_rows, recorded_rows
+from tltlab.calibration.measurements import checked
+from tltlab.calibration.table import MeasuredTable, RecordedTable, predict_iterations
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
 from tltlab.errors import ConfigError
@@ -195,6 +197,15 @@ def test_a_question_beyond_the_knots_is_said_to_be_one():
     assert COSTS.calibrated.outside(batch=9, verified_tokens=100, context_tokens=0) == ["batch", "verified_tokens"]
 
 
+def from_measurements(points: pd.DataFrame) -> MeasuredTable:
+    return MeasuredTable().fit(measured_rows(checked(points)))
+
+
+def from_trace(trace: Trace, rl_steps: list[int] | None = None) -> TableCosts:
+    chosen = trace if rl_steps is None else trace.select(rl_steps)
+    return RecordedTable().fit(recorded_rows(iterations_of(chosen), chosen.steps)).costs_
+
+
 def measured(noise: float = 0.0, drafts: bool = False) -> pd.DataFrame:
     """Times of a device that is known: 5 ms, 20 us a token, 30 us a request, 10 ns a token of context."""
     rng = np.random.default_rng(0)
@@ -213,31 +224,30 @@ def measured(noise: float = 0.0, drafts: bool = False) -> pd.DataFrame:
 
 def test_measurements_of_a_known_device_are_reproduced_and_left_out_batches_predicted():
     found = from_measurements(measured())
-    assert found.residuals["error"].abs().max() < 1e-3
+    assert found.residuals_["error"].abs().max() < 1e-3
     # Leaving out the largest batch leaves its attention to be extended, exactly here: the device is linear.
-    assert found.cross_validated_error is not None
-    assert found.cross_validated_error < 0.02
-    cost = found.costs.iteration(NO_SPECULATION, tokens_to_verify=3.0)
+    assert found.residuals_["held_out_error"].abs().mean() < 0.02
+    cost = found.costs_.iteration(NO_SPECULATION, tokens_to_verify=3.0)
     assert cost.seconds(12, 12 * 700) == pytest.approx(5e-3 + 2e-5 * 36 + 3e-5 * 12 + 1e-8 * 12 * 700, rel=0.01)
-    assert found.costs.calibrated is not None
-    assert found.costs.calibrated.batch == (1, 32)
+    assert found.costs_.calibrated is not None
+    assert found.costs_.calibrated.batch == (1, 32)
 
 
 def test_noise_that_falls_is_smoothed_and_the_table_says_so():
     noisy = from_measurements(measured(noise=0.05))
-    assert all(a.seconds <= b.seconds for a, b in pairwise(noisy.costs.forward))
-    assert any("fall where tokens grow" in note for note in noisy.costs.notes)
+    assert all(a.seconds <= b.seconds for a, b in pairwise(noisy.costs_.forward))
+    assert any("fall where tokens grow" in note for note in noisy.costs_.notes)
     truth = measured()["seconds"].to_numpy()
-    smooth = np.abs(noisy.residuals["predicted_s"] / truth - 1).mean()
-    raw = np.abs(noisy.residuals["seconds"] / truth - 1).mean()
+    smooth = np.abs(noisy.residuals_["predicted_s"] / truth - 1).mean()
+    raw = np.abs(noisy.residuals_["seconds"] / truth - 1).mean()
     assert smooth < 0.7 * raw
 
 
 def test_drafting_is_told_from_verifying():
-    costs = from_measurements(measured(drafts=True)).costs
+    costs = from_measurements(measured(drafts=True)).costs_
     cost = costs.iteration(Strategy("learned", 4, 2, 4))
     assert cost.draft_s(8) == pytest.approx(4 * (4e-4 + 1.6e-5), rel=0.01)
-    assert from_measurements(measured()).costs.sd_base_s is None
+    assert from_measurements(measured()).costs_.sd_base_s is None
 
 
 @pytest.mark.parametrize(
@@ -247,7 +257,7 @@ def test_drafting_is_told_from_verifying():
         (measured().assign(seconds=-1.0), "seconds"),
         (measured().assign(batch=0), "batch"),
         (measured().query("context_tokens == batch * 100"), "two or more"),
-        (measured()[:0], "no measured iterations"),
+        (measured()[:0], "no rows"),
     ],
 )
 def test_measurements_that_are_none_are_refused(points: pd.DataFrame, named: str):
@@ -293,7 +303,7 @@ def test_attention_is_interpolated_between_batches_contexts_and_heads(tmp_path: 
 
 def test_a_table_of_kernels_is_their_sum(tmp_path: Path):
     kernels, shape = write_kernels(tmp_path), model("Qwen2.5-7B")
-    costs = from_kernels(kernels, "Qwen2.5-7B", 1).costs
+    costs = from_kernels(kernels, "Qwen2.5-7B", 1)
     cost = costs.iteration(NO_SPECULATION)
     for batch in (1, 8, 64):
         summed = kernels.forward_s(shape, 1, batch) + kernels.attention_s(shape, 1, batch, 2000)
@@ -348,19 +358,20 @@ def test_a_trace_of_known_times_gives_them_back():
     truth = TableCosts.model_validate(knee)
     trace = recorded(truth)
     found = from_trace(trace)
-    plain, chain = (found.costs.iteration(s) for s in (NO_SPECULATION, CHAIN))
+    plain, chain = (found.iteration(s) for s in (NO_SPECULATION, CHAIN))
     for batch in (4, 16, 50):
         assert plain.seconds(batch, 4e4) == pytest.approx(truth.iteration(NO_SPECULATION).seconds(batch, 4e4), rel=0.03)
         assert chain.seconds(batch, 4e4) == pytest.approx(truth.iteration(CHAIN).seconds(batch, 4e4), rel=0.03)
         assert chain.draft_s(batch) <= truth.iteration(CHAIN).draft_s(batch) + 1e-3
-    assert found.costs.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
-    sums = rollout_sums(found.costs, trace, trace.rl_steps[:1])
+    assert found.prefill_s(1.0) == pytest.approx(1e-5, rel=0.1)
+    rows = recorded_rows(trace.iterations)
+    sums = rows.sums(predict_iterations(found, rows))
     assert len(sums) == 2
     assert sums["bias"].abs().max() < 0.01
 
 
 def test_outliers_move_the_level_and_not_the_shape():
-    found = from_trace(recorded(COSTS, outliers=True)).costs
+    found = from_trace(recorded(COSTS, outliers=True))
     shares = [found.iteration(s).seconds(b, 4e4) / COSTS.iteration(s).seconds(b, 4e4)
               for s in (NO_SPECULATION, CHAIN) for b in (8, 16, 32)]  # fmt: skip
     assert max(shares) / min(shares) < 1.06
@@ -370,7 +381,7 @@ def test_outliers_move_the_level_and_not_the_shape():
 def test_predictions_of_iterations_are_the_models_own():
     table = recorded(COSTS).iterations
     assert table is not None
-    assert predict_iterations(COSTS, table[:200]) == pytest.approx(
+    assert predict_iterations(COSTS, recorded_rows(table[:200])) == pytest.approx(
         table["duration"][:200] + np.where(table["draft_depth"][:200] > 0, 0.0, 2e-4)
     )
 
@@ -385,8 +396,9 @@ def test_on_recorded_rollouts_a_table_predicts_others_about_as_well_as_the_linea
     errors = {"table": [], "linear": []}
     for first in (0, 1):
         fit_on, others = trace.rl_steps[first::2], trace.rl_steps[1 - first :: 2]
-        for name, costs in (("table", from_trace(trace, fit_on).costs), ("linear", calibrate(trace, fit_on).costs)):
-            errors[name] += rollout_sums(costs, trace, others)["bias"].abs().tolist()
+        for name, costs in (("table", from_trace(trace, fit_on)), ("linear", calibrate(trace, fit_on).costs)):
+            rows = recorded_rows(trace.select(others).iterations)
+            errors[name] += rows.sums(predict_iterations(costs, rows))["bias"].abs().tolist()
     assert np.mean(errors["table"]) < 1.05 * np.mean(errors["linear"])
 
 
@@ -430,7 +442,7 @@ def test_kernels_and_four_terms_give_the_time_per_token_of_a_tensor_parallelism_
     assert list(folds.index) == [2, 4, 8]
     assert folds.max() < 0.045
     assert folds.mean() < 0.04
-    kernels = from_kernels(Kernels.read(shared_data, "H100"), "Qwen3-32B", 4).costs
+    kernels = from_kernels(Kernels.read(shared_data, "H100"), "Qwen3-32B", 4)
     within = found.engine.on(kernels).iteration(NO_SPECULATION).seconds(16, 16 * 2000)
     bare = kernels.iteration(NO_SPECULATION).seconds(16, 16 * 2000)
     assert within == pytest.approx(found.engine.kernels * bare + found.engine.base_s + 16 * found.engine.per_request_s)
@@ -440,7 +452,7 @@ def test_three_drafting_terms_explain_speed_ups_they_were_not_fitted_to(shared_d
     cells = read_speedups(shared_data)
     first = cells["table"] == "fig13"
     assert (first.sum(), (~first).sum()) == (36, 16)
-    table = fit_engine(shared_data).engine.on(from_kernels(Kernels.read(shared_data, "H100"), "Qwen2.5-32B", 4).costs)
+    table = fit_engine(shared_data).engine.on(from_kernels(Kernels.read(shared_data, "H100"), "Qwen2.5-32B", 4))
     off = (speedups(with_speculation(table, cells[first]), cells) / cells["speedup"] - 1).abs()
     assert off[first].mean() < 0.03
     assert off[~first].mean() < 0.1

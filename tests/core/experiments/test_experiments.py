@@ -17,7 +17,7 @@ from pydantic import Field
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError, InputError
 from tltlab.experiments import EXPERIMENTS, Experiment, baseline, graph_memory
-from tltlab.experiments.baseline_predicted import LONG_TAIL, costs_of, lengths_trace
+from tltlab.experiments.baseline import LONG_TAIL, costs_of, lengths_trace
 from tltlab.experiments.graph_readings import MEASURED_GB
 from tltlab.experiments.result import ExperimentResult, read_settings, settings_json
 

@@ -18,7 +18,7 @@ pytest.importorskip("tltlab.runtime")
 from tltlab.cli import app as cli
 from tltlab.errors import ConfigError
 from tltlab.experiments import batch_size, lossless, staleness
-from tltlab.experiments.batch_size_measured import Visit, _seconds
+from tltlab.experiments.batch_size import Visit, _seconds
 from tltlab.experiments.result import read_settings
 from tltlab.strategy import NO_SPECULATION, Strategy
 

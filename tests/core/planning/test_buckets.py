@@ -91,7 +91,7 @@ def test_a_cap_leaves_the_best_of_all_plans(seed):
 
 def test_the_bounds_prune_no_best_plan(monkeypatch):
     # Small cases fit into the first, narrow search; a width of 1 makes the bounds do the work.
-    monkeypatch.setattr("tltlab.planning.bucket_labels.WIDTHS", (1, 2))
+    monkeypatch.setattr("tltlab.planning.buckets.WIDTHS", (1, 2))
     rng = np.random.default_rng(11)
     for _ in range(60):
         assert_is_best(random_case(rng))

@@ -22,7 +22,8 @@ from tltlab.bench.drafter.runs import FAST, BenchSizes, sizes_of
 from tltlab.bench.drafter.texts import policy_kl
 from tltlab.bench.drafters import bench_drafters
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.figures import (
+from tltlab.runtime.drafter.offline.data import Text, load_target
+from tltlab.runtime.drafter.offline.runs import (
     Kept,
     annotated_drafts,
     by_position,
@@ -31,7 +32,6 @@ from tltlab.runtime.drafter.figures import (
     length_ratio,
     live_drafts,
 )
-from tltlab.runtime.drafter.offline.data import Text, load_target
 from tltlab.runtime.models.runs import prompts_of, recipe_of, written
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import interval_json, mean_of_few, mean_over_orders

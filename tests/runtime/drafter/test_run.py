@@ -28,9 +28,9 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter import processes as trainer_processes
 from tltlab.runtime.drafter.buffer import read_data
+from tltlab.runtime.drafter.drafting import NoDrafter
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.null import NoDrafter
 from tltlab.runtime.drafter.run import DrafterRun, check_machines, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.worker import SpotTrainer

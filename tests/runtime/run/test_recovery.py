@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter.null import NoDrafter
+from tltlab.runtime.drafter.drafting import NoDrafter
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.grpo import GrpoRun

@@ -11,8 +11,15 @@ import numpy as np
 
 from tltlab.console import table
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.figures import Kept, annotated_drafts, by_position, last_third, length_ratio, live_drafts
 from tltlab.runtime.drafter.offline.data import Text
+from tltlab.runtime.drafter.offline.runs import (
+    Kept,
+    annotated_drafts,
+    by_position,
+    last_third,
+    length_ratio,
+    live_drafts,
+)
 from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
 from tltlab.stats import interval_json, paired_interval
 from tltlab.traces.trace import Trace

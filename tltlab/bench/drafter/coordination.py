@@ -14,7 +14,7 @@ from tltlab.console import table
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import read_json, write_json
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.drafter.figures import IdleTime, idle_times
+from tltlab.runtime.drafter.offline.runs import IdleTime, idle_times
 from tltlab.runtime.models.runs import Progress, fixed_depth, recipe_of, trained_beside
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import requests_of

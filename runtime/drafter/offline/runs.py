@@ -10,9 +10,10 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.idle_training import recorded_updates
-from tltlab.runtime.drafter.offline.evaluate import walk
 from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace
+
+from .evaluate import walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ import pandas as pd
 import pytest
 
 from tltlab.bench.engine_overhead import read_speedups, read_tpot
+from tltlab.bench.published.folder import fits_kv_cache, measured_table
+from tltlab.bench.published.kernels import Kernels
 from tltlab.bench.roofline import fitted
-from tltlab.calibration.measurements.folder import fits_kv_cache, measured_table
-from tltlab.calibration.measurements.kernels import Kernels
 from tltlab.errors import ConfigError
 
 

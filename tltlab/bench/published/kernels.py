@@ -16,15 +16,20 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+from sklearn.isotonic import IsotonicRegression
 
 from tltlab.arrays import Flags, Floats
 from tltlab.calibration.isotonic import attention_knots, context_columns, fixed_columns, non_negative
-from tltlab.costs.table import AttentionKnot, smooth_max
+from tltlab.costs.base import CalibratedRange
+from tltlab.costs.table import AttentionKnot, Roofline, TableCosts, TokenKnot, smooth_max
 from tltlab.errors import ConfigError
-from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, per_gpu_heads
+from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape, gpu, kv_capacity_tokens, model, per_gpu_heads
 
 from .folder import measured_table
 
+FORWARD_TOKENS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+"""Knots of a table from kernels."""
+_PREFILL_CHUNK = 2048
 _GRAPH = "vLLM_custom_graph"
 
 
@@ -172,6 +177,41 @@ class Kernels:
             max_abs_error=("error", "max"),
             max_error_of_forward=("of_forward", "max"),
         )
+
+
+def from_kernels(kernels: Kernels, model_name: str, tp: int, past_tokens: tuple[int, int] = (255, 32767)) -> TableCosts:
+    """A table that sums measured kernels (`kernel_tables`): no engine in it, and no drafting.
+
+    `past_tokens` is the span of contexts per request over which attention is made linear.
+    """
+    shape = model(model_name)
+    tokens = np.asarray([m for m in FORWARD_TOKENS if m in kernels.tokens], np.float64)
+    measured = kernels.forward_s(shape, tp, tokens)
+    grown = np.exp(IsotonicRegression().fit_transform(np.log(tokens), np.log(measured)))
+    attention, errors = kernels.linear_attention(shape, tp, past_tokens)
+    prefill = float(kernels.layers_s(shape, tp, [_PREFILL_CHUNK])[0]) / _PREFILL_CHUNK
+    biggest = float(np.max(np.abs(grown / measured - 1)))
+    return TableCosts(
+        forward=tuple(TokenKnot(tokens=float(m), seconds=float(s)) for m, s in zip(tokens, grown, strict=True)),
+        attention=attention,
+        roofline=Roofline(gpu=kernels.gpu.name, model=model_name, tp=tp),
+        prefill_per_token_s=prefill,
+        kv_capacity_tokens=kv_capacity_tokens(kernels.gpu, shape, tp),
+        calibrated=CalibratedRange(
+            batch=(attention[0].batch, attention[-1].batch),
+            verified_tokens=(float(tokens[0]), float(tokens[-1])),
+            context_tokens=(float(past_tokens[0]), float(errors["context_tokens"].max())),
+        ),
+        notes=(
+            f"sums of measured bf16 kernels, {kernels.gpu.name} {shape.name} tp {tp}: matrix products, LM head, "
+            f"all-reduces in a graph, decode attention of one query per request; no engine and no drafting",
+            f"forward times are made to grow with tokens, which moves them by at most {biggest:.1%}",
+            f"attention is linear in contexts of {past_tokens[0]} to {past_tokens[1]} tokens per request: "
+            f"{errors['mean_abs_error'].mean():.1%} mean error of its own time, at most "
+            f"{errors['max_error_of_forward'].max():.1%} of the forward pass",
+            f"prefill is the layers' time per token at {_PREFILL_CHUNK} tokens, without attention among them",
+        ),
+    )
 
 
 def leave_one_out(kernels: Kernels) -> pd.DataFrame:

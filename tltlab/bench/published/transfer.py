@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tltlab.calibration.measurements.kernels import Kernels
+from tltlab.bench.published.kernels import Kernels
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.roofline import Constants, Ideal, RooflineCosts
 from tltlab.hardware import gpu, kv_capacity_tokens, model

@@ -1,0 +1,1 @@
+"""How presets were made of published measurements: kernel times, server loads, speed-ups, accept lengths."""

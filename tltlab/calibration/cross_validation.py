@@ -1,0 +1,92 @@
+"""Estimators, and the one way in which they are tested: fitted to a part of the data, asked for the rest.
+
+An estimator's constructor stores arguments; what `fit` learns ends in an underscore, as in scikit-learn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass
+from typing import Generic, Protocol, Self, TypeVar
+
+import numpy as np
+import pandas as pd
+
+from tltlab.arrays import Floats
+from tltlab.errors import ConfigError
+
+from .residuals import worker_sums
+
+Data = TypeVar("Data")
+Asked = TypeVar("Asked", contravariant=True)
+MOST_FOLDS = 8
+
+
+class Estimator(Protocol[Asked]):
+    """Fits to data and predicts one value per row; both raise ConfigError where the data do not tell what it takes."""
+
+    def fit(self, rows: Asked, /) -> Self: ...
+
+    def predict(self, rows: Asked, /) -> Floats: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fold(Generic[Data]):
+    """A part of the data that is left out, and the rest."""
+
+    name: str
+    train: Data
+    held: Data
+
+
+def each_left_out(rows: pd.DataFrame, column: str) -> Iterator[Fold[pd.DataFrame]]:
+    """A fold for each value of a column, rows without one being in no fold; none where nothing would be left."""
+    for value in sorted(rows[column].dropna().unique()):
+        held = rows[column] == value
+        if not held.all():
+            yield Fold(name=f"{column} {value:g}", train=rows[~held], held=rows[held])
+
+
+def cross_validated(
+    estimator: Estimator[Data], folds: Iterable[Fold[Data]]
+) -> Iterator[tuple[Fold[Data], Floats | ConfigError]]:
+    """What a copy of the estimator, fitted to the rest, predicts for each fold; the error where it cannot."""
+    for fold in folds:
+        try:
+            yield fold, copy(estimator).fit(fold.train).predict(fold.held)
+        except ConfigError as error:
+            yield fold, error
+
+
+def step_folds(rl_steps: Sequence[int], most: int = MOST_FOLDS) -> dict[str, list[int]]:
+    """RL steps in at most `most` runs of neighbours, each to be left out once; none where there is one step only.
+
+    >>> step_folds([0, 1, 2, 5], 2)
+    {'RL steps 0-1': [0, 1], 'RL steps 2-5': [2, 5]}
+    """
+    if len(rl_steps) < 2 or most < 2:
+        return {}
+    parts = [part.tolist() for part in np.array_split(np.asarray(rl_steps), min(most, len(rl_steps)))]
+    return {f"RL step {p[0]}" if len(p) == 1 else f"RL steps {p[0]}-{p[-1]}": p for p in parts}
+
+
+def held_out_errors(rows: pd.DataFrame) -> pd.DataFrame:
+    """Errors of iterations that the fit had not seen, a row per fold and one for all of them, "overall".
+
+    `rows` has `fold`, `measured_s`, `predicted_s` (nan where the rest of the data could not predict) and, of a trace,
+    `rl_step` and `worker`. Found: `fold`, `num`, `mean_abs_relative_error`, and the same of sums per RL step and worker
+    with their `sums_bias`, nan where there are none.
+    """
+    errors = []
+    for name, part in [*rows.groupby("fold", sort=False), ("overall", rows)] if len(rows) else []:
+        seen = part[part["predicted_s"].notna()]
+        error = (seen["predicted_s"] - seen["measured_s"]).abs() / seen["measured_s"].clip(lower=1e-9)
+        row = {"fold": name, "num": len(part), "mean_abs_relative_error": error.mean()}
+        if "worker" in rows:
+            off = worker_sums(seen, seen["measured_s"].to_numpy(), seen["predicted_s"].to_numpy())
+            total = seen["predicted_s"].sum() / seen["measured_s"].sum() - 1.0 if len(seen) else np.nan
+            row |= {"num_sums": len(off), "sums_mean_abs_relative_error": off["bias"].abs().mean(), "sums_bias": total}
+        errors.append(row)
+    columns = ["fold", "num", "mean_abs_relative_error", "num_sums", "sums_mean_abs_relative_error", "sums_bias"]
+    return pd.DataFrame(errors).reindex(columns=columns)

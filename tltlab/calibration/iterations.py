@@ -1,0 +1,161 @@
+"""Measured iterations as columns, whether a run recorded them or a table holds them, and estimators of their time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
+from typing import Self
+
+import numpy as np
+import pandas as pd
+
+from tltlab.arrays import Flags, Floats, Ints
+from tltlab.costs.base import CalibratedRange, CostModel
+from tltlab.errors import ConfigError
+from tltlab.strategy import MODEL_FREE
+from tltlab.traces.trace import Trace
+
+from .residuals import regimes, worker_sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Iterations:
+    """One entry per iteration; contexts and verified tokens are sums over the batch.
+
+    What an iteration verified: `verified` tokens (`tokens_to_verify` per request) of drafts that are `depth` deep. What
+    it drafted within its `seconds`: `next_depth` and `draft_s`, 0 where `draft_known` is False. `drafted_depth` is the
+    depth that counts where only one is known for an iteration, and `levels` the part of it that a network drafted.
+    `loaded`: a drafter was in memory in that RL step. `block` numbers the rollouts of workers from 0.
+    """
+
+    rl_step: Ints
+    worker: Ints
+    batch: Floats
+    context: Floats
+    prefill: Floats
+    tokens_to_verify: Floats
+    verified: Floats
+    depth: Ints
+    top_k: Floats
+    spec: Flags
+    loaded: Flags
+    next_depth: Floats
+    drafted_depth: Floats
+    levels: Floats
+    draft_s: Floats
+    draft_known: Flags
+    seconds: Floats
+    regime: Ints
+    block: Ints
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def where(self, mask: Flags | Ints) -> Iterations:
+        """Some of the rows."""
+        return Iterations(**{f.name: getattr(self, f.name)[mask] for f in fields(self)})
+
+    def sums(self, predicted_s: Floats) -> pd.DataFrame:
+        """Measured and predicted seconds per RL step and worker: what a rollout time is made of."""
+        return worker_sums(pd.DataFrame({"rl_step": self.rl_step, "worker": self.worker}), self.seconds, predicted_s)
+
+    @property
+    def covered(self) -> CalibratedRange:
+        """The span of batch, tokens and context."""
+        spans = {"batch": self.batch, "verified_tokens": self.verified, "context_tokens": self.context}
+        return CalibratedRange(**{name: (float(x.min()), float(x.max())) for name, x in spans.items()})
+
+
+class CostEstimator(ABC):
+    """Fits a cost model to iterations.
+
+    Learned: `costs_`, and `predictions_`, the seconds of the rows that it was fitted to; a term that these do not
+    identify stands for nothing there, while `predict` raises ConfigError where other rows need it.
+    """
+
+    costs_: CostModel
+    predictions_: Floats
+
+    @abstractmethod
+    def fit(self, rows: Iterations) -> Self: ...
+
+    @abstractmethod
+    def predict(self, rows: Iterations) -> Floats: ...
+
+
+def iterations_of(trace: Trace) -> pd.DataFrame:
+    """The trace's iterations; ConfigError where it has none."""
+    table = trace.iterations
+    if table is None or table.empty:
+        raise ConfigError(f"{trace.path or 'the trace'} has no iterations.parquet to calibrate on: record a run")
+    return table
+
+
+def recorded_rows(table: pd.DataFrame, steps: pd.DataFrame | None = None) -> Iterations:
+    """Rows of iterations.parquet; steps.parquet tells in which RL steps a drafter was loaded without ever drafting."""
+    depth = table["draft_depth"]
+    spec = depth.to_numpy() > 0
+    with_drafter = set(table.loc[spec, "rl_step"].unique().tolist())
+    if steps is not None and "policy" in steps:
+        named = steps.loc[steps["policy"].notna() & (steps["policy"] != "none"), "rl_step"]
+        with_drafter |= set(named.tolist())
+    unknown = pd.Series(np.nan, index=table.index)
+    draft, following = table.get("draft_duration", unknown), table.get("next_draft_depth", unknown)
+    drafted = following.fillna(depth)
+    drafter = table.get("drafter", pd.Series("learned", table.index))
+    batch, prefill = table["batch"].to_numpy(np.float64), table["prefill_tokens"].to_numpy(np.float64)
+    num_drafted = table["num_drafted"].to_numpy(np.float64)
+    return Iterations(
+        rl_step=table["rl_step"].to_numpy(np.int64),
+        worker=table["worker"].to_numpy(np.int64),
+        batch=batch,
+        context=table["context_tokens"].to_numpy(np.float64),
+        prefill=prefill,
+        tokens_to_verify=1.0 + num_drafted / np.maximum(batch, 1.0),
+        verified=batch + num_drafted,
+        depth=depth.to_numpy(np.int64),
+        top_k=np.asarray(table.get("top_k", pd.Series(1, table.index)).fillna(1), np.float64),
+        spec=spec,
+        loaded=table["rl_step"].isin(list(with_drafter)).to_numpy(),
+        next_depth=np.asarray(following.fillna(0), np.float64),
+        drafted_depth=np.asarray(drafted, np.float64),
+        levels=np.asarray(drafted.where(~drafter.isin(list(MODEL_FREE)), 0), np.float64),
+        draft_s=np.asarray(draft.fillna(0.0), np.float64),
+        draft_known=(draft.notna() & following.notna()).to_numpy(),
+        seconds=table["duration"].to_numpy(np.float64),
+        regime=regimes(prefill, spec),
+        block=np.asarray(table.groupby(["rl_step", "worker"]).ngroup(), np.int64),
+    )
+
+
+def measured_rows(points: pd.DataFrame) -> Iterations:
+    """Rows of a table that `measurements.checked` has seen; a row's time holds its own drafting."""
+    batch, verify, context, prefill, depth, top_k, seconds = (
+        points[name].to_numpy(np.float64)
+        for name in (
+            "batch", "tokens_to_verify", "context_tokens", "prefill_tokens", "draft_depth", "top_k", "seconds"
+        )
+    )  # fmt: skip
+    unknown, nothing = np.zeros(len(points), dtype=bool), np.zeros(len(points), np.int64)
+    drafter = points.get("drafter", pd.Series("learned", points.index))
+    return Iterations(
+        rl_step=nothing,
+        worker=nothing,
+        batch=batch,
+        context=context,
+        prefill=prefill,
+        tokens_to_verify=verify,
+        verified=batch * verify,
+        depth=depth.astype(np.int64),
+        top_k=top_k,
+        spec=depth > 0,
+        loaded=unknown,
+        next_depth=depth,
+        drafted_depth=depth,
+        levels=np.where(drafter.isin(list(MODEL_FREE)), 0.0, depth),
+        draft_s=np.zeros(len(points)),
+        draft_known=unknown,
+        seconds=seconds,
+        regime=regimes(prefill, (depth > 0) | (verify > 1)),
+        block=np.arange(len(points)),
+    )

@@ -1,1 +1,0 @@
-"""Tables of measured step times and kernel times that cost models are fitted to."""
