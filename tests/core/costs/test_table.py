@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.calibration.api import calibrate
-from tltlab.calibration.iterations import iterations_of, measured_rows, recorded_rows
-from tltlab.calibration.measurements import checked
+from tltlab.calibration.iterations import checked, iterations_of, measured_rows, recorded_rows
 from tltlab.calibration.table import MeasuredTable, RecordedTable, predict_iterations
 from tltlab.costs.load import load_costs
 from tltlab.costs.table import Roofline, TableCosts
