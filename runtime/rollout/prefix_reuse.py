@@ -17,8 +17,17 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
-from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
-from .samples import load_ragged, save_ragged
+from .collected import (
+    Collected,
+    Rollouts,
+    RolloutTools,
+    Rounds,
+    Trajectory,
+    load_ragged,
+    rewarded,
+    rewards_by_key,
+    save_ragged,
+)
 
 MAX_ROWS_BYTES = 2 << 30
 """What the distributions of all kept responses may take on the host."""
@@ -109,11 +118,7 @@ class ReusingRollouts(Rollouts):
         rollout = self.recipe.rollout
         picked = self.order.take(rollout.prompts_per_step)
         slots = [(number, sample) for _, number in picked for sample in range(rollout.group_size)]
-        blank = [
-            Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-            for epoch, number in picked
-            for sample in range(rollout.group_size)
-        ]
+        blank = [t for epoch, number in picked for t in self._blank(number, epoch)]
 
         start = time.perf_counter()
         earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]

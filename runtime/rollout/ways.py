@@ -40,11 +40,7 @@ class SynchronousRollouts(Rollouts):
             if not picked:
                 break
             asked += [number for _, number in picked]
-            started = [
-                Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-                for epoch, number in picked
-                for sample in range(rollout.group_size)
-            ]
+            started = [t for epoch, number in picked for t in self._blank(number, epoch)]
             requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in started]
             responses = rounds.generate(tools.share(requests))
             start = time.perf_counter()

@@ -17,10 +17,9 @@ from ray.exceptions import RayActorError, RayError
 from tltlab.errors import RunError, TltlabError
 from tltlab.runtime.ray.actors import error_of
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.rollout.samples import Sample
 
 from .losses import Mismatch
-from .trainer import Pair, Trainer, UpdateMetrics
+from .trainer import Pair, Sample, Trainer, UpdateMetrics
 
 NOTICE_S = 10.0
 """How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""

@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.recipe import TrainConfig
-from tltlab.runtime.rollout.samples import Sample
 
 from .checkpoint import load_trainer, save_trainer
 from .losses import (
@@ -46,6 +45,22 @@ DRIFT_SAMPLES = 16
 
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt, one at least, and of its response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One whole response of N tokens to learn from.
+
+    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
+    answers; `truncated`: it ended at its cap.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    reward: float
+    group: int
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +240,7 @@ class Trainer:
         self._wait()
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write all that `load_checkpoint` needs to go on, each rank its share (`trainer_checkpoint`)."""
+        """Write all that `load_checkpoint` needs to go on, each rank its share (`checkpoint`)."""
         save_trainer(Path(folder), self.policy, self.optimizer, steps=self.steps, rank=self.rank)
         self._wait()
 

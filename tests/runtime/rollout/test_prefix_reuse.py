@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
-from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,
     ReusingRollouts,
@@ -25,7 +25,6 @@ from tltlab.runtime.rollout.prefix_reuse import (
     kept_prefix,
     residual,
 )
-from tltlab.runtime.rollout.samples import save_ragged
 from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe

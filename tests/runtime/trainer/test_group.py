@@ -22,9 +22,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.ray import actors as ray_actors
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
-from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Sample, Trainer
 
 SETTINGS = (
     "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mist
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
-from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer import logprobs as of_tokens
-from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics
+from tltlab.runtime.trainer.trainer import Sample, Trainer, UpdateMetrics
 
 TEMPERATURE = 0.8
 CAP = 64
