@@ -25,15 +25,16 @@ from torch import Tensor
 from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
 from tltlab.runtime.coordinator.client import CoordinatorClient
-from tltlab.runtime.drafter.heads.kinds import DrafterHead, load_head
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
 from .buffer import DataBuffer, TrainerData, data_path, prompt_of, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
 from .group import DrafterGroup, GroupLost
+from .heads.head import DrafterHead
+from .heads.kinds import load_head
+from .heads.target import FrozenTarget
+from .offline.chains import kept_along
 from .sequences import TrainingSequence
 from .training import DrafterTraining, UpdateReport
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter.heads.kinds import DrafterHead, new_head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 

@@ -14,7 +14,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter.heads.eagle import random_head
+from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import Strategy
 
@@ -86,7 +86,7 @@ def test_an_engine_core_in_its_own_process_is_watched_as_well(random_model: Path
 
     The first test of the file: vLLM starts no such core while one of this process is open.
     """
-    head = random_head(random_model, seed=1)
+    head = new_head(random_model, "eagle", seed=1)
     learned = LearnedSpec(method="eagle", model=str(head.save(tmp_path / "head")), fallback="suffix")
     engine = Engine(
         str(random_model),
