@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,14 +91,14 @@ class DataBuffer:
             most = _rows_within(sequence, self.config.max_bytes)
             too_large = most < sequence.num_rows
             if too_large:
-                sequence = stretch(sequence, sequence.num_rows - max(most, 0), max(most, 0))
-            if not teaches(sequence) or self._too_old(sequence.rl_step):
+                sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
+            if not sequence.teaches or self._too_old(sequence.rl_step):
                 self.refused += 1
                 return
             self.cut += too_large
             number = self._num_added
             self._num_added += 1
-            self._held[number] = sequence = _compact(sequence)
+            self._held[number] = sequence = sequence.on_host()
             self._nbytes += sequence.nbytes
             heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
             while self._nbytes > self.config.max_bytes:
@@ -138,7 +138,7 @@ class DataBuffer:
                 if sequence.num_rows > room:
                     if room < shortest:
                         continue
-                    sequence = stretch(sequence, _random_start(sequence, room, rng), room)
+                    sequence = sequence.stretch(_random_start(sequence, room, rng), room)
                 self._used.add(n)
                 drawn[n] = sequence
                 room -= sequence.num_rows
@@ -156,35 +156,6 @@ class DataBuffer:
         self._used.discard(number)
 
 
-def teaches(sequence: TrainingSequence) -> bool:
-    """Whether a drafter learns anything from it: two states, and a token of the response after them."""
-    return sequence.num_rows >= max(2, sequence.prompt_tokens)
-
-
-def stretch(sequence: TrainingSequence, start: int, rows: int) -> TrainingSequence:
-    """`rows` rows of a sequence from row `start` on: a view."""
-    stop = start + rows
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[start : stop + 1],
-        hidden=sequence.hidden[start:stop],
-        aux=None if sequence.aux is None else sequence.aux[start:stop],
-        first_position=sequence.first_position + start,
-        prompt_tokens=max(0, sequence.prompt_tokens - start),
-    )
-
-
-def prompt_of(sequence: TrainingSequence) -> TrainingSequence:
-    """A sequence's prompt, its states on their own: the response's are the buffer's to bound."""
-    rows = min(sequence.prompt_tokens, sequence.num_rows)
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[: rows + 1].clone(),
-        hidden=sequence.hidden[:rows].clone(),
-        aux=None if sequence.aux is None else sequence.aux[:rows].clone(),
-    )
-
-
 def _random_start(sequence: TrainingSequence, rows: int, rng: np.random.Generator) -> int:
     """Where a stretch of `rows` begins: anywhere, but at most half is prompt where the response is long enough."""
     last = sequence.num_rows - rows
@@ -196,22 +167,6 @@ def _rows_within(sequence: TrainingSequence, max_bytes: int) -> int:
     token = sequence.token_ids.element_size()
     row = token + sum(t[:1].numel() * t.element_size() for t in (sequence.hidden, sequence.aux) if t is not None)
     return (max_bytes - token) // row
-
-
-def _compact(sequence: TrainingSequence) -> TrainingSequence:
-    aux = sequence.aux
-    return replace(
-        sequence,
-        token_ids=_own(sequence.token_ids),
-        hidden=_own(sequence.hidden),
-        aux=None if aux is None else _own(aux),
-    )
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor on the host with no more memory behind it than it shows."""
-    host = tensor.detach().cpu()
-    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

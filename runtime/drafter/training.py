@@ -18,7 +18,6 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .buffer import teaches
 from .loss import drafter_loss
 from .sequences import TrainingSequence
 
@@ -160,7 +159,7 @@ class DrafterTraining:
 
         Sequences that training has not seen make it an honest prediction.
         """
-        used = [sequence for sequence in sequences if teaches(sequence)]
+        used = [sequence for sequence in sequences if sequence.teaches]
         if not used:
             return []
         with torch.no_grad(), self._autocast():
@@ -220,7 +219,7 @@ class DrafterTraining:
     def _own_part(self, sequences: Sequence[TrainingSequence]) -> None:
         """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag."""
         message = self._message
-        used = [sequence for sequence in sequences if teaches(sequence)]
+        used = [sequence for sequence in sequences if sequence.teaches]
         if not used:
             return
         with self._autocast():

@@ -27,7 +27,7 @@ from tltlab.errors import RunError
 from tltlab.runtime.coordinator.client import CoordinatorClient
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
-from .buffer import DataBuffer, TrainerData, data_path, prompt_of, read_data, write_data
+from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
 from .group import DrafterGroup, GroupLost
@@ -338,7 +338,9 @@ class SpotTrainer:
         prompt = sequence.key[:2]
         if sequence.first_position == 0:
             if prompt not in self._prompts:
-                self._prompts[prompt] = prompt_of(sequence)
+                # Its states on their own: the response's are the buffer's to bound.
+                rows = min(sequence.prompt_tokens, sequence.num_rows)
+                self._prompts[prompt] = sequence.stretch(0, rows).on_host()
                 self._prompt_bytes += self._prompts[prompt].nbytes
                 while len(self._prompts) > 1 and self._prompt_bytes > self._most_beside:
                     self._prompt_bytes -= self._prompts.popitem(last=False)[1].nbytes

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, stretch, write_data
+from tltlab.runtime.drafter.buffer import SHORTEST_STRETCH, DataBuffer, TrainerData, read_data, write_data
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import BufferConfig
 from tltlab.runtime.trainer.packing import pack
@@ -63,7 +63,7 @@ def same(one: TrainingSequence, other: TrainingSequence) -> bool:
 
 def is_stretch(part: TrainingSequence, whole: TrainingSequence) -> bool:
     start = part.first_position - whole.first_position
-    return same(part, stretch(whole, start, part.num_rows))
+    return same(part, whole.stretch(start, part.num_rows))
 
 
 def test_an_empty_buffer_gives_nothing_and_one_sequence_is_what_it_gives():
@@ -165,7 +165,7 @@ def test_a_sequence_larger_than_the_buffer_keeps_its_end_or_is_refused():
     buffer = filled(whole, max_bytes=100 * ROW_BYTES + 8)
     (part,) = buffer.sample(5000, rng())
     assert (buffer.cut, buffer.refused) == (1, 0)
-    assert same(part, stretch(whole, 900, 100))
+    assert same(part, whole.stretch(900, 100))
     small = filled(whole, max_bytes=ROW_BYTES)
     assert (len(small), small.nbytes, small.refused) == (0, 0, 1)
 
