@@ -38,18 +38,12 @@ class DataBuffer:
 
     While a rollout runs only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes`
     the oldest RL step gives way first, within a step the shortest sequences: long ones are in short supply. One thread
-    may add while another samples.
-
-    Counts since it was made: `evicted` sequences for want of bytes, `cut` ones that were larger than the whole buffer
-    and of which the end was kept, `refused` ones of which nothing can be learned (no token of the response follows two
-    states), or of which nothing would fit, or of an RL step that is over.
+    may add while another samples. Of a sequence larger than the whole buffer the end is kept; one of which nothing
+    can be learned (no token of the response follows two states) or would fit, or of an RL step that is over, is not.
     """
 
     def __init__(self, config: BufferConfig) -> None:
         self.config = config
-        self.evicted = 0
-        self.cut = 0
-        self.refused = 0
         self._held: dict[int, TrainingSequence] = {}
         self._first_out: list[tuple[int, int, int]] = []
         self._used: set[int] = set()
@@ -65,12 +59,6 @@ class DataBuffer:
     def nbytes(self) -> int:
         """Bytes held, at most `max_bytes`."""
         return self._nbytes
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens with a hidden state."""
-        with self._lock:
-            return sum(sequence.num_rows for sequence in self._held.values())
 
     def sequences(self) -> list[TrainingSequence]:
         """What is held, in the order in which it came: added to an empty buffer, that holds the same."""
@@ -89,13 +77,10 @@ class DataBuffer:
         """Keep a sequence; it is copied to the host where it is elsewhere or a view of something larger."""
         with self._lock:
             most = _rows_within(sequence, self.config.max_bytes)
-            too_large = most < sequence.num_rows
-            if too_large:
+            if most < sequence.num_rows:
                 sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
             if not sequence.teaches or self._too_old(sequence.rl_step):
-                self.refused += 1
                 return
-            self.cut += too_large
             number = self._num_added
             self._num_added += 1
             self._held[number] = sequence = sequence.on_host()
@@ -103,7 +88,6 @@ class DataBuffer:
             heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
             while self._nbytes > self.config.max_bytes:
                 self._drop_first()
-                self.evicted += 1
 
     def sample(self, tokens: int, rng: np.random.Generator) -> list[TrainingSequence]:
         """Sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.

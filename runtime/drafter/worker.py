@@ -489,9 +489,9 @@ class Withdrawn(Exception):
     """The order to train in a group was taken back before the group met."""
 
 
-def _furthest_first(shown: str) -> tuple[int, int]:
-    """Sorts what members show, UPDATES-WORKER: most updates first, then by worker."""
-    updates, worker = map(int, shown.split("-"))
+def _furthest_first(name: str) -> tuple[int, int]:
+    """Sorts the files UPDATES-WORKER of members: most updates first, then by worker."""
+    updates, worker = map(int, name.split("-"))
     return -updates, worker
 
 

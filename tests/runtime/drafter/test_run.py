@@ -46,16 +46,9 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recorder import repair
 
 from . import drafting_text as text
+from .drafting_text import same, until
 
 YIELD_S = 3.0
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-    return found
 
 
 def alive(pid: int) -> bool:
@@ -233,14 +226,14 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     assert 0.1 < predicted[0] <= 1.0
     assert all(len(worker.given) == given + 1 for worker in story.workers)
     for own in story.run.training.processes.answers("weights").values():
-        assert all(torch.equal(value, weights[name]) for name, value in own.items()), "trainers go on from another one"
+        assert same(own, weights), "trainers go on from another one"
     rows = story.rows["spot_training"]
     assert {row["worker"] for row in rows} == {1, 2}
     assert {row["members"] for row in rows} == {2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
     story.run.save()
     final = load_head(story.folder / "drafter" / "final").state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in final.items())
+    assert same(final, weights)
 
 
 def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(story: Story, tmp_path: Path):
@@ -264,7 +257,7 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         assert set(resumed.training.processes.answers("num_updates").values()) == {run.served.updates}
         for own in resumed.training.processes.answers("state").values():
             there = ray.get(run.served.training)
-            assert all(torch.equal(value, there[name]) for name, value in own.items())
+            assert same(own, there)
         processes = sorted(resumed.training.processes._processes.items())  # type: ignore[union-attr]
         assert ray.get([process.actor.__ray_call__.remote(held) for _, process in processes]) == had
         # A worker that is started again is another object in the same place.
@@ -273,7 +266,7 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         for worker in workers:
             ((given, chances),) = worker.given
             assert chances == predicted
-            assert all(torch.equal(value, weights[name]) for name, value in given.items())
+            assert same(given, weights)
         resumed.schedule.decide(story.rl_step + 1, DrafterState(age=1, updates=resumed.served.updates))
         with pytest.raises(ConfigError, match="is of a run with no drafter"):
             resumed.load_state_dict({}, saved)
@@ -331,7 +324,7 @@ def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_
     with monkeypatch.context() as nobody:
         nobody.setattr(run, "_start_training", lambda: None)
         run.went_back(then, state, saved)
-        assert all(torch.equal(value, weights[name]) for name, value in worker.given[-1][0].items())
+        assert same(worker.given[-1][0], weights)
         assert run.state_dict(saved) == state
         given = len(worker.given)
         run.went_back(then, state, saved)
@@ -341,7 +334,7 @@ def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_
     first = load_head(story.folder / "drafter" / "initial").serving_weights()
     began_with, predicted = worker.given[-1]
     assert predicted == []
-    assert all(torch.equal(value, first[name]) for name, value in began_with.items())
+    assert same(began_with, first)
     assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
     assert story.trainers(held) == [[], [], []]
     story.rollout(1)
