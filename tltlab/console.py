@@ -71,14 +71,14 @@ def table(
 
 def made_by(*packages: str) -> dict[str, Any]:
     """Where a result comes from: `command`, as a shell takes it, None outside of a command; `versions` by package."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in ("tltlab", *packages):
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
     args = running.get()
-    return {"command": shlex.join(["tltlab", *args]) if args else None, "versions": found}
+    return {"command": shlex.join(["tltlab", *args]) if args else None, "versions": versions}
 
 
 def progress(message: str) -> None:

@@ -83,11 +83,11 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
             run.set_policy(load_policy(name), name)
             say(str(run.step()))
         say("4/7 calibrating and tuning a policy in the simulator")
-        fitted, found = fit_and_tune(run.trace(), out, seed)
-        for candidate in found.candidates[:3]:
+        fitted, tuning = fit_and_tune(run.trace(), out, seed)
+        for candidate in tuning.candidates[:3]:
             say(f"{candidate.name}: {candidate.makespan_s:.2f} s a rollout in simulation")
-        say(found.verdict)
-        say(f"5/7 GRPO goes on under {found.name}, from {out / 'policy.json'}")
+        say(tuning.verdict)
+        say(f"5/7 GRPO goes on under {tuning.name}, from {out / 'policy.json'}")
         tuned = load_policy(out / "policy.json")
         run.set_policy(tuned, TUNED)
         for _ in range(setting.tuned_steps):
@@ -121,7 +121,7 @@ def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, 
         "tuned_rollout_s": float(np.mean([reports[s].rollout_s for s in tuned_steps])),
         "predicted_rollout_s_without_speculation": float(np.mean(without_s)),
         "drafter": drafter,
-        "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in found.candidates],
+        "candidates": [{"name": c.name, "makespan_s": c.makespan_s} for c in tuning.candidates],
         "model": model,
         "trace": "trace",
         "policy": "policy.json",
@@ -147,7 +147,7 @@ def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, Tu
         raise RunError("nothing was drafted while exploring, so there is no policy to tune")
     fitted.costs.write(out / "costs.json")
     fitted.acceptance.write(out / "acceptance.json")
-    found = tune(
+    tuning = tune(
         recorded.select(recent),
         costs=fitted.costs,
         acceptance=fitted.acceptance,
@@ -156,8 +156,8 @@ def fit_and_tune(recorded: Trace, out: Path, seed: int) -> tuple[Calibration, Tu
         seed=seed,
         provenance={"trace": "trace", "costs": "costs.json", "acceptance": "acceptance.json", "fitted_on": recent},
     )
-    found.policy.write(out / "policy.json")
-    return fitted, found
+    tuning.policy.write(out / "policy.json")
+    return fitted, tuning
 
 
 def _step(report: StepReport, step: Trace, predicted_s: float) -> dict[str, Any]:

@@ -136,8 +136,8 @@ def mean_interval(values: Sequence[float] | Floats, level: float = LEVEL) -> Spa
     known = np.asarray(values, np.float64)
     if not len(known) or not np.isfinite(known).all():
         raise ConfigError(f"an interval needs finite measurements, got {known.tolist()}")
-    found = mean_of_few(known, level=level)
-    return found.low, found.high
+    interval = mean_of_few(known, level=level)
+    return interval.low, interval.high
 
 
 def pairs_apart(spans: Sequence[Span]) -> list[Pair]:
@@ -157,12 +157,12 @@ def pairs_apart_by_round(measured: Floats, level: float = LEVEL) -> list[Pair]:
     `measured` has a row per policy and a column per round. Policies of one round roll out the same prompts, so
     differences within rounds are sharper than intervals of each policy.
     """
-    found = []
+    pairs = []
     for i, j in combinations(range(len(measured)), 2):
         low, high = mean_interval(measured[i] - measured[j], level)
         if low > 0.0 or high < 0.0:
-            found.append((i, j))
-    return found
+            pairs.append((i, j))
+    return pairs
 
 
 def kendall_tau(
@@ -222,7 +222,7 @@ def _resampled(
     with warnings.catch_warnings():
         # Undefined BCa ends are NaN, and handled below.
         warnings.simplefilter("ignore")
-        found = bootstrap(
+        resampled = bootstrap(
             (first, second),
             compare,
             paired=True,
@@ -232,11 +232,11 @@ def _resampled(
             method="BCa",
             rng=rng,
         )
-    low, high = map(float, found.confidence_interval)
+    low, high = map(float, resampled.confidence_interval)
     method: Method = "bca"
     if not (math.isfinite(low) and math.isfinite(high)):
         tail = (1.0 - level) / 2.0
-        low, high = map(float, np.quantile(found.bootstrap_distribution, [tail, 1.0 - tail]))
+        low, high = map(float, np.quantile(resampled.bootstrap_distribution, [tail, 1.0 - tail]))
         method = "percentile"
     return Interval(estimate=estimate, low=low, high=high, level=level, method=method)
 

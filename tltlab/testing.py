@@ -237,7 +237,7 @@ def _json(state: Any) -> str:
 
 def _drafts(drafter: Drafter, split: int = 4) -> list[Draft]:
     """The drafts along a fixed story: two RL steps, two prompts, two samples each, one of them remembered."""
-    found = []
+    drafts = []
     for rl_step in (0, 1):
         drafter.begin(rl_step)
         keys: list[Key] = [(rl_step, prompt_id, sample, 0) for prompt_id in ("p", "q") for sample in (0, 1)]
@@ -249,16 +249,16 @@ def _drafts(drafter: Drafter, split: int = 4) -> list[Draft]:
                 drafter.extend(key, text[at : at + len(text) // split])
         for key in keys:
             for depth in (0, 1, 3, 8):
-                found.append(_propose(drafter, key, depth))
+                drafts.append(_propose(drafter, key, depth))
                 drafter.observe(key, depth, depth // 2)
         drafter.remember((rl_step, "q", 2, 0), _text(7, 1), _text(30, 5))
-        found.append(_propose(drafter, keys[-1], 8))
+        drafts.append(_propose(drafter, keys[-1], 8))
         for key in keys:
             drafter.close(key)
         drafter.open(keys[0], _text(7, 1))
-        found.append(_propose(drafter, keys[0], 8))
+        drafts.append(_propose(drafter, keys[0], 8))
         drafter.close(keys[0])
-    return found
+    return drafts
 
 
 def _text(length: int, seed: int) -> list[int]:

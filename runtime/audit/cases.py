@@ -89,16 +89,16 @@ def cases(drafters: Sequence[str], *, fast: bool) -> list[Case]:
 
     Cases of one engine stand together.
     """
-    found = _cases(drafters, DEPTHS, 1 if fast else 2)
-    found += [greedy(d, k) for d, k in product(drafters, (1, 8) if fast else DEPTHS)]
-    return sorted(found, key=lambda case: list(DRAFTERS).index(case.drafter))
+    sampled = _cases(drafters, DEPTHS, 1 if fast else 2)
+    likeliest = [greedy(drafter, depth) for drafter, depth in product(drafters, (1, 8) if fast else DEPTHS)]
+    return sorted(sampled + likeliest, key=lambda case: list(DRAFTERS).index(case.drafter))
 
 
 def given_cases(drafter: str, depth: int | None) -> list[Case]:
     """Cases for drafting that is given, each other value once; a policy, for which depth is None, varies it itself."""
-    own = ("budgets", "switching") if depth is None else ()
-    found = _cases([drafter], [depth or 0], 1)
-    return [*(case for case in found if case.composition not in own), greedy(drafter, depth or 0)]
+    by_the_policy = ("budgets", "switching") if depth is None else ()
+    sampled = [case for case in _cases([drafter], [depth or 0], 1) if case.composition not in by_the_policy]
+    return [*sampled, greedy(drafter, depth or 0)]
 
 
 def _cases(drafters: Sequence[str], depths: Sequence[int], strength: int) -> list[Case]:
@@ -151,13 +151,10 @@ def policy_of(case: Case, drafting: Drafting, batch: int) -> Policy:
 
 def tiny_drafters(policy: Policy, models: TinyModels) -> Mapping[str, DrafterSpec]:
     """The drafters that `policy` names, the learned one replaced by the audit's own of the same method."""
-    named = {s.drafter for s in policy.strategies if s.speculates}
-    found: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec(), **policy.drafters}
-    if "learned" in named and "learned" not in found:
-        found["learned"] = LearnedSpec(method="eagle", model=str(models.eagle))
-    return {
-        name: spec.model_copy(update={"model": str(getattr(models, spec.method))})
-        if isinstance(spec, LearnedSpec)
-        else spec
-        for name, spec in found.items()
-    }
+    specs: dict[str, DrafterSpec] = {"ngram": NgramSpec(), "suffix": SuffixSpec(), **policy.drafters}
+    if any(strategy.speculates and strategy.drafter == "learned" for strategy in policy.strategies):
+        specs.setdefault("learned", LearnedSpec(method="eagle", model=str(models.eagle)))
+    for name, spec in specs.items():
+        if isinstance(spec, LearnedSpec):
+            specs[name] = spec.model_copy(update={"model": str(getattr(models, spec.method))})
+    return specs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -56,8 +56,8 @@ def run_audit(
     replaces them.
     """
     started = time.perf_counter()
-    if without_fix:
-        check_there_is_a_fix()
+    if without_fix and not on_cpu():
+        raise ConfigError("--without-fix: on CUDA tltlab mends nothing in vLLM's sampler, so there is nothing to undo")
     # Policies speculate on small batches; 32 is where the shipped ones begin to.
     args = settings(vllm_args if policy is None else {"max_num_seqs": 32, **vllm_args})
     with tempfile.TemporaryDirectory() as folder:
@@ -89,14 +89,11 @@ def run_audit(
                 seed=seed,
                 vllm_args=plan.vllm_args,
             )
-            try:
-                with unmended_sampling() if without_fix else nullcontext():
-                    audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
-                    for row in run_plan(plan, auditor, audited):
-                        rows.append(row)
-                        progress(f"{len(rows)}/{num_cases} {row['case']}: {row['verdict']}")
-            finally:
-                engine.close()
+            with closing(engine), unmended_sampling() if without_fix else nullcontext():
+                audited = AuditedEngine(engine, plan.vllm_args["max_num_seqs"])
+                for row in run_plan(plan, auditor, audited):
+                    rows.append(row)
+                    progress(f"{len(rows)}/{num_cases} {row['case']}: {row['verdict']}")
     return {
         "passed": all(row["passed"] for row in rows),
         "false_alarm_rate": false_alarm_rate,
@@ -116,37 +113,24 @@ def run_plan(plan: Plan, auditor: Auditor, engine: AuditedEngine) -> Iterator[di
             yield unsampled_row(case, "failed", f"the engine died: {error}")
 
 
-def check_there_is_a_fix() -> None:
-    """ConfigError on CUDA, where nothing of vLLM's sampler is mended."""
-    if not on_cpu():
-        raise ConfigError("--without-fix: on CUDA tltlab mends nothing in vLLM's sampler, so there is nothing to undo")
-
-
 def default_plans(drafters: Sequence[str], models: TinyModels, args: Mapping[str, Any], *, fast: bool) -> list[Plan]:
     """A plan for each engine that the default cases need."""
     unknown = [name for name in drafters if name not in DRAFTERS]
     if unknown:
         raise ConfigError(f"no drafter named {unknown[0]!r} to audit; there are: {', '.join(DRAFTERS)}")
     chosen = cases(list(drafters) or list(DRAFTERS), fast=fast)
+    sampled_drafts = {
+        "method": "draft_model",
+        "model": str(models.draft_model),
+        "num_speculative_tokens": MAX_DEPTH,
+        "draft_sample_method": "probabilistic",
+    }
     plans = []
-    for _, found in groupby(chosen, key=lambda case: DRAFTERS[case.drafter].engine):
-        group = list(found)
-        drafting = DRAFTERS[group[0].drafter]
-        own = {}
-        if drafting.probabilistic:
-            own["speculative_config"] = {
-                "method": drafting.method,
-                "model": str(models.draft_model),
-                "num_speculative_tokens": MAX_DEPTH,
-                "draft_sample_method": "probabilistic",
-            }
-        plans.append(
-            Plan(
-                cases=[(case, policy_of(case, DRAFTERS[case.drafter], args["max_num_seqs"])) for case in group],
-                drafters=drafting.specs(models),
-                vllm_args={**args, **own},
-            )
-        )
+    for _, same_engine in groupby(chosen, key=lambda case: DRAFTERS[case.drafter].engine):
+        group = [(case, policy_of(case, DRAFTERS[case.drafter], args["max_num_seqs"])) for case in same_engine]
+        drafting = DRAFTERS[group[0][0].drafter]
+        more = {"speculative_config": sampled_drafts} if drafting.probabilistic else {}
+        plans.append(Plan(cases=group, drafters=drafting.specs(models), vllm_args={**args, **more}))
     return plans
 
 
@@ -154,26 +138,16 @@ def policy_plan(source: str, models: TinyModels, args: Mapping[str, Any]) -> Pla
     """The engine under a policy, which says itself what drafts and how deep."""
     policy = load_policy(source)
     depth = max((strategy.draft_depth for strategy in policy.strategies), default=0) or MAX_DEPTH
-    found = given_cases(Path(source).stem, None)
-    return Plan(
-        cases=[(case, policy) for case in found],
-        drafters=tiny_drafters(policy, models),
-        max_depth=depth,
-        vllm_args=args,
-    )
+    pairs = [(case, policy) for case in given_cases(Path(source).stem, None)]
+    return Plan(cases=pairs, drafters=tiny_drafters(policy, models), max_depth=depth, vllm_args=args)
 
 
 def vllm_plan(args: Mapping[str, Any], models: TinyModels) -> Plan:
     """The engine with a speculative_config of the user's own: its method drafts, where case and scheduler say."""
-    config = args["speculative_config"]
+    method, depth = (args["speculative_config"][name] for name in ("method", "num_speculative_tokens"))
     drafting = Drafting(name="learned", engine="vllm", method="draft_model")
-    found = given_cases(f"vllm {config['method']}", config["num_speculative_tokens"])
-    return Plan(
-        cases=[(case, policy_of(case, drafting, args["max_num_seqs"])) for case in found],
-        drafters=drafting.specs(models),
-        max_depth=config["num_speculative_tokens"],
-        vllm_args=args,
-    )
+    pairs = [(case, policy_of(case, drafting, args["max_num_seqs"])) for case in given_cases(f"vllm {method}", depth)]
+    return Plan(cases=pairs, drafters=drafting.specs(models), max_depth=depth, vllm_args=args)
 
 
 def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
@@ -186,13 +160,14 @@ def with_model(config: Mapping[str, Any], models: TinyModels) -> dict[str, Any]:
             f"--vllm speculative_config names the model {config['model']!r}, but the audit's target has five tokens "
             "and no other model drafts for it: leave model out, and eagle, eagle3 and draft_model get the audit's own"
         )
-    own = {"model": str(getattr(models, method))} if method in ("eagle", "eagle3", "draft_model") else {}
-    return {**config, **own}
+    if method not in ("eagle", "eagle3", "draft_model"):
+        return dict(config)
+    return {**config, "model": str(getattr(models, method))}
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(report: Mapping[str, Any]) -> str:
     """The report as a table."""
-    rows = found["cases"]
+    rows = report["cases"]
     lines = [
         table(
             ("case", "samples", "drafted", "kept", "p joint", "p ranks", "finds TV"),
@@ -210,9 +185,11 @@ def text(found: Mapping[str, Any]) -> str:
     ]
     bad = [row for row in rows if not row["passed"]]
     lines += [f"{row['verdict'].upper()}: {row['case']}: {row['reason']}" for row in bad]
-    verdict = "lossless as far as this can tell" if found["passed"] else f"{len(bad)} of {len(rows)} cases did not pass"
+    verdict = (
+        "lossless as far as this can tell" if report["passed"] else f"{len(bad)} of {len(rows)} cases did not pass"
+    )
     lines.append(
-        f"{verdict}; a sound engine fails with probability {found['false_alarm_rate']:g}; {found['seconds']:.0f} s"
+        f"{verdict}; a sound engine fails with probability {report['false_alarm_rate']:g}; {report['seconds']:.0f} s"
     )
     return "\n".join(lines)
 

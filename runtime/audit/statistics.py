@@ -74,9 +74,9 @@ def cells_check(observed: Mapping[tuple[int, ...], int], joint: Mapping[tuple[in
     if any(joint.get(cell, 0.0) <= 0.0 for cell in observed):
         return Check(statistic=float("inf"), dof=max(len(joint) - 1, 1), num_samples=num)
     cells = [cell for cell, p in joint.items() if p > 0.0]
-    each = num * np.array([joint[cell] for cell in cells])
-    groups = pooled(each)
-    expected = np.bincount(groups, each)
+    expected_counts = num * np.array([joint[cell] for cell in cells])
+    groups = pooled(expected_counts)
+    expected = np.bincount(groups, expected_counts)
     seen = np.bincount(groups, [observed.get(cell, 0) for cell in cells])
     terms = seen * ((seen / expected) ** _CRESSIE_READ - 1)
     statistic = 2 / (_CRESSIE_READ * (_CRESSIE_READ + 1)) * float(terms.sum())
@@ -94,9 +94,9 @@ def pooled(expected: Floats) -> Ints:
     first = int(np.argmax(common)) if common.any() else len(order) - 1
     rare = int(np.searchsorted(expected[order], LEAST_EXPECTED))
     groups = np.maximum(np.arange(len(order)) - max(first, rare - 1), 0) if rare else np.arange(len(order))
-    found = np.empty(len(order), np.int64)
-    found[order] = groups
-    return found
+    by_cell = np.empty(len(order), np.int64)
+    by_cell[order] = groups
+    return by_cell
 
 
 def ranks_check(ranks: Ints, probabilities: Floats, positions: Ints) -> Check:

@@ -51,7 +51,7 @@ def audit(
     # vLLM takes seconds to import: --help should not wait for it.
     from tltlab.runtime.audit.run import run_audit, text
 
-    found = run_audit(
+    report = run_audit(
         fast=fast,
         drafters=drafter or [],
         policy=policy,
@@ -62,19 +62,19 @@ def audit(
         seed=seed,
         progress=progress,
     )
-    emit(found, as_json=json, text=text(found))
-    if not found["passed"]:
+    emit(report, as_json=json, text=text(report))
+    if not report["passed"]:
         raise typer.Exit(1)
 
 
 def vllm_settings(texts: list[str]) -> dict[str, Any]:
     """Settings given as KEY=VALUE, a value being JSON where it parses as JSON and text where it does not."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for given in texts:
         key, equals, value = given.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"--vllm {given!r} is not KEY=VALUE, such as max_num_seqs=64")
-        found[key] = json_or_text(value)
-    if not isinstance(found.get("speculative_config", {}), dict):
-        raise ConfigError(f"--vllm speculative_config takes a JSON object, got {found['speculative_config']!r}")
-    return found
+        settings[key] = json_or_text(value)
+    if not isinstance(settings.get("speculative_config", {}), dict):
+        raise ConfigError(f"--vllm speculative_config takes a JSON object, got {settings['speculative_config']!r}")
+    return settings

@@ -55,19 +55,18 @@ def export_drafter(
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"export-drafter: {faults}") from error
-    found = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)
-    report = export(found, out, config, progress)
+    drafter = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)
+    report = export(drafter, out, config, progress)
     emit(report, as_json=json, text=_text(report))
 
 
 def _text(report: dict[str, Any]) -> str:
     lines = [f"{report['out']}: {report['method']} drafter of {report['model']}"]
     for name in ("greedy", "sampled"):
-        found = report[name]
-        length = found["accept_length"]
+        length, positions = report[name]["accept_length"], report[name]["positions"]["measured"]
         lines.append(
-            f"  {name:8s} temperature {found['temperature']:g}: accept length {length['measured']:.2f} in stock vLLM, "
-            f"{length['expected']:.2f} expected; kept, by draft position: {_chances(found['positions']['measured'])}"
+            f"  {name:8s} temperature {report[name]['temperature']:g}: accept length {length['measured']:.2f} in stock "
+            f"vLLM, {length['expected']:.2f} expected; kept, by draft position: {_chances(positions)}"
         )
     lines.append(f"serve it with --speculative-config '{json_module.dumps(report['speculative_config'])}'")
     return "\n".join(lines)

@@ -58,7 +58,7 @@ def export_policy(
         memory = check_memory(graph_pool(model_shape, tp, layer_mb * _MB), plan, cap)
     if out is not None:
         write_json(out, plan.settings())
-    found = {
+    report = {
         "vllm": plan.settings(),
         "num_full_graphs": len(plan.full_graphs()),
         "num_piecewise_graphs": len(plan.capture_sizes),
@@ -67,7 +67,7 @@ def export_policy(
         "notes": list(plan.notes),
         "out": None if out is None else str(out),
     }
-    emit(found, as_json=as_json, text=_text(plan, found))
+    emit(report, as_json=as_json, text=_text(plan, report))
 
 
 def graph_pool(shape: str, tp: int, bytes_per_layer: float) -> GraphPool:
@@ -84,8 +84,8 @@ def graph_pool(shape: str, tp: int, bytes_per_layer: float) -> GraphPool:
             raise ConfigError(f"{folder / 'config.json'} has no {', '.join(missing)}: it describes no decoder")
         layers, hidden, vocab = (config[name] for name in names)
     else:
-        known = model(shape)
-        layers, hidden, vocab = known.layers, known.hidden, known.vocab
+        known_shape = model(shape)
+        layers, hidden, vocab = known_shape.layers, known_shape.hidden, known_shape.vocab
     return GraphPool(
         num_layers=layers,
         hidden_size=hidden,
@@ -97,12 +97,12 @@ def graph_pool(shape: str, tp: int, bytes_per_layer: float) -> GraphPool:
     )
 
 
-def _text(plan: GraphPlan, found: dict[str, Any]) -> str:
+def _text(plan: GraphPlan, report: dict[str, Any]) -> str:
     depths = ", ".join(map(str, plan.depths))
-    memory = found["predicted_graph_gib"]
+    memory = report["predicted_graph_gib"]
     lines = [
-        json.dumps(found["vllm"], indent=2),
-        f"K in {depths}; {found['num_full_graphs']} full and {found['num_piecewise_graphs']} piecewise graphs"
+        json.dumps(report["vllm"], indent=2),
+        f"K in {depths}; {report['num_full_graphs']} full and {report['num_piecewise_graphs']} piecewise graphs"
         + ("" if memory is None else f", {memory:.2f} GiB by the model"),
         *(f"note: {note}" for note in plan.notes),
     ]

@@ -65,7 +65,7 @@ def profile(
     started = time.perf_counter()
     engine = start_engine(model, grid, learned, args, seed)
     try:
-        found = measure(engine, grid, seed=seed, say=progress)
+        profiled = measure(engine, grid, seed=seed, say=progress)
         settings = engine_settings(engine)
     finally:
         engine.close()
@@ -78,18 +78,18 @@ def profile(
         "drafter": drafter or "forced: arbitrary tokens that cost nothing, written as ngram",
         "iterations": iterations,
         "seed": seed,
-        "num_cells": int((found.table["prefill_tokens"] == 0).sum()),
-        "num_prefill_rows": int((found.table["prefill_tokens"] > 0).sum()),
-        "skipped": found.skipped,
-        "spread": found.spread,
-        "repeat_error": found.repeat_error,
-        "held_out_error": found.held_out_error,
-        "measured_s": found.seconds,
+        "num_cells": int((profiled.table["prefill_tokens"] == 0).sum()),
+        "num_prefill_rows": int((profiled.table["prefill_tokens"] > 0).sum()),
+        "skipped": profiled.skipped,
+        "spread": profiled.spread,
+        "repeat_error": profiled.repeat_error,
+        "held_out_error": profiled.held_out_error,
+        "measured_s": profiled.seconds,
         "seconds": time.perf_counter() - started,
     }
     beside = out.with_name(out.name + ".json")
     write_json(beside, about)
-    write_table(found.table, out)
+    write_table(profiled.table, out)
     emit({"out": str(out), "about": str(beside), **about}, as_json=as_json, text=_text(out, about))
 
 

@@ -46,7 +46,7 @@ class CoordinatorServer(SocketThread):
     """Decides which idle ones of workers 0 to `num_workers` - 1 train, and has them yield when the rollout ends.
 
     `endpoint`: where workers find it, `.endpoint` then; None for an address that only this user can reach; see
-    `coordinator_keys.check_endpoint`. `on_kill(worker)` ends the process of that worker's trainer by force and returns
+    `keys.check_endpoint`. `on_kill(worker)` ends the process of that worker's trainer by force and returns
     when it is dead; it runs in this thread and holds everything else up. `take_over`: an earlier coordinator died, and
     nobody knows who trains: all are stopped first, and those that do not answer in time are killed; give it the
     `.endpoint` of the dead one.

@@ -1,6 +1,6 @@
 """The coordinator's messages as bytes: msgpack of tagged records, with a version.
 
-What does not decode is nobody's message and is dropped: the rules of `coordinator_messages` repeat what was lost.
+What does not decode is nobody's message and is dropped: `tltlab.coordination` repeats what was lost.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tltlab.files import new_folder
 from tltlab.policies.policy import Policy
 from tltlab.runtime.coordinator.keys import ClientKeys
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.ray.calls import get
+from tltlab.runtime.ray.actors import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents

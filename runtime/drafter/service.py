@@ -14,7 +14,7 @@ from torch import Tensor
 from tltlab.coordination.canary import Verdict
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.ray.calls import get
+from tltlab.runtime.ray.actors import get
 from tltlab.runtime.run.state import RunEvents
 
 WEIGHTS = "drafter.safetensors"

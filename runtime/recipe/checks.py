@@ -71,8 +71,8 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     if trained is not None:
         if trained.checkpoint is not None:
             yield from model_folder(trained.checkpoint, "drafter.checkpoint")
-        own = trained.checkpoint or "its own"
-        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=own, fallback=trained.fallback)
+        head = trained.checkpoint or "its own"
+        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:

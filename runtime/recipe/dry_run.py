@@ -117,8 +117,8 @@ def plan_of(recipe: Recipe) -> Plan:
         raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
     engine = engine_memory(recipe, shape, gpu, on_gpu=on_gpu)
     states, work = trainer_states(recipe, shape), trainer_work(recipe, shape, on_gpu=on_gpu)
-    beside = engine.parts + drafter_training(recipe, shape, on_gpu=on_gpu)
-    memory = _phases(recipe, bundles, beside, states, work)
+    worker_parts = engine.parts + drafter_training(recipe, shape, on_gpu=on_gpu)
+    memory = _phases(recipe, bundles, worker_parts, states, work)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     notes = []
     if engine.at_once < engine.running:
@@ -173,21 +173,24 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
 
 
 def _phases(
-    recipe: Recipe, bundles: Bundles, beside: tuple[Part, ...], states: tuple[Part, ...], work: tuple[Part, ...]
+    recipe: Recipe, bundles: Bundles, worker: tuple[Part, ...], states: tuple[Part, ...], work: tuple[Part, ...]
 ) -> tuple[Memory, ...]:
     if not bundles.colocated:
-        what = "GPU" if bundles.all else "process"
+        device = "GPU" if bundles.all else "process"
         return (
-            Memory(where=f"a rollout worker's {what}", phase="rollout", parts=beside),
-            Memory(where=f"a trainer rank's {what}", phase="training", parts=states + work),
+            Memory(where=f"a rollout worker's {device}", phase="rollout", parts=worker),
+            Memory(where=f"a trainer rank's {device}", phase="training", parts=states + work),
         )
-    kept = () if recipe.train.offload else states
-    asleep = tuple(part for part in beside if part.name in ("engine runtime", "CUDA graphs"))
+    asleep = tuple(part for part in worker if part.name in ("engine runtime", "CUDA graphs"))
+    offload = recipe.train.offload
     return (
-        Memory(where="a GPU", phase="rollout, trainer on the host" * recipe.train.offload or "rollout",
-               parts=beside + kept),
+        Memory(
+            where="a GPU",
+            phase="rollout, trainer on the host" if offload else "rollout",
+            parts=worker if offload else worker + states,
+        ),
         Memory(where="a GPU", phase="training, engine asleep", parts=asleep + states + work),
-    )  # fmt: skip
+    )
 
 
 def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
@@ -218,11 +221,11 @@ def _options(recipe: Recipe) -> tuple[Option, ...]:
 def _actor_rows(actors: tuple[Actor, ...]) -> Iterator[tuple[str, str, str, str]]:
     """One row for all actors of a kind on a node."""
     for (kind, node), group in groupby(actors, key=lambda actor: (actor.kind, actor.node)):
-        some = list(group)
-        gpus = sorted({gpu for actor in some for gpu in actor.gpus})
-        each = f"{len(some[0].gpus)} each" if some[0].share in (0.0, 1.0) else f"{some[0].share:g} of one each"
+        same_kind = list(group)
+        gpus, share = sorted({gpu for actor in same_kind for gpu in actor.gpus}), same_kind[0].share
+        each = f"{len(same_kind[0].gpus)} each" if share in (0.0, 1.0) else f"{share:g} of one each"
         where = f"GPUs {_range(gpus)}, {each}" if gpus else "no GPU"
-        yield kind, _range([actor.number for actor in some]), f"node {node}", where
+        yield kind, _range([actor.number for actor in same_kind]), f"node {node}", where
 
 
 def _range(numbers: list[int]) -> str:

@@ -96,26 +96,26 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
         )
     if not cluster.gpus_per_node:
         return
-    have = cluster.num_nodes * cluster.gpus_per_node
-    what = f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
+    num_gpus = cluster.num_nodes * cluster.gpus_per_node
+    size = f"{cluster.num_nodes} x {cluster.gpus_per_node} GPUs (cluster.num_nodes x cluster.gpus_per_node)"
     if tp > cluster.gpus_per_node:
         yield (
             f"rollout.tensor_parallel_size = {tp} with cluster.gpus_per_node = {cluster.gpus_per_node}: tensor "
             "parallelism does not cross nodes"
         )
-    elif bundles.colocated and bundles.num_gpus != have:
+    elif bundles.colocated and bundles.num_gpus != num_gpus:
         yield (
-            f"{num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}, and the cluster has {what}: "
+            f"{num_workers} workers x {tp} GPUs are {bundles.num_gpus:g}, and the cluster has {size}: "
             "colocated, they must be as many"
         )
-    elif bundles.num_gpus > have + 1e-9:
+    elif bundles.num_gpus > num_gpus + 1e-9:
         yield (
             f"workers ask for {sum(bundles.workers):g} GPUs and trainer ranks for {sum(bundles.ranks):g}, and the "
-            f"cluster has {what}: take fewer, or cluster.placement = 'colocated'"
+            f"cluster has {size}: take fewer, or cluster.placement = 'colocated'"
         )
     elif max((node for node, _ in places_of(bundles, cluster.gpus_per_node)), default=0) >= cluster.num_nodes:
         yield (
-            f"rollout workers of {tp} GPUs, each on one node, and what else asks for GPUs do not fit onto {what}: take "
+            f"rollout workers of {tp} GPUs, each on one node, and what else asks for GPUs do not fit onto {size}: take "
             "fewer, or a tensor_parallel_size that divides gpus_per_node"
         )
 
@@ -133,14 +133,14 @@ def places_of(bundles: Bundles, gpus_per_node: int) -> list[tuple[int, tuple[int
     places: dict[int, tuple[int, tuple[int, ...]]] = {}
     for number, gpus in sorted(enumerate(bundles.all), key=lambda bundle: -bundle[1]):
         share, count = min(gpus, 1.0), max(int(gpus), 1)
-        node, taken = next(
+        node, own_gpus = next(
             (node, fitting[:count])
             for node, free in enumerate([*nodes, [1.0] * size])
             if len(fitting := tuple(gpu for gpu, left in enumerate(free) if left >= share - 1e-9)) >= count
         )
         if node == len(nodes):
             nodes.append([1.0] * size)
-        for gpu in taken:
+        for gpu in own_gpus:
             nodes[node][gpu] -= share
-        places[number] = (node, taken)
+        places[number] = (node, own_gpus)
     return [places[number] for number in sorted(places)]

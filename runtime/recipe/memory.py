@@ -104,9 +104,9 @@ def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu:
     if recipe.drafter is not None:
         formula = "one decoder layer and 2 hidden x hidden (EAGLE); embedding and LM head are the target's"
         parts.append(("drafter, serving", _head_params(shape) * value, formula))
-    given = rollout.vllm.get("kv_cache_memory_bytes", None if on_gpu else _CPU_KV_BYTES)
-    if given is not None:
-        kv, formula = float(given), "kv_cache_memory_bytes"
+    kv_bytes = rollout.vllm.get("kv_cache_memory_bytes", None if on_gpu else _CPU_KV_BYTES)
+    if kv_bytes is not None:
+        kv, formula = float(kv_bytes), "kv_cache_memory_bytes"
     elif gpu is None:
         kv, formula = float(running * tokens * per_token), "2 x layers x KV heads x head size x tokens x requests"
     else:

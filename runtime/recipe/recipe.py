@@ -254,14 +254,14 @@ def builtin_recipes() -> dict[str, Path]:
 
 def find_recipe(name_or_path: str | Path) -> Path:
     """The path itself where there is a file, else the recipe of that name; ConfigError names those that there are."""
-    path, known = Path(name_or_path), builtin_recipes()
+    path, recipes = Path(name_or_path), builtin_recipes()
     if path.is_file():
         return path
-    if str(name_or_path) not in known:
+    if str(name_or_path) not in recipes:
         raise ConfigError(
-            f"cannot read recipe {name_or_path}: it is no file, and no recipe of tltlab's: {', '.join(known)}"
+            f"cannot read recipe {name_or_path}: it is no file, and no recipe of tltlab's: {', '.join(recipes)}"
         )
-    return known[str(name_or_path)]
+    return recipes[str(name_or_path)]
 
 
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -281,10 +281,11 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`."""
-    found = read_json(Path(run) / "run.json")
-    if not isinstance(found, dict) or not isinstance(found.get("recipe"), dict):
-        raise ConfigError(f"{Path(run) / 'run.json'} is not what tltlab train writes: it has no recipe")
-    return _recipe(found["recipe"], overrides, f"{Path(run) / 'run.json'}")
+    path = Path(run) / "run.json"
+    description = read_json(path)
+    if not isinstance(description, dict) or not isinstance(description.get("recipe"), dict):
+        raise ConfigError(f"{path} is not what tltlab train writes: it has no recipe")
+    return _recipe(description["recipe"], overrides, str(path))
 
 
 def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:
@@ -306,15 +307,15 @@ def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Re
     try:
         return Recipe.model_validate(fields)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {'; '.join(_fault(found) for found in error.errors())}") from error
+        raise ConfigError(f"{source}: {'; '.join(_fault(fault) for fault in error.errors())}") from error
 
 
-def _fault(found: ErrorDetails) -> str:
+def _fault(fault: ErrorDetails) -> str:
     """One fault of a recipe in words: where it is, if it is in one place, and what it is."""
-    place = ".".join(map(str, found["loc"]))
-    said = found["msg"].removeprefix("Value error, ")
-    if found["type"] == "extra_forbidden":
-        said = "there is no such field"
-    elif found["type"] in ("model_type", "model_attributes_type", "dict_type"):
-        said = f"should be a section of fields, got {type(found['input']).__name__}"
-    return f"{place}: {said}" if place else said
+    place = ".".join(map(str, fault["loc"]))
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        message = "there is no such field"
+    elif fault["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        message = f"should be a section of fields, got {type(fault['input']).__name__}"
+    return f"{place}: {message}" if place else message

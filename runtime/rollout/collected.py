@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.numpy
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
@@ -178,16 +179,21 @@ class Rollouts(ABC):
     def _load(self, carried: list[Any] | None, folder: Path) -> None:  # noqa: B027
         """Take what `state_dict` has under `carries`, None where it was of another way to roll out."""
 
+    def _blank(self, number: int, epoch: int) -> list[Trajectory]:
+        """A group of responses to prompt `number`, of which nothing has come yet."""
+        samples = range(self.recipe.rollout.group_size)
+        return [Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample) for sample in samples]
+
     def _extended(
         self, started: Sequence[Trajectory], responses: Mapping[Key, Response], tools: RolloutTools
     ) -> list[Trajectory]:
         """Each with its response, where it has one."""
         cap = self.recipe.rollout.max_response_tokens
-        return [
-            t if response is None else t.extended(response, tools.policy_version, cap)
-            for t in started
-            for response in [responses.get(t.key(tools.rl_step))]
-        ]
+        extended = []
+        for t in started:
+            response = responses.get(t.key(tools.rl_step))
+            extended.append(t if response is None else t.extended(response, tools.policy_version, cap))
+        return extended
 
     def _take_left_behind(self) -> list[str]:
         """Sentences to be said once."""
@@ -254,3 +260,22 @@ def _joined(part: Rollout, new: Rollout, begun: float) -> Rollout:
         recorder_s=part.recorder_s + new.recorder_s,
         policy_s=part.policy_s + new.policy_s,
     )
+
+
+def save_ragged(path: Path, **columns: Sequence[np.ndarray]) -> None:
+    """Write a safetensors file of columns, each whole, and the lengths to cut them by.
+
+    The columns have equally many arrays; array i of every column has the same length N_i, [N_i] or [N_i, V].
+    """
+    whole = {
+        name: np.concatenate(list(arrays)) if len(arrays) else np.empty(0, np.int32) for name, arrays in columns.items()
+    }
+    lengths = np.array([len(array) for array in next(iter(columns.values()))], np.int64)
+    safetensors.numpy.save_file(whole | {"lengths": lengths}, path)
+
+
+def load_ragged(path: Path) -> dict[str, list[np.ndarray]]:
+    """What `save_ragged` wrote, by column."""
+    whole = safetensors.numpy.load_file(path)
+    cuts = np.cumsum(whole.pop("lengths"))
+    return {name: np.split(array, cuts[:-1]) if len(cuts) else [] for name, array in whole.items()}

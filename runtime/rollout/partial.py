@@ -17,8 +17,17 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
-from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
-from .samples import load_ragged, save_ragged
+from .collected import (
+    Collected,
+    Rollouts,
+    RolloutTools,
+    Rounds,
+    Trajectory,
+    load_ragged,
+    rewarded,
+    rewards_by_key,
+    save_ragged,
+)
 
 PENDING_FILE = "pending-responses.safetensors"
 
@@ -108,16 +117,7 @@ class PartialRollouts(Rollouts):
         per_engine = -(-self.config.concurrency // rollout.num_workers)
         wanted = rollout.prompts_per_step + rollout.num_workers * (per_engine - 1)
         picked = self.order.take(max(wanted - len(pending), 0), exclude=[group.number for group in pending])
-        return [
-            PartialGroup(
-                number=number,
-                samples=[
-                    Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-                    for sample in range(rollout.group_size)
-                ],
-            )
-            for epoch, number in picked
-        ]
+        return [PartialGroup(number=number, samples=self._blank(number, epoch)) for epoch, number in picked]
 
     def _quotas(self) -> list[int]:
         """How many groups each worker completes: prompts_per_step in all, the first workers one more."""

@@ -40,6 +40,7 @@ from tltlab.strategy import NO_SPECULATION
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.trace import read
 
+from .collected import requests_of
 from .pool import WorkerPool
 
 EXPLORE = "explore"
@@ -74,9 +75,9 @@ def run_to_verify(run: Path) -> RunToVerify:
 
     A drafter that the run trained is taken from `drafter/final`, fully trained.
     """
-    told = read_json(Path(run) / "run.json")
+    manifest = read_json(Path(run) / "run.json")
     try:
-        recipe = Recipe.model_validate(told["recipe"])
+        recipe = Recipe.model_validate(manifest["recipe"])
     except (ValidationError, KeyError, TypeError) as error:
         raise ConfigError(f"{run}/run.json holds no recipe of a training run: {str(error).splitlines()[0]}") from error
     final, head = Path(run) / "checkpoints" / "final", Path(run) / "drafter" / "final"
@@ -95,17 +96,17 @@ def run_to_verify(run: Path) -> RunToVerify:
 
 def all_drafters(run: RunToVerify, policies: Mapping[str, Policy]) -> dict[str, DrafterSpec]:
     """What the engines need. ConfigError where two policies mean different drafters by one name, or one cannot run."""
-    found: dict[str, DrafterSpec] = {}
+    asked_for: dict[str, DrafterSpec] = {}
     for name, policy in policies.items():
-        mine = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
+        known = DEFAULT_DRAFTERS | policy.drafters | run.recipe.rollout.drafters | run.drafters
         used = {s.drafter for s in policy.strategies if s.speculates}
-        for drafter in sorted((used | set(policy.drafters)) & set(mine)):
-            if found.setdefault(drafter, mine[drafter]) != mine[drafter]:
+        for drafter in sorted((used | set(policy.drafters)) & set(known)):
+            if asked_for.setdefault(drafter, known[drafter]) != known[drafter]:
                 raise ConfigError(
                     f"policy {name}: its drafter {drafter!r} has other settings than another policy's of that name; "
                     "rename one, or verify them apart"
                 )
-    specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | found
+    specs = DEFAULT_DRAFTERS | run.recipe.rollout.drafters | run.drafters | asked_for
     pool, longest = DrafterPool(specs, deepest(run, policies)), run.recipe.rollout.max_response_tokens
     for name, policy in policies.items():
         for strategy in policy.strategies:
@@ -186,7 +187,7 @@ class PolicyRounds:
     def settle(self) -> None:
         """A rollout that nobody counts: what an engine does only at first is over then."""
         self._pool.set_policy(explore_all(self.policies), 0)
-        self._roll_out(self._requests(0, 0)[0], 0, again=False)
+        self._pool.rehearse(self._pool.share(self._requests(0, 0)[0]), 0)
 
     def round(self, number: int, *, num_repeated: int) -> list[RoundRollout]:
         """One rollout per policy and an exploring one, in random order, on the prompts of round `number`.
@@ -210,39 +211,30 @@ class PolicyRounds:
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
         write_json(self.out / "policies.json", {"seed": self.seed, "policies": self._in_force})
         requests, epochs = self._requests(number, rl_step)
+        shares = self._pool.share(requests)
         t_start = time.perf_counter() - self._started
-        parts, twice = self._roll_out(requests, rl_step, again=again)
+        parts = self._pool.rehearse(shares, rl_step)
+        # The engines are as before then: what is done again is the same.
+        repeated = self._pool.repeat(shares, rl_step) if again else []
         rollout_s = max(part.duration_s for part in parts)
-        again_s = max(part.duration_s for part in twice) if twice else None
+        again_s = max(part.duration_s for part in repeated) if repeated else None
         self._record(name, rl_step, requests, epochs, parts, rollout_s, t_start)
-        if twice:
-            self._note_repeat(rl_step, parts, twice)
+        if again_s is not None:
+            tokens = [[r.token_ids for part in done for r in part.responses] for done in (parts, repeated)]
+            same = tokens[0] == tokens[1]
+            row = {"rl_step": rl_step, "rollout_s": rollout_s, "repeat_s": again_s, "same_tokens": same}
+            self._repeats.append(row)
+            write_json(self.out / "repeats.json", {"repeats": self._repeats})
         return RoundRollout(rl_step=rl_step, round=number, policy=name, rollout_s=rollout_s, again_s=again_s)
 
     def _requests(self, number: int, rl_step: int) -> tuple[list[GenerationRequest], list[int]]:
         """The prompts that come after the run's own, round by round, and the epoch of each response."""
-        rollout = self.recipe.rollout
-        batch = prompt_batch(
-            len(self.prompts), self.run.num_rl_steps + number, rollout.prompts_per_step, self.run.recipe.seed
-        )
-        requests = [
-            GenerationRequest(
-                key=(rl_step, self.prompts[i].prompt_id, sample, 0),
-                prompt_token_ids=self.prompts[i].token_ids,
-                max_response_tokens=rollout.max_response_tokens,
-            )
-            for _, i in batch
-            for sample in range(rollout.group_size)
+        rollout, run = self.recipe.rollout, self.run
+        batch = prompt_batch(len(self.prompts), run.num_rl_steps + number, rollout.prompts_per_step, run.recipe.seed)
+        groups = [
+            requests_of(self.prompts[i], rl_step, rollout.group_size, rollout.max_response_tokens) for _, i in batch
         ]
-        return requests, [epoch for epoch, _ in batch for _ in range(rollout.group_size)]
-
-    def _roll_out(
-        self, requests: Sequence[GenerationRequest], rl_step: int, *, again: bool
-    ) -> tuple[list[Part], list[Part]]:
-        """Each worker's share, once and if asked for once more; the engines are as before then."""
-        shares = self._pool.share(requests)
-        parts = self._pool.rehearse(shares, rl_step)
-        return parts, self._pool.repeat(shares, rl_step) if again else []
+        return [r for group in groups for r in group], [epoch for epoch, _ in batch for _ in range(rollout.group_size)]
 
     def _record(
         self,
@@ -284,19 +276,6 @@ class PolicyRounds:
         rows["spans"] = [row for row in rows["spans"] if row["lane"] != "trainer"]
         for table, new in rows.items():
             self._recorder.append(table, new)
-
-    def _note_repeat(self, rl_step: int, parts: Sequence[Part], twice: Sequence[Part]) -> None:
-        tokens = [[r.token_ids for part in rollout for r in part.responses] for rollout in (parts, twice)]
-        self._repeats = [
-            *self._repeats,
-            {
-                "rl_step": rl_step,
-                "rollout_s": max(part.duration_s for part in parts),
-                "repeat_s": max(part.duration_s for part in twice),
-                "same_tokens": tokens[0] == tokens[1],
-            },
-        ]
-        write_json(self.out / "repeats.json", {"repeats": self._repeats})
 
 
 def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:

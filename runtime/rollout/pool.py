@@ -17,8 +17,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
-from tltlab.runtime.ray.actor_env import actor_env
-from tltlab.runtime.ray.calls import error_of
+from tltlab.runtime.ray.actors import actor_env, error_of
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -39,7 +38,7 @@ class WorkerLost(RunError):
 
 
 @dataclass(slots=True, kw_only=True)
-class _Known:
+class _Worker:
     """What is known of a worker, and what it is told when it starts again.
 
     `memory` is what its policy and drafters had learned under `learned_by`, as a dict or a reference to one; `since`
@@ -91,7 +90,7 @@ class WorkerPool:
         self.events, self.on_restart = events, on_restart
         self.handles: list[Any] = [None] * num_workers
         self.pids = [0] * num_workers
-        self._known = [_Known() for _ in range(num_workers)]
+        self._workers = [_Worker() for _ in range(num_workers)]
         self._policy: tuple[Policy, int] | None = None
         self._weights: tuple[Any, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
@@ -120,9 +119,9 @@ class WorkerPool:
         decisions = trace.decisions
         if decisions is None:
             raise ConfigError("a trace without decisions cannot be replayed: it has no decisions.parquet")
-        for number, known in enumerate(self._known):
-            known.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
-        self._tell(lambda n, handle: handle.replay.remote(self._known[n].replayed))
+        for number, worker in enumerate(self._workers):
+            worker.replayed = decisions[decisions["worker"] == number].to_dict("records")  # type: ignore[assignment]
+        self._tell(lambda n, handle: handle.replay.remote(self._workers[n].replayed))
 
     def generate(
         self,
@@ -143,13 +142,13 @@ class WorkerPool:
         self._deaths = self._deaths_so_far()
 
         def ask(n: int, handle: Any) -> Any:
-            self._known[n].taken = handle.state_dict.remote()
+            self._workers[n].taken = handle.state_dict.remote()
             quota = None if quotas is None else quotas[n]
             return handle.generate.remote(list(shares[n]), rl_step, self._seeds[n], repeatable=repeatable, quota=quota)
 
         parts = self._rollouts(ask, shares)
-        for known, own in zip(self._known, _texts(shares, parts), strict=True):
-            known.learned_by, known.memory, known.since, known.taken = self._policy, known.taken, own, None
+        for worker, texts in zip(self._workers, _texts(shares, parts), strict=True):
+            worker.learned_by, worker.memory, worker.since, worker.taken = self._policy, worker.taken, texts, None
         return parts
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
@@ -167,8 +166,8 @@ class WorkerPool:
 
         Then it has that of the RL step's own, which is still to come.
         """
-        own = [rl_step, 0] if ahead else []
-        self._seeds = [[self.recipe.seed, n, *own] for n in range(len(self.handles))]
+        step = [rl_step, 0] if ahead else []
+        self._seeds = [[self.recipe.seed, n, *step] for n in range(len(self.handles))]
         self._deaths = self._deaths_so_far()
         return self._rollouts(
             lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n]), shares
@@ -187,8 +186,8 @@ class WorkerPool:
             return
         texts = _texts(shares, parts)
         others = [[text for m, part in enumerate(texts) if m != n for text in part] for n in range(len(texts))]
-        for known, new in zip(self._known, others, strict=True):
-            known.since = known.since + new
+        for worker, new in zip(self._workers, others, strict=True):
+            worker.since = worker.since + new
         self._tell(lambda n, handle: handle.remember.remote(others[n]))
 
     def update_weights(self, weights: Any, version: int) -> None:
@@ -213,17 +212,17 @@ class WorkerPool:
     def state_dicts(self) -> list[dict[str, Any]]:
         """What each engine's policy and drafters have learned, as JSON types; of one that is dead, what is known."""
         states = self._all(lambda n, handle: handle.state_dict.remote())
-        for n, known in enumerate(self._known):
-            if known.alive:
-                known.learned_by, known.memory, known.since = self._policy, states[n], []
+        for n, worker in enumerate(self._workers):
+            if worker.alive:
+                worker.learned_by, worker.memory, worker.since = self._policy, states[n], []
             else:
-                states[n] = ray.get(known.memory) if isinstance(known.memory, ray.ObjectRef) else known.memory or {}
+                states[n] = ray.get(worker.memory) if isinstance(worker.memory, ray.ObjectRef) else worker.memory or {}
         return states
 
     def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
         """Go back to what `state_dicts` gave, under the policy that was in force then."""
-        for known, state in zip(self._known, states, strict=True):
-            known.learned_by, known.memory, known.since = self._policy, state, []
+        for worker, state in zip(self._workers, states, strict=True):
+            worker.learned_by, worker.memory, worker.since = self._policy, state, []
         self._tell(lambda n, handle: handle.load_state_dict.remote(states[n]))
 
     def ask(self, method: str, *args: Any) -> list[Any]:
@@ -239,7 +238,7 @@ class WorkerPool:
     # ---- calls that survive the death of a worker ----
 
     def _deaths_so_far(self) -> list[int]:
-        return [known.deaths for known in self._known]
+        return [worker.deaths for worker in self._workers]
 
     def _rollouts(self, ask: Ask, shares: Shares) -> list[Rollout]:
         """Rollouts whose times are since now, whenever a worker was asked for the last time."""
@@ -255,26 +254,26 @@ class WorkerPool:
 
     def _tell(self, ask: Ask) -> None:
         """Tell every worker what one that is started again is told anyway."""
-        self._all(ask, told=True)
+        self._all(ask, told_at_start=True)
 
-    def _all(self, ask: Ask | None, *, told: bool = False, doing: Sequence[str] = ()) -> list[Any]:
+    def _all(self, ask: Ask | None, *, told_at_start: bool = False, doing: Sequence[str] = ()) -> list[Any]:
         """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up."""
 
         async def answers() -> list[Any]:
-            lives = (self._life(n, ask, told, doing[n] if doing else "") for n in range(len(self.handles)))
+            lives = (self._life(n, ask, told_at_start, doing[n] if doing else "") for n in range(len(self.handles)))
             return await asyncio.gather(*lives)
 
         return _finished(answers())
 
-    async def _life(self, n: int, ask: Ask | None, told: bool, doing: str) -> Any:
+    async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str) -> Any:
         """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back."""
         while True:
             try:
-                if not self._known[n].alive:
+                if not self._workers[n].alive:
                     if self._asleep:
                         return None
                     await self._begin(n)
-                    if told:
+                    if told_at_start:
                         return None
                 return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
@@ -282,7 +281,7 @@ class WorkerPool:
 
     async def _begin(self, n: int) -> None:
         """Start worker n, and tell it what it should know."""
-        known, again, timeout_s = self._known[n], self._known[n].deaths > 0, self.recipe.faults.start_timeout_s
+        worker, again, timeout_s = self._workers[n], self._workers[n].deaths > 0, self.recipe.faults.start_timeout_s
         if self.handles[n] is not None:
             ray.kill(self.handles[n])
         placed = dict(self.options(n))
@@ -315,34 +314,34 @@ class WorkerPool:
                 raise
         for call in self._memories(n, handle):
             await self._answer(n, call)
-        known.alive = True
+        worker.alive = True
 
     def _memories(self, n: int, handle: Any) -> Iterator[Any]:
         """Calls that bring policy and drafters to where they were; what they say of draft weights counts once those
         are there."""
-        known = self._known[n]
-        if known.memory is not None and known.learned_by is not None:
-            yield handle.set_policy.remote(*known.learned_by)
-            yield handle.load_state_dict.remote(known.memory)
-        if self._policy is not None and (known.memory is None or known.learned_by != self._policy):
+        worker = self._workers[n]
+        if worker.memory is not None and worker.learned_by is not None:
+            yield handle.set_policy.remote(*worker.learned_by)
+            yield handle.load_state_dict.remote(worker.memory)
+        if self._policy is not None and (worker.memory is None or worker.learned_by != self._policy):
             yield handle.set_policy.remote(*self._policy)
-        if known.since:
-            yield handle.remember.remote(known.since)
-        if known.replayed:
-            yield handle.replay.remote(known.replayed)
+        if worker.since:
+            yield handle.remember.remote(worker.since)
+        if worker.replayed:
+            yield handle.replay.remote(worker.replayed)
 
     def _lost(self, n: int, lost: WorkerLost, doing: str) -> None:
-        known, most = self._known[n], self.recipe.faults.max_restarts
-        known.alive = False
-        known.deaths += 1
-        if known.taken is not None:
-            if _came(known.taken):
-                known.learned_by, known.memory, known.since = self._policy, known.taken, []
-            known.taken = None
+        worker, most = self._workers[n], self.recipe.faults.max_restarts
+        worker.alive = False
+        worker.deaths += 1
+        if worker.taken is not None:
+            if _came(worker.taken):
+                worker.learned_by, worker.memory, worker.since = self._policy, worker.taken, []
+            worker.taken = None
         ray.kill(self.handles[n])
-        if known.deaths > most:
+        if worker.deaths > most:
             raise RunError(
-                f"rollout worker {n} died {known.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
+                f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
             ) from lost
         self.events.note(
             f"rollout worker {n} died in RL step {self.events.rl_step} ({lost}); started again{doing}", worker=n
@@ -401,5 +400,5 @@ def why_lost(error: RayError, handle: Any) -> str:
 
 def _line(error: BaseException) -> str:
     """An error in one line; of what Ray says of a dead actor the reason, which comes last, without its guesses."""
-    said = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
-    return (said[-1] if said else type(error).__name__).partition(" Some common causes")[0][:300]
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    return (lines[-1] if lines else type(error).__name__).partition(" Some common causes")[0][:300]

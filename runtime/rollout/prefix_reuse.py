@@ -17,8 +17,17 @@ from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.recipe.recipe import Recipe, ReuseConfig
 
-from .collected import Collected, Rollouts, RolloutTools, Rounds, Trajectory, rewarded, rewards_by_key
-from .samples import load_ragged, save_ragged
+from .collected import (
+    Collected,
+    Rollouts,
+    RolloutTools,
+    Rounds,
+    Trajectory,
+    load_ragged,
+    rewarded,
+    rewards_by_key,
+    save_ragged,
+)
 
 MAX_ROWS_BYTES = 2 << 30
 """What the distributions of all kept responses may take on the host."""
@@ -109,11 +118,7 @@ class ReusingRollouts(Rollouts):
         rollout = self.recipe.rollout
         picked = self.order.take(rollout.prompts_per_step)
         slots = [(number, sample) for _, number in picked for sample in range(rollout.group_size)]
-        blank = [
-            Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-            for epoch, number in picked
-            for sample in range(rollout.group_size)
-        ]
+        blank = [t for epoch, number in picked for t in self._blank(number, epoch)]
 
         start = time.perf_counter()
         earlier = [self._earlier.get((t.prompt.prompt_id, t.sample)) for t in blank]
@@ -185,12 +190,12 @@ class ReusingRollouts(Rollouts):
             pairs = [(trajectories[n].prompt.token_ids, trajectories[n].token_ids) for n in new]
             for n, scored in zip(new, self._scored(pairs, tools), strict=True):
                 rows[n] = scored
-        for t, known in zip(trajectories, rows, strict=True):
+        for t, row in zip(trajectories, rows, strict=True):
             self._earlier[t.prompt.prompt_id, t.sample] = Earlier(
                 token_ids=np.array(t.token_ids, np.int32),
                 logprobs=np.array(t.logprobs, np.float32),
                 truncated=t.truncated,
-                rows=np.asarray(known, np.float32),
+                rows=np.asarray(row, np.float32),
             )
 
     def _check_exact(self) -> None:
@@ -212,10 +217,10 @@ class ReusingRollouts(Rollouts):
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
         """Whose responses are known; they, with "exact" their distributions too, go to `EARLIER_FILE` in `folder`."""
-        known = list(self._earlier.values())
-        columns = {"token_ids": [e.token_ids for e in known], "logprobs": [e.logprobs for e in known]}
+        earlier = list(self._earlier.values())
+        columns = {"token_ids": [e.token_ids for e in earlier], "logprobs": [e.logprobs for e in earlier]}
         if self.exact:
-            columns["rows"] = [e.rows for e in known]
+            columns["rows"] = [e.rows for e in earlier]
         save_ragged(folder / EARLIER_FILE, **columns)
         return {"earlier": [[*name, earlier.truncated] for name, earlier in self._earlier.items()]}
 

@@ -105,8 +105,8 @@ def math(prompt: str, response: str, answer: str) -> float:
     gold = answer.rpartition("####")[2].strip()
     boxes = boxed(response)
     expected = math_verify.parse(gold if "$" in gold or boxed(gold) else _in_box(gold), parsing_timeout=None)
-    found = math_verify.parse(_in_box(boxes[-1]) if boxes else response, parsing_timeout=None)
-    return float(math_verify.verify(expected, found, timeout_seconds=None))
+    answered = math_verify.parse(_in_box(boxes[-1]) if boxes else response, parsing_timeout=None)
+    return float(math_verify.verify(expected, answered, timeout_seconds=None))
 
 
 def gsm8k(prompt: str, response: str, answer: str) -> float:

@@ -40,11 +40,7 @@ class SynchronousRollouts(Rollouts):
             if not picked:
                 break
             asked += [number for _, number in picked]
-            started = [
-                Trajectory(prompt=self.prompts[number], epoch=epoch, sample=sample)
-                for epoch, number in picked
-                for sample in range(rollout.group_size)
-            ]
+            started = [t for epoch, number in picked for t in self._blank(number, epoch)]
             requests = [t.request(tools.rl_step, rollout.max_response_tokens) for t in started]
             responses = rounds.generate(tools.share(requests))
             start = time.perf_counter()
@@ -75,8 +71,8 @@ class SynchronousRollouts(Rollouts):
         wanted = self.recipe.rollout.prompts_per_step
         if self.recipe.train.sampling_rounds == 1 or (num_rounds == 1 and num_kept == wanted):
             return []
-        said = f"rewards differ within {num_kept} of {num_asked} groups of {num_rounds} rounds"
-        return [said if num_kept == wanted else f"{said}: trained on those, not on {wanted}"]
+        note = f"rewards differ within {num_kept} of {num_asked} groups of {num_rounds} rounds"
+        return [note if num_kept == wanted else f"{note}: trained on those, not on {wanted}"]
 
 
 def rollouts_of(recipe: Recipe, prompts: Sequence[Prompt], order: DataOrder) -> Rollouts:

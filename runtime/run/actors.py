@@ -10,7 +10,7 @@ import ray
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
 from tltlab.runtime.drafter.drafting import Drafting
-from tltlab.runtime.ray.actor_env import actor_env
+from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool

@@ -62,9 +62,10 @@ class RunCheckpoints:
             shutil.rmtree(partial, ignore_errors=True)
             self._put_back()
             if isinstance(error, OSError):
-                said = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror or error
+                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                reason = "the disk is full" if full else error.strerror or error
                 raise RunError(
-                    f"cannot write the checkpoint {final}: {said}; those before it are as they were"
+                    f"cannot write the checkpoint {final}: {reason}; those before it are as they were"
                 ) from error
             raise
         self._put_back()
@@ -103,9 +104,9 @@ class RunCheckpoints:
             fsync_folder(path)
 
     def _prune(self, rl_step: int) -> None:
-        found = checkpoints_in(self.folder)
-        whole = [path for path in found if step_of(path) <= rl_step and fault_of(path) is None]
-        for path in set(found) - set(whole[-self.keep :]):
+        paths = checkpoints_in(self.folder)
+        whole = [path for path in paths if step_of(path) <= rl_step and fault_of(path) is None]
+        for path in set(paths) - set(whole[-self.keep :]):
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
@@ -128,14 +129,14 @@ class RunCheckpoints:
     def _tidy(self) -> None:
         """Remove what writers that were killed have left."""
         self._put_back()
-        for left in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.gone")):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (*self.folder.glob(".step-*.partial"), *self.folder.glob(".step-*.gone")):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints in a folder that need not be there, whole or not, oldest first; other things are left out."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in found if _STEP.fullmatch(path.name)), key=step_of)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -150,15 +151,15 @@ def fault_of(path: Path) -> str | None:
     """Why a checkpoint cannot be used, None where it is whole."""
     try:
         files: dict[str, dict[str, Any]] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-        for name, known in files.items():
-            found = _known_by(path / name)
-            if found["bytes"] != known["bytes"]:
-                return f"{name} has {found['bytes']} bytes instead of {known['bytes']}"
-            if found != known:
+        for name, written in files.items():
+            present = _known_by(path / name)
+            if present["bytes"] != written["bytes"]:
+                return f"{name} has {present['bytes']} bytes instead of {written['bytes']}"
+            if present != written:
                 return f"{name} is not what was written"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else str(error)
-        return " ".join(what.split())
+        fault = f"{Path(error.filename).name} is missing" if isinstance(error, FileNotFoundError) else str(error)
+        return " ".join(fault.split())
     return None
 
 

@@ -21,8 +21,8 @@ class RunData:
     def __init__(self, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
         self.recipe = recipe
         data = recipe.data
-        found = read_prompts(data.train, data, tokenizer)
-        self.train, self.num_dropped = found.prompts, found.num_dropped
+        read = read_prompts(data.train, data, tokenizer)
+        self.train, self.num_dropped = read.prompts, read.num_dropped
         self.heldout: list[Prompt] = []
         if data.heldout is not None:
             self.heldout = load_prompts(data.heldout, data, tokenizer, split=data.heldout_split)

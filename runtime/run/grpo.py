@@ -26,8 +26,8 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
-from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied
+from tltlab.runtime.trainer.trainer import Sample
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read
@@ -116,9 +116,7 @@ class GrpoRun:
     replaced while the others go on; when a trainer dies the run goes back to its newest checkpoint.
     """
 
-    def __init__(
-        self, recipe: Recipe, out: Path, *, notes: str | None = None, resume: bool = False, replay: Path | None = None
-    ) -> None:
+    def __init__(self, recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> None:
         if replay is not None:
             refuse(exact_replay(recipe))
         self.recipe = recipe
@@ -138,7 +136,6 @@ class GrpoRun:
         self.state = RunState()
         self.watch: Callable[[StepReport], None] = lambda report: None
         """Is told of every RL step that is done, also of those that are done again."""
-        self._notes = notes
         self._resume = resume
         self._locked = False
 
@@ -173,7 +170,7 @@ class GrpoRun:
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             self._choose_by(self.policy)
             self.state = self.recovery.begin(self.actors, self.state, folder)
-            manifest, path = run_manifest(self.recipe, self.out.name, self._notes), self.out / "trace"
+            manifest, path = run_manifest(self.recipe, self.out.name), self.out / "trace"
             self._recorder = Recorder.reopen(path, manifest, self.rl_step) if self._resume else Recorder(path, manifest)
             stack.push(self._recorder)
             self._write_notes()

@@ -14,7 +14,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -107,27 +107,23 @@ class RunLog:
 
     def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:
         """Log what was measured after RL step `rl_step`; nothing is said."""
-        for name, logger in list(self._loggers.items()):
-            try:
-                logger.step(rl_step, metrics)
-            except Exception as error:
-                # A disk or a network may fail in any way; the run is worth more than its log.
-                self._leave_out(name, error)
+        self._each(lambda logger: logger.step(rl_step, metrics))
 
     def close(self, *, failed: bool = False) -> None:
         """End every logger, telling those that ask whether the run `failed`. Nothing is raised."""
-        for name, logger in list(self._loggers.items()):
-            try:
-                logger.close(failed=failed)
-            except Exception as error:
-                self._leave_out(name, error)
+        self._each(lambda logger: logger.close(failed=failed))
         self._loggers.clear()
         with contextlib.suppress(OSError, ValueError):
             self._screen.close()
 
-    def _leave_out(self, name: str, error: Exception) -> None:
-        del self._loggers[name]
-        self.say(f"{name} failed and gets nothing more: {_short(error)}")
+    def _each(self, act: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                act(logger)
+            except Exception as error:
+                # A disk or a network may fail in any way; the run is worth more than its log.
+                del self._loggers[name]
+                self.say(f"{name} failed and gets nothing more: {_short(error)}")
 
 
 class Logger(Protocol):
@@ -189,14 +185,14 @@ class Wandb:
 
         out.mkdir(parents=True, exist_ok=True)  # W&B would take a temporary folder
         self._out = out
-        known = _kept(out).get("wandb", {})
-        self._earlier: int = known.get("rl_step", -1)
+        earlier = _kept(out).get("wandb", {})
+        self._earlier: int = earlier.get("rl_step", -1)
         self._row = -1
         self._run = wandb.init(
             project=project,
             name=out.absolute().name,
             dir=str(out),
-            id=known.get("id"),
+            id=earlier.get("id"),
             resume="allow",
             config=dict(settings),
             # Its summary would end the run's own lines; what it must ask at a terminal is still asked.
@@ -227,9 +223,9 @@ class Mlflow:
         import mlflow
 
         self._client = mlflow.MlflowClient()
-        known = _kept(out).get("mlflow", {})
-        if known:
-            self._run_id = known["id"]
+        earlier = _kept(out).get("mlflow", {})
+        if earlier:
+            self._run_id = earlier["id"]
             self._client.update_run(self._run_id, status="RUNNING")
             history = self._client.get_metric_history(self._run_id, EVERY_STEP)
         else:
@@ -277,11 +273,11 @@ LOGGERS: dict[str, tuple[str, type[Logger]]] = {
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings by dotted name, as MLflow shows and compares them: it knows no nested ones."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in settings.items():
         inner = _flat(value) if isinstance(value, Mapping) else {}
-        found |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
-    return found
+        flat |= {f"{name}.{rest}": part for rest, part in inner.items()} or {name: value}
+    return flat
 
 
 def _kept(out: Path) -> dict[str, Any]:

@@ -6,12 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import pandas as pd
 
-from tltlab.traces.metrics import ROLLOUT_KINDS, tail_start
+from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
+from tltlab.traces.schema import Manifest
+from tltlab.traces.trace import Trace
 
 from .rows import Row, StepReport
 
 LENGTH_PERCENTILES = (50, 90, 99)
+_TABLES = ("workload", "outcomes", "iterations", "steps", "spans")
+_FIGURES = (tokens_per_s, bubble_fraction, tail_fraction, mean_accept_length)
 
 
 def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str, float]:
@@ -19,11 +24,10 @@ def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str,
 
     `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
-    `tltlab.traces.metrics` of this step, reckoned from the rows as they are: a trace made of them takes twenty times as
-    long. `length/*`: tokens of the responses that ended, percentiles linear between ranks;
-    `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter
-    in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and driver, over
-    that of the step.
+    `tltlab.traces.metrics` of this step. `length/*`: tokens of the responses that ended, percentiles linear between
+    ranks; `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the
+    drafter in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and
+    driver, over that of the step.
 
     >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
     0.25
@@ -56,38 +60,14 @@ def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | N
 
 def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
     """Tokens per second, bubble, tail and accept length, each as `tltlab.traces.metrics` defines it."""
-    outcomes = rows["outcomes"]
     # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
-    if not outcomes or not rollout_s:
+    if not rows["outcomes"] or not rollout_s:
         return {}
-    start = min(row["t_submit"] for row in outcomes)
-    end = start + rollout_s
+    tables = {name: pd.DataFrame(rows[name]) for name in _TABLES if rows[name]}
     # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
-    working: dict[str, list[tuple[float, float]]] = {}
-    for row in rows["spans"]:
-        if row["lane"].startswith("worker "):
-            spans = working.setdefault(row["lane"], [])
-            if row["kind"] in ROLLOUT_KINDS:
-                spans.append((max(row["t_start"], start), min(row["t_start"] + row["duration"], end)))
-    busy = sum(map(_union_s, working.values()))
-    tail = end - min(tail_start([row["t_finish"] for row in outcomes]), end)
-    drafting = [row for row in rows["iterations"] if row["num_drafted"]]
-    pairs = sum(len(row["accepted_per_request"]) for row in drafting)
-    return {
-        "rollout/tokens_per_s": sum(row["response_tokens"] for row in outcomes) / rollout_s,
-        "rollout/bubble_fraction": 1 - busy / (len(working) * rollout_s) if working else None,
-        "rollout/tail_fraction": tail / rollout_s,
-        "rollout/mean_accept_length": 1 + sum(row["num_accepted"] for row in drafting) / pairs if pairs else None,
-    }
-
-
-def _union_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals, (start, end) each."""
-    total, until = 0.0, -math.inf
-    for start, end in sorted(intervals):
-        total += max(end - max(start, until), 0.0)
-        until = max(until, end)
-    return total
+    num_workers = len({row["lane"] for row in rows["spans"] if row["lane"].startswith("worker ")})
+    trace = Trace.from_tables(Manifest(kind="recorded", num_workers=num_workers), tables)
+    return {f"rollout/{figure.__name__}": figure(trace) for figure in _FIGURES}
 
 
 def _lengths(outcomes: Sequence[Row]) -> dict[str, float | None]:

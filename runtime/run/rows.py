@@ -167,7 +167,7 @@ def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, b
     }  # fmt: skip
 
 
-def run_manifest(recipe: Recipe, name: str, notes: str | None) -> Manifest:
+def run_manifest(recipe: Recipe, name: str, notes: str | None = None) -> Manifest:
     """The manifest of a run by `recipe` that begins now, recorded as `name`."""
     rollout = recipe.rollout
     return Manifest(

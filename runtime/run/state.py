@@ -81,20 +81,20 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     ConfigError where it is of another program or of a run that the recipe does not go on with, and where the policy in
     force cannot be read.
     """
-    found = read_json(folder / STATE)
-    if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+    parts = read_json(folder / STATE)
+    if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
         raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can go on with")
     for name, ours in (("model", recipe.model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
-        if found[name] != ours:
-            raise ConfigError(f"{folder} is of a run with {name} {found[name]!r}, and the recipe has {ours!r}")
-    fields = {item.name: found.pop(item.name) for item in fields_of(RunState)}
+        if parts[name] != ours:
+            raise ConfigError(f"{folder} is of a run with {name} {parts[name]!r}, and the recipe has {ours!r}")
+    fields = {item.name: parts.pop(item.name) for item in fields_of(RunState)}
     if fields["policies"]:
         latest = fields["policies"][-1]
         latest["policy"] = _whole(latest["policy"], folder / STATE, "policies")
-    if "recipe_policy" in found:
-        found["recipe_policy"] = _whole(found["recipe_policy"], folder / STATE, "recipe_policy")
+    if "recipe_policy" in parts:
+        parts["recipe_policy"] = _whole(parts["recipe_policy"], folder / STATE, "recipe_policy")
     fields["reports"] = [StepReport(**_known(report)) for report in fields["reports"]]
-    return RunState(**fields), found
+    return RunState(**fields), parts
 
 
 def _whole(policy: Any, path: Path, part: str) -> dict[str, Any]:

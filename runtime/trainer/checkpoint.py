@@ -44,8 +44,8 @@ def save_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimiz
         if rank == 0:
             (folder / STATE).write_text(json.dumps({"steps": steps}))
     except (OSError, SafetensorError, CheckpointException) as error:
-        said = " ".join(str(error).split())[-200:]
-        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({said})") from error
+        reason = " ".join(str(error).split())[-200:]
+        raise RunError(f"cannot write the trainer's checkpoint to {folder}, is the disk full? ({reason})") from error
 
 
 def load_trainer(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int) -> int:

@@ -15,12 +15,11 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
-from tltlab.runtime.ray.calls import error_of
+from tltlab.runtime.ray.actors import error_of
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.rollout.samples import Sample
 
 from .losses import Mismatch
-from .trainer import Pair, Trainer, UpdateMetrics
+from .trainer import Pair, Sample, Trainer, UpdateMetrics
 
 NOTICE_S = 10.0
 """How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""
@@ -169,22 +168,22 @@ class TrainerGroup:
 
     def _failure(self, error: RayError, pending: Sequence[Any], what: str) -> TltlabError:
         """What to raise for a rank's error: the death of another rank if that is why."""
-        found = error_of(error, died=TrainerDied)
-        if type(found) is RunError and pending:
+        failure = error_of(error, died=TrainerDied)
+        if type(failure) is RunError and pending:
             ended, _ = ray.wait(list(pending), num_returns=len(pending), timeout=NOTICE_S)
             for ref in ended:
                 try:
                     ray.get(ref)
                 except RayActorError as death:
-                    found = error_of(death, died=TrainerDied)
+                    failure = error_of(death, died=TrainerDied)
                 except RayError:
                     continue
-        if isinstance(found, TrainerDied):
-            return TrainerDied(f"a trainer rank died during {what}: {found}")
-        if "Timed out waiting" in str(found):
+        if isinstance(failure, TrainerDied):
+            return TrainerDied(f"a trainer rank died during {what}: {failure}")
+        if "Timed out waiting" in str(failure):
             most_s = self.recipe.faults.collective_timeout_s
-            return RunError(f"a trainer rank waited faults.collective_timeout_s = {most_s:g} s for another ({found})")
-        return found
+            return RunError(f"a trainer rank waited faults.collective_timeout_s = {most_s:g} s for another ({failure})")
+        return failure
 
 
 @ray.remote

@@ -33,15 +33,15 @@ def distributions(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        found = hidden.new_empty(len(hidden), dtype=torch.float32)
-        normaliser = torch.empty_like(found)
+        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
+        normaliser = torch.empty_like(logprobs)
         for rows in _chunks(len(hidden), len(head)):
             logits = (hidden[rows] @ head.T).float().div_(temperature)
             normaliser[rows] = torch.logsumexp(logits, -1)
-            found[rows] = logits.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
+            logprobs[rows] = logits.gather(1, tokens[rows, None])[:, 0] - normaliser[rows]
         ctx.save_for_backward(hidden, head, tokens, normaliser)
         ctx.temperature = temperature
-        return found
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -25,9 +25,7 @@ from transformers import AutoTokenizer
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.recipe import TrainConfig
-from tltlab.runtime.rollout.samples import Sample
 
-from .batches import micro_batches
 from .checkpoint import load_trainer, save_trainer
 from .losses import (
     Mismatch,
@@ -40,13 +38,29 @@ from .losses import (
     token_weights,
 )
 from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
-from .ranks import be_repeatable, device_of, meet
+from .ranks import be_repeatable, device_of, meet, micro_batches
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
 
 Pair = tuple[list[int], list[int]]
 """Token ids of a prompt, one at least, and of its response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One whole response of N tokens to learn from.
+
+    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
+    answers; `truncated`: it ended at its cap.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    reward: float
+    group: int
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,10 +225,10 @@ class Trainer:
         """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
         state = self.policy.model.state_dict(keep_vars=True)
         model = self.policy.model
-        wanted = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in wanted]
-        found = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
-        return FrozenTarget(embedding=found[names[0]], lm_head=found[names[1]]) if found else None
+        shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
+        tensors = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
+        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]]) if tensors else None
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
@@ -226,7 +240,7 @@ class Trainer:
         self._wait()
 
     def save_checkpoint(self, folder: str) -> None:
-        """Write all that `load_checkpoint` needs to go on, each rank its share (`trainer_checkpoint`)."""
+        """Write all that `load_checkpoint` needs to go on, each rank its share (`checkpoint`)."""
         save_trainer(Path(folder), self.policy, self.optimizer, steps=self.steps, rank=self.rank)
         self._wait()
 

@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tltlab.runtime.recipe.recipe import TrainConfig
-from tltlab.runtime.rollout.samples import Sample
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Sample, Trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
 import typer
+from pydantic import BaseModel
 
 from tltlab.acceptance.load import FreshAcceptance
 from tltlab.calibration.acceptance.fits import KINDS as ACCEPTANCE_KINDS
@@ -64,21 +65,17 @@ def calibrate(
 
     Example: tltlab calibrate run/trace --out run/costs.json
     """
-    outs = _Outs(
-        out=out,
-        acceptance_out=acceptance_out,
-        stages_out=stages_out,
-        spot_out=spot_out,
-        freshness_out=freshness_out,
-    )
-    if outs == _Outs():
+    outs = {"out": out, "acceptance_out": acceptance_out, "stages_out": stages_out, "spot_out": spot_out,
+            "freshness_out": freshness_out}  # fmt: skip
+    asked = [name for name, path in outs.items() if path is not None]
+    if not asked:
         raise ConfigError(
             "nothing to fit: say where costs go, --out COSTS.json, or --acceptance-out, --stages-out, --spot-out or "
             "--freshness-out"
         )
     known = hardware(gpu, model, tp)
     if source.is_file():
-        if out is None or outs != _Outs(out=out) or acceptance != "by-batch":
+        if asked != ["out"] or acceptance != "by-batch":
             raise ConfigError(f"{source} is a table of measured iterations: it tells costs (--out), nothing else")
         fits = _Fits(costs=fit_points(_points(source, rl_steps), kind, known))
     else:
@@ -91,10 +88,10 @@ def calibrate(
                 "and say where acceptance goes with --acceptance-out"
             )
         if out is not None and acceptance_out is None:
-            outs = replace(outs, acceptance_out=out.parent / "acceptance.json")
+            outs["acceptance_out"] = out.parent / "acceptance.json"
         fits = _Fits(
             costs=None if out is None else fit_trace(trace, kind, known),
-            acceptance=None if outs.acceptance_out is None else fit_kind(trace, acceptance),
+            acceptance=None if outs["acceptance_out"] is None else fit_kind(trace, acceptance),
             stages=None if stages_out is None else fit_stages(trace),
             spot=None if spot_out is None else fit_spot(trace),
             freshness=None if freshness_out is None else fit_kind(trace, "fresh"),
@@ -102,7 +99,7 @@ def calibrate(
         if fits.acceptance is not None and fits.acceptance.model is None:
             if out is None:
                 raise ConfigError(f"{source}: {'; '.join(fits.acceptance.notes)}")
-            outs = replace(outs, acceptance_out=None)
+            outs["acceptance_out"] = None
     fits.write(outs)
     emit(fits.json(outs), as_json=as_json, text=fits.text())
 
@@ -118,17 +115,6 @@ def hardware(gpu: str | None, model: str | None, tp: int | None) -> Hardware | N
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Outs:
-    """Where each fit goes; None is what was not asked for."""
-
-    out: Path | None = None
-    acceptance_out: Path | None = None
-    stages_out: Path | None = None
-    spot_out: Path | None = None
-    freshness_out: Path | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Fits:
     """What one call fitted; None is what it did not ask for."""
 
@@ -138,17 +124,18 @@ class _Fits:
     spot: SpotFit | None = None
     freshness: AcceptanceFit | None = None
 
-    def write(self, to: _Outs) -> None:
-        if self.costs is not None and to.out is not None:
-            self.costs.costs.write(to.out)
-        if self.acceptance is not None and self.acceptance.model is not None and to.acceptance_out is not None:
-            self.acceptance.model.write(to.acceptance_out)
-        if self.stages is not None and to.stages_out is not None:
-            self.stages.costs.write(to.stages_out)
-        if self.spot is not None and to.spot_out is not None:
-            write_json(to.spot_out, self.spot.model.model_dump(mode="json"))
-        if self.freshness is not None and self.freshness.model is not None and to.freshness_out is not None:
-            self.freshness.model.write(to.freshness_out)
+    def write(self, outs: Mapping[str, Path | None]) -> None:
+        """Write each model where `outs` says."""
+        models: dict[str, BaseModel | None] = {
+            "out": self.costs.costs if self.costs else None,
+            "acceptance_out": self.acceptance.model if self.acceptance else None,
+            "stages_out": self.stages.costs if self.stages else None,
+            "spot_out": self.spot.model if self.spot else None,
+            "freshness_out": self.freshness.model if self.freshness else None,
+        }
+        for name, model in models.items():
+            if model is not None and (path := outs[name]) is not None:
+                write_json(path, model.model_dump(mode="json"))
 
     @property
     def notes(self) -> list[str]:
@@ -156,7 +143,7 @@ class _Fits:
         others = [fit.notes for fit in (self.acceptance, self.spot, self.freshness) if fit is not None]
         return list(dict.fromkeys([*costs, *(note for notes in others for note in notes)]))
 
-    def json(self, to: _Outs) -> dict[str, Any]:
+    def json(self, outs: Mapping[str, Path | None]) -> dict[str, Any]:
         """The keys of `tltlab calibrate --json`."""
         keys = ("kind", "costs", "residuals", "sums", "cross_validation", "held_out_error", "acceptance", "stages",
                 "spot", "freshness")  # fmt: skip
@@ -183,7 +170,7 @@ class _Fits:
         if (fresh := self.freshness) is not None:
             assert isinstance(fresh.model, FreshAcceptance)
             told["freshness"] = fresh.model.freshness.model_dump(mode="json") | _accepted(fresh)
-        return told | {"notes": self.notes} | {name: None if p is None else str(p) for name, p in asdict(to).items()}
+        return told | {"notes": self.notes} | {name: None if path is None else str(path) for name, path in outs.items()}
 
     def text(self) -> str:
         """The same for people."""

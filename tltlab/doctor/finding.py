@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 from tltlab.errors import ConfigError
@@ -33,14 +33,7 @@ advice='', where=None)
 
     def json(self) -> dict[str, Any]:
         """The finding as `tltlab doctor --json` prints it."""
-        return {
-            "code": self.code,
-            "severity": self.severity,
-            "title": self.title,
-            "evidence": self.evidence,
-            "advice": self.advice,
-            "where": self.where,
-        }
+        return asdict(self)
 
 
 class NotChecked(Exception):
@@ -92,6 +85,15 @@ class Check(Generic[Seen]):
         named = found if isinstance(found, list) else [found] if found else []
         title = self.name.replace("-", " ")
         return [replace(each, code=each.code or self.name, title=each.title or title) for each in named]
+
+
+def check(name: str, *, good: str) -> Callable[[Callable[[Seen], Finding | list[Finding] | None]], Check[Seen]]:
+    """Make a function a Check of this name; `good` is what it means where it finds nothing."""
+
+    def named(find: Callable[[Seen], Finding | list[Finding] | None]) -> Check[Seen]:
+        return Check(name=name, good=good, find=find)
+
+    return named
 
 
 def span(values: list[int]) -> str:

@@ -14,7 +14,7 @@ from tltlab.planning.graph_pool import GraphPool, plan_for, sglang_sizes
 from tltlab.policies.policy import Policy
 
 from .evidence import RunEvidence
-from .finding import Finding, NotChecked, hint, problem, span
+from .finding import Finding, NotChecked, check, hint, problem, span
 
 GIB = 2**30
 
@@ -129,6 +129,7 @@ SIGNATURES: tuple[_Signature, ...] = (
 """From the particular to the general: a sentence counts for the first that fits it."""
 
 
+@check("deaths", good="nothing died")
 def deaths(evidence: RunEvidence) -> list[Finding]:
     """What the run, or one of its engines, died of, one finding for each known cause, and one for an unknown one."""
     if not evidence.events and not evidence.logs:
@@ -161,6 +162,7 @@ def deaths(evidence: RunEvidence) -> list[Finding]:
     return found
 
 
+@check("canary", good="the drafter's canary is content")
 def canary(evidence: RunEvidence) -> Finding | None:
     """The learned drafter collapsed, or never learned, and something else served in its place."""
     if not evidence.events:
@@ -194,6 +196,7 @@ def canary(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("drafter-in-use", good="what is trained is used")
 def serves_nobody(evidence: RunEvidence) -> Finding | None:
     """A drafter is trained that the policy never drafts with, or its training was given up."""
     if not evidence.events:

@@ -8,7 +8,7 @@ import pandas as pd
 from tltlab.stats import Interval
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked, hint, problem, span
+from .finding import Finding, NotChecked, check, hint, problem, span
 
 UNSURE = 1.05
 """Time against plain decoding from which speculation surely loses: fitted plain times miss held-out rollouts by up to
@@ -24,6 +24,7 @@ WORTHWHILE = 0.9
 """Time against plain decoding that is surely worth having."""
 
 
+@check("slower-than-plain", good="rollouts are not slower than plain decoding")
 def slower_than_plain(evidence: RunEvidence) -> Finding | None:
     """Rollouts with speculation take longer than plain decoding of the same responses would."""
     if not evidence.speculating["rl_step"].nunique() >= ENOUGH_STEPS:
@@ -60,6 +61,7 @@ def slower_than_plain(evidence: RunEvidence) -> Finding | None:
     return worst[1] if worst else None
 
 
+@check("large-batches", good="no speculation at too large batches")
 def large_batches(evidence: RunEvidence) -> Finding | None:
     """Speculation goes on at batches where it loses, though it gains at smaller ones."""
     bands = _bands(evidence, evidence.speculating)
@@ -88,6 +90,7 @@ def large_batches(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("speculation-unused", good="speculation runs where it gains")
 def speculation_unused(evidence: RunEvidence) -> Finding | None:
     """Small batches are decoded plainly, though speculation was seen to gain there."""
     evidence.speculating  # noqa: B018 - nothing is known of what never ran

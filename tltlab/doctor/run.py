@@ -9,7 +9,7 @@ from tltlab.costs.stages import STAGES
 from tltlab.traces import metrics
 
 from .evidence import ENOUGH_STEPS, RunEvidence, ratio
-from .finding import Finding, NotChecked, hint, problem
+from .finding import Finding, NotChecked, check, hint, problem
 
 HALF = 0.5
 """Below half of the RL step even a rollout in no time at all saves less than what stays."""
@@ -45,6 +45,7 @@ REPEAT_SPREAD = 0.1
 """Difference of two rollouts of the very same work beyond which policies a few per cent apart cannot be told apart."""
 
 
+@check("rollout-not-bottleneck", good="the rollout is the bottleneck")
 def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
     """The rollout is less than half of an RL step, so speeding it up cannot help much."""
     steps = evidence.known.steps
@@ -77,6 +78,7 @@ def rollout_not_bottleneck(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("cut-at-cap", good="responses end by themselves")
 def cut_at_cap(evidence: RunEvidence) -> Finding | None:
     """Many responses were cut at the cap, or aborted: their true lengths are not known."""
     reasons = evidence.known.outcomes["finish_reason"].value_counts(normalize=True)
@@ -93,6 +95,7 @@ def cut_at_cap(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("prefill-bound", good="prefill is a small part")
 def prefill_bound(evidence: RunEvidence) -> Finding | None:
     """Much of the engines' time is prefill, which speculation does not speed up."""
     table = evidence.iterations
@@ -107,6 +110,7 @@ def prefill_bound(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("waiting-queue", good="no queue and no preemption")
 def waiting_queue(evidence: RunEvidence) -> Finding | None:
     """Requests wait for a place, or were thrown out of the KV cache and prefilled again."""
     table = evidence.iterations
@@ -133,6 +137,7 @@ def waiting_queue(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("workers-uneven", good="the split is even enough")
 def workers_uneven(evidence: RunEvidence) -> Finding | None:
     """The static split gives one worker much more to generate than the others."""
     outcomes = evidence.known.outcomes
@@ -155,6 +160,7 @@ def workers_uneven(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("slow-worker", good="workers are equally fast")
 def slow_worker(evidence: RunEvidence) -> Finding | None:
     """One worker takes longer than the others for like iterations."""
     table = evidence.iterations
@@ -189,6 +195,7 @@ def slow_worker(evidence: RunEvidence) -> Finding | None:
     return None
 
 
+@check("time-outside", good="little time outside iterations")
 def time_outside(evidence: RunEvidence) -> Finding | None:
     """A good part of the rollout's time lies after the last iteration: in starting, handing over, recording."""
     steps = evidence.known.steps
@@ -214,6 +221,7 @@ def time_outside(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("noisy-machine", good="the machine repeats its times")
 def noisy_machine(evidence: RunEvidence) -> Finding | None:
     """The same rollout done twice took quite different times."""
     pairs = [(float(r["rollout_s"]), float(r["repeat_s"])) for r in evidence.repeats if r.get("same_tokens", True)]
@@ -229,6 +237,7 @@ def noisy_machine(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("interrupted", good="the recording is whole")
 def interrupted(evidence: RunEvidence) -> Finding | None:
     """The recording was interrupted, so the trace lacks what came later."""
     notes = "" if evidence.trace is None else evidence.trace.manifest.notes or ""
@@ -241,13 +250,10 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
     else:
         said = f'The trace says "{notes[at:]}".'
         advice = "Nothing is wrong with what is there; RL steps of which requests are missing are best left out."
-    return (problem if evidence.unfinished is not None else hint)(
-        title="The recording was interrupted",
-        evidence=said,
-        advice=advice,
-    )
+    return (problem if evidence.unfinished is not None else hint)("The recording was interrupted", said, advice)
 
 
+@check("no-graph", good="iterations have CUDA graphs")
 def no_graph(evidence: RunEvidence) -> Finding | None:
     """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none.
 

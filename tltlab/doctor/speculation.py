@@ -13,7 +13,7 @@ from tltlab.stats import Interval, student_margin
 from tltlab.strategy import MODEL_FREE
 
 from .evidence import ENOUGH_STEPS, RunEvidence, accepted_pairs, ratio
-from .finding import Finding, NotChecked, hint, problem, span
+from .finding import Finding, NotChecked, check, hint, problem, span
 from .plain_decoding import UNSURE, against_plain, told
 
 ACCEPT_FLOOR = 1.2
@@ -42,6 +42,7 @@ SWITCH_SHARE = 0.05
 """Share of the workers' time in switching that eats a gain as large as that of choosing well (TLT's Table 4)."""
 
 
+@check("acceptance-low", good="drafts are kept often enough")
 def acceptance_low(evidence: RunEvidence) -> Finding | None:
     """Even in small batches a drafter's drafts are kept too rarely to pay for themselves."""
     table = evidence.speculating
@@ -76,6 +77,7 @@ def acceptance_low(evidence: RunEvidence) -> Finding | None:
     return None
 
 
+@check("acceptance-falling", good="acceptance holds over the run")
 def acceptance_falling(evidence: RunEvidence) -> Finding | None:
     """Acceptance goes down over the run, batches and drafts being the same."""
     levels = {str(drafter): _acceptance_by_step(rows) for drafter, rows in evidence.speculating.groupby("drafter")}
@@ -107,6 +109,7 @@ def acceptance_falling(evidence: RunEvidence) -> Finding | None:
     return None
 
 
+@check("target-too-fast", good="the drafter keeps up with the policy")
 def target_too_fast(evidence: RunEvidence) -> Finding | None:
     """The larger the policy update before a rollout, the lower a learned drafter's acceptance in it.
 
@@ -155,6 +158,7 @@ def target_too_fast(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("switches-often", good="few switches")
 def switches_often(evidence: RunEvidence) -> Finding | None:
     """Speculation goes on and off again and again, or switching takes a good part of the time."""
     spans = evidence.known.spans

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from .evidence import ENOUGH_STEPS, RunEvidence
-from .finding import Finding, NotChecked, problem, span
+from .finding import Finding, NotChecked, check, problem, span
 
 HALF = 0.5
 """Share of the training periods, and of their time, that should bring updates: below it most is set-up."""
 
 
+@check("idle-fragmented", good="idle time is long enough to train in")
 def idle_fragmented(evidence: RunEvidence) -> Finding | None:
     """Idle workers train, but their idle time comes in pieces too short for an update."""
-    rows = evidence.known.spot_training
-    if rows is None or rows.empty:
-        raise NotChecked("no drafter was trained on idle workers in this trace")
+    rows = evidence.spot_training
     trained = rows[rows["updates"] > 0]
     set_up, useful = float(rows["setup_s"].sum()), float(rows["train_s"].sum())
     total = float(rows["duration"].sum())
@@ -42,11 +41,10 @@ def idle_fragmented(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("training-fails", good="drafter training ended well")
 def training_fails(evidence: RunEvidence) -> Finding | None:
     """Drafter training ended by an error or was killed."""
-    rows = evidence.known.spot_training
-    if rows is None or rows.empty:
-        raise NotChecked("no drafter was trained on idle workers in this trace")
+    rows = evidence.spot_training
     bad = rows[rows["ended"].isin(["failed", "killed"])]
     if bad.empty:
         return None
@@ -66,6 +64,7 @@ def training_fails(evidence: RunEvidence) -> Finding | None:
     )
 
 
+@check("drafter-never-published", good="new drafter weights went into service")
 def drafter_never_published(evidence: RunEvidence) -> Finding | None:
     """The recipe trains a drafter, yet engines never got new weights of it."""
     steps = evidence.known.steps

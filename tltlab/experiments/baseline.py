@@ -101,17 +101,17 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     """The experiment; a model that is trained stays in `folder`/models."""
     rows: list[dict[str, Any]] = []
     notes: list[str] = []
-    said: list[str] = []
+    verdicts: list[str] = []
     if "predicted" in settings.parts:
         predicted, notes = predicted_rows(settings, seed=seed, progress=progress)
-        said.append(_predicted_verdict(settings, predicted))
+        verdicts.append(_predicted_verdict(settings, predicted))
         rows += predicted
     if "measured" in settings.parts:
-        found = _measured(settings, folder, seed, progress)
+        measurement = _measured(settings, folder, seed, progress)
         try:
-            rows = [*measured_rows(found), *rows]
-            said.insert(0, _measured_verdict(found))
-            notes = [*_measured_notes(found), *notes]
+            rows = [*measured_rows(measurement), *rows]
+            verdicts.insert(0, _measured_verdict(measurement))
+            notes = [*_measured_notes(measurement), *notes]
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
             if settings.measured is None:
                 raise
@@ -120,7 +120,7 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
         raise ConfigError("parts is empty: give measured, predicted or both")
     frame = pd.DataFrame(rows)
     return ExperimentResult(
-        verdict="; ".join(said) + ".",
+        verdict="; ".join(verdicts) + ".",
         rows=frame,
         figure=_picture(frame),
         prediction="measured" not in settings.parts,
@@ -131,10 +131,10 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
 def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
     """What `tltlab bench runtime` finds."""
     if settings.measured is not None:
-        found: dict[str, Any] = read_json(settings.measured)
-        if not isinstance(found, dict) or not {"modes", "speedups", "goals", "policies"} <= set(found):
+        measurement: dict[str, Any] = read_json(settings.measured)
+        if not isinstance(measurement, dict) or not {"modes", "speedups", "goals", "policies"} <= set(measurement):
             raise ConfigError(f"{settings.measured} is not what `tltlab bench runtime --out` writes")
-        return found
+        return measurement
     from .baseline_measured import bench_runtime
 
     return dict(
@@ -151,15 +151,15 @@ def _measured(settings: Settings, folder: Path, seed: int, progress: Callable[[s
     )
 
 
-def measured_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def measured_rows(measurement: Mapping[str, Any]) -> list[dict[str, Any]]:
     """A row per epoch and mode of what `tltlab bench runtime` found, plain decoding's speed being 1."""
     ratios = {
         (row["mode"], row["epoch"]): row
-        for row in found["speedups"]
-        if row["part"] == "rollout" and row["measure"] == found["judged_by"]
+        for row in measurement["speedups"]
+        if row["part"] == "rollout" and row["measure"] == measurement["judged_by"]
     }
     rows = []
-    for mode in found["modes"]:
+    for mode in measurement["modes"]:
         ratio = ratios.get((mode["mode"], mode["epoch"]), {"ratio": 1.0, "low": None, "high": None})
         rows.append(
             {
@@ -178,22 +178,23 @@ def measured_rows(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _measured_verdict(found: Mapping[str, Any]) -> str:
+def _measured_verdict(measurement: Mapping[str, Any]) -> str:
     """The bandit of the last epoch against plain decoding and against the fixed depth that did best."""
-    epoch = max(mode["epoch"] for mode in found["modes"])
+    epoch = max(mode["epoch"] for mode in measurement["modes"])
     mode = "beg-mab"
     plain = next(
         row
-        for row in found["speedups"]
-        if (row["mode"], row["epoch"], row["part"], row["measure"]) == (mode, epoch, "rollout", found["judged_by"])
+        for row in measurement["speedups"]
+        if (row["mode"], row["epoch"], row["part"], row["measure"])
+        == (mode, epoch, "rollout", measurement["judged_by"])
     )
     static = next(
         row
-        for row in found["goals"]
+        for row in measurement["goals"]
         if (row["mode"], row["epoch"]) == (mode, epoch) and row["goal"].startswith(_BEST_STATIC)
     )
     best = static["goal"].removeprefix(_BEST_STATIC)
-    told_apart = _against_one(static, found["modes"][0]["rollouts"])
+    told_apart = _against_one(static, measurement["modes"][0]["rollouts"])
     return (
         f"measured here, adaptive drafts (BEG-MAB) roll out {_times(plain)} as fast as no speculation and "
         f"{_times(static)} as fast as the best fixed depth ({best}), {told_apart}"
@@ -212,11 +213,12 @@ def _against_one(ratio: Mapping[str, Any], rounds: int) -> str:
     return f"which {rounds} rounds do not tell apart"
 
 
-def _measured_notes(found: Mapping[str, Any]) -> list[str]:
-    rounds = found["modes"][0]["rollouts"]
+def _measured_notes(measurement: Mapping[str, Any]) -> list[str]:
+    rounds = measurement["modes"][0]["rollouts"]
     return [
-        f"measured: {found['prompts']} prompts x {found['group_size']} up to {found['max_response_tokens']} tokens of "
-        f"{found['model']}, all modes in turn, {rounds} rounds; from epoch 2 on drafters know earlier responses",
+        f"measured: {measurement['prompts']} prompts x {measurement['group_size']} up to "
+        f"{measurement['max_response_tokens']} tokens of {measurement['model']}, all modes in turn, {rounds} rounds; "
+        "from epoch 2 on drafters know earlier responses",
         "measured: speed-ups are of seconds per second that plain decoding of the same lengths would take, the best "
         "fixed depth is chosen afterwards, intervals are of 95 % over rounds"
         + (", too narrow below ten" if rounds < _ENOUGH_ROUNDS else ""),
@@ -225,10 +227,10 @@ def _measured_notes(found: Mapping[str, Any]) -> list[str]:
 
 def _predicted_verdict(settings: Settings, rows: Sequence[Mapping[str, Any]]) -> str:
     def spread(system: str, lengths: str = "") -> str:
-        found = [r["speedup"] for r in rows if r["system"] == system and r["setting"].endswith(lengths)]
-        if not found:
+        speedups = [r["speedup"] for r in rows if r["system"] == system and r["setting"].endswith(lengths)]
+        if not speedups:
             return "an unknown number of"
-        least, most = f"{min(found):.2f}", f"{max(found):.2f}"
+        least, most = f"{min(speedups):.2f}", f"{max(speedups):.2f}"
         return least if least == most else f"{least} to {most}"
 
     tlt = " and ".join(f"{spread('TLT', each)} times with {each} lengths" for each in settings.lengths)
@@ -291,7 +293,7 @@ def predicted_rows(
             progress(
                 f"simulating {settings.gpu_rl_steps} RL steps of {name} on {settings.gpus} {machine}, {lengths} lengths"
             )
-            found = compare_systems(
+            compared = compare_systems(
                 trace,
                 SYSTEMS,
                 costs=costs,
@@ -304,10 +306,10 @@ def predicted_rows(
                 decision_block=settings.decision_block,
                 jobs=settings.jobs,
             )
-            for row in found.to_dict("records"):
+            for row in compared.to_dict("records"):
                 rows.append(_row(row, f"{name}, {settings.gpus} {machine}, {lengths}"))
                 notes |= dict.fromkeys(f"{row['title']}: {each}" for each in row["assumptions"])
-            notes |= dict.fromkeys(f"{left} is left out: {why}" for left, why in found.attrs["left_out"].items())
+            notes |= dict.fromkeys(f"{left} is left out: {why}" for left, why in compared.attrs["left_out"].items())
     return rows, [*_common_notes(settings), *notes]
 
 

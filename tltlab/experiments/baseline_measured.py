@@ -217,11 +217,11 @@ class _Bench:
             seconds = sum(rollout.duration_s for _, _, n, rollout in done if n == round_)
             progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
         plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "off" for row in rollout.iterations])
-        found = [
+        rows = [
             measured(rollout, plain, mode=mode, epoch=epoch, round_=round_) for mode, epoch, round_, rollout in done
         ]
         names = [mode.name for mode in chosen]
-        return sorted(found, key=lambda row: (row.epoch, names.index(row.mode), row.round))
+        return sorted(rows, key=lambda row: (row.epoch, names.index(row.mode), row.round))
 
     def rollout(self, engine: Engine) -> Rollout:
         requests = [
@@ -269,10 +269,10 @@ def _prompts(model: Path, count: int) -> list[Prompt]:
     source = model / "train.jsonl"
     if not source.is_file():
         raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
-    found = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
-    if len(found) < count:
-        raise ConfigError(f"{source} has {len(found)} prompts, {count} were asked for")
-    return found[:count]
+    prompts = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
+    if len(prompts) < count:
+        raise ConfigError(f"{source} has {len(prompts)} prompts, {count} were asked for")
+    return prompts[:count]
 
 
 def _report(model: Path) -> Mapping[str, Any] | None:
@@ -392,8 +392,8 @@ def _speedup(
     a, b = (np.array([r.rate(part, per) for r in side]) for side in (slow, fast))
     if not (np.isfinite(a).all() and np.isfinite(b).all() and (b > 0).all()):
         return {"ratio": None, "low": None, "high": None}
-    found = paired_interval(a, b, rng=rng)
-    return {"ratio": found.estimate, "low": _finite(found.low), "high": _finite(found.high)}
+    interval = paired_interval(a, b, rng=rng)
+    return {"ratio": interval.estimate, "low": _finite(interval.low), "high": _finite(interval.high)}
 
 
 def _goals(
@@ -403,15 +403,15 @@ def _goals(
     speedups: list[dict[str, Any]],
     rng: np.random.Generator,
 ) -> list[dict[str, Any]]:
-    found = {(s["mode"], s["epoch"], s["part"]): s for s in speedups if s["measure"] == JUDGED_BY}
+    ratios = {(s["mode"], s["epoch"], s["part"]): s for s in speedups if s["measure"] == JUDGED_BY}
     rows = []
     for mode in (mode for mode, kind in kinds.items() if kind == "adaptive"):
         last = epochs[-1]
-        rows.append(_goal("times plain decoding in the tail", mode, last, TAIL_GOAL, found[mode, last, "tail"]))
+        rows.append(_goal("times plain decoding in the tail", mode, last, TAIL_GOAL, ratios[mode, last, "tail"]))
         if last > 1:
-            rows.append(_goal("times plain decoding", mode, last, ROLLOUT_GOAL, found[mode, last, "rollout"]))
+            rows.append(_goal("times plain decoding", mode, last, ROLLOUT_GOAL, ratios[mode, last, "rollout"]))
         for epoch in epochs:
-            rows.append(_goal("never slower", mode, epoch, NEVER_BELOW, found[mode, epoch, "rollout"]))
+            rows.append(_goal("never slower", mode, epoch, NEVER_BELOW, ratios[mode, epoch, "rollout"]))
         for epoch in epochs:
             statics = [_of(rollouts, other, epoch) for other, kind in kinds.items() if kind == "static"]
             best = min(statics, key=lambda of: float(np.mean([r.rate("rollout", JUDGED_BY) for r in of])))

@@ -72,9 +72,9 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     policy = load_policy(settings.policy)
     if len(policy.strategies) < 2:
         raise ConfigError(f"policy {settings.policy} has {len(policy.strategies)} strategy: it has nothing to pick")
-    known = DEFAULT_DRAFTERS | policy.drafters
-    if settings.drafter not in known:
-        raise ConfigError(f"no drafter named {settings.drafter!r} here; there are: {', '.join(known)}")
+    drafters = DEFAULT_DRAFTERS | policy.drafters
+    if settings.drafter not in drafters:
+        raise ConfigError(f"no drafter named {settings.drafter!r} here; there are: {', '.join(drafters)}")
     chains = [Strategy.chain(settings.drafter, depth) for depth in settings.depths]
     arms = tuple(dict.fromkeys([NO_SPECULATION, *chains, *policy.strategies]))
     model = own_model(settings.model, folder, size=settings.size, progress=progress)
@@ -133,12 +133,12 @@ def of_best_by_round(visits: Sequence[Visit], batch: int) -> list[float]:
     """The log of the policy's pace over that of the arm that is fastest in the other rounds, round by round."""
     arms = [arm for arm in dict.fromkeys(visit.arm for visit in visits) if arm is not None]
     by_round = {arm: {v.round: v for v in _of(visits, batch, arm)} for arm in [*arms, None]}
-    found = []
+    logs = []
     for round_, ours in sorted(by_round[None].items()):
         others = [n for n in by_round[None] if n != round_] or [round_]
         best = max(arms, key=lambda arm: _log_pace([by_round[arm][n] for n in others]))
-        found.append(_log_pace([ours]) - _log_pace([by_round[best][round_]]))
-    return found
+        logs.append(_log_pace([ours]) - _log_pace([by_round[best][round_]]))
+    return logs
 
 
 def overall(visits: Sequence[Visit]) -> tuple[float, float | None, float | None]:
@@ -166,10 +166,10 @@ def _speedup(slow: Sequence[Visit], fast: Sequence[Visit]) -> tuple[float, float
 
 def _ratio(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
     """The geometric mean of ratios given as logarithms, with Student's interval, None where they are too few."""
-    found = mean_of_few(logs)
+    interval = mean_of_few(logs)
     if len(logs) < _FEWEST:
-        return float(np.exp(found.estimate)), None, None
-    return float(np.exp(found.estimate)), float(np.exp(found.low)), float(np.exp(found.high))
+        return float(np.exp(interval.estimate)), None, None
+    return float(np.exp(interval.estimate)), float(np.exp(interval.low)), float(np.exp(interval.high))
 
 
 def verdict(rows: Sequence[Mapping[str, Any]], policy: str, of_best: tuple[float, float | None, float | None]) -> str:
@@ -182,24 +182,24 @@ def verdict(rows: Sequence[Mapping[str, Any]], policy: str, of_best: tuple[float
     }
     paying = [batch for batch in batches if (gains[batch]["low"] or 0.0) > 1]
     if all(row["low"] is None for row in fixed):
-        said = "measured here, in too few rounds to tell where drafts pay"
+        gain = "measured here, in too few rounds to tell where drafts pay"
     elif not paying:
-        said = f"measured here, no draft was shown to be faster than plain decoding at batch sizes {_listed(batches)}"
+        gain = f"measured here, no draft was shown to be faster than plain decoding at batch sizes {_listed(batches)}"
     else:
         top = max((gains[batch] for batch in paying), key=lambda row: row["speedup"])
         where = "at every batch size tried" if paying == batches else f"at batch sizes {_listed(paying)}"
         stops = [batch for batch in batches if batch > paying[-1]]
         then = f" and no gain was shown from {stops[0]} on" if stops else ""
-        said = (
+        gain = (
             f"measured here, drafts pay {where} ({top['arm']} at {top['batch']}: "
             f"{with_interval(top['speedup'], top['low'], top['high'])} times plain decoding){then}"
         )
     picks = {b: max((r for r in fixed if r["batch"] == b), key=lambda r: r["share"]) for b in batches}
     missed = [f"{b} ({picks[b]['arm']})" for b in batches if not picks[b]["level"]]
-    found = f"{len(batches) - len(missed)} of {len(batches)} batch sizes"
+    level_at = f"{len(batches) - len(missed)} of {len(batches)} batch sizes"
     not_at = f", not at {', '.join(missed)}" if missed else ""
     return (
-        f"{said}; the arm that {policy} picks most cannot be told from the best one at {found}{not_at}, and it "
+        f"{gain}; the arm that {policy} picks most cannot be told from the best one at {level_at}{not_at}, and it "
         f"generates {with_interval(*of_best)} times the tokens per second of the best fixed arm of each batch size."
     )
 
@@ -326,15 +326,15 @@ def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
         for prompt in prompts
     ]
     texts = engine.generate(requests, rl_step=0, temperature=TEMPERATURE).responses
-    found = [
+    starts = [
         prompt.token_ids + text.token_ids[: len(text.token_ids) // 2]
         for prompt, text in sorted(zip(prompts, texts, strict=True), key=lambda both: -len(both[1].token_ids))
     ]
-    if len(found) < max(work.batches):
+    if len(starts) < max(work.batches):
         raise ConfigError(
-            f"{model / 'train.jsonl'} has {len(found)} prompts: a batch of {max(work.batches)} needs more"
+            f"{model / 'train.jsonl'} has {len(starts)} prompts: a batch of {max(work.batches)} needs more"
         )
-    return found[: max(max(work.batches), work.settings.requests)]
+    return starts[: max(max(work.batches), work.settings.requests)]
 
 
 class _Bench:

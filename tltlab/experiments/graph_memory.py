@@ -84,14 +84,14 @@ class _Pools:
     """Memory of plans on one model, by each reading of Table 5; `chosen` is the one that plans are judged by."""
 
     def __init__(self, shape: ModelShape, tensor_parallel: int, context_tokens: int, reading: str) -> None:
-        known = {each.name: each for each in tlt.READINGS}
-        if reading not in known:
-            raise ConfigError(f"no reading named {reading!r}; there are: {'; '.join(known)}")
+        readings = {each.name: each for each in tlt.READINGS}
+        if reading not in readings:
+            raise ConfigError(f"no reading named {reading!r}; there are: {'; '.join(readings)}")
         model = {
             "num_layers": shape.layers, "hidden_size": shape.hidden, "vocab_size": shape.vocab,
             "context_tokens": context_tokens, "tensor_parallel": tensor_parallel,
         }  # fmt: skip
-        fitted = {name: each.fitted() for name, each in known.items()}
+        fitted = {name: each.fitted() for name, each in readings.items()}
         self._pools = {name: pool.model_copy(update=model) for name, pool in fitted.items() if pool is not None}
         if reading not in self._pools:
             raise ConfigError(
@@ -101,8 +101,8 @@ class _Pools:
 
     def ratios(self, large: CapturePlan, small: CapturePlan) -> tuple[float, float]:
         """The least and the most of all readings of how many times the memory of `small` the other takes."""
-        found = [pool.memory_bytes(large) / pool.memory_bytes(small) for pool in self._pools.values()]
-        return min(found), max(found)
+        by_reading = [pool.memory_bytes(large) / pool.memory_bytes(small) for pool in self._pools.values()]
+        return min(by_reading), max(by_reading)
 
     def gib(self, plan: CapturePlan) -> dict[str, float]:
         """Memory by the chosen reading, and the least and the most of all."""
@@ -179,12 +179,12 @@ def _seconds_per_token(
 ) -> Callable[[Strategy, int], float]:
     """t_s(b) / A_s at the mean context that the trace has at batch b, between two of its batch sizes on a line."""
     iterations = {s: costs.iteration(s, drafter_loaded=True) for s in strategies}
-    known = np.array(sorted(contexts))
-    per_request = np.array([contexts[int(b)] / b for b in known])
+    batches = np.array(sorted(contexts))
+    per_request = np.array([contexts[int(b)] / b for b in batches])
 
     def seconds(strategy: Strategy, batch: int) -> float:
         tokens = acceptance.at(batch).tokens_per_iteration(strategy) if strategy.speculates else 1.0
-        context = batch * float(np.interp(batch, known, per_request))
+        context = batch * float(np.interp(batch, batches, per_request))
         return iterations[strategy].seconds(batch, context) / tokens
 
     return seconds
@@ -210,10 +210,10 @@ def _plans(
         return _Plan(name=name, rows=rows, captured=captured, seconds=seconds)
 
     def exact(name: str, cap_bytes: float | None) -> _Plan:
-        found = plan_buckets(
+        plan = plan_buckets(
             weights, per_token_s, strategies, pool=pool, cap_bytes=cap_bytes, sizes=sizes, max_batch=top
         )
-        return _Plan(name=name, rows=found.rows, captured=plan_bucketed(found.rows, top, sizes), seconds=found.seconds)
+        return _Plan(name=name, rows=plan.rows, captured=plan_bucketed(plan.rows, top, sizes), seconds=plan.seconds)
 
     shipped = tuple((b, s) for b, s in tlt.SHIPPED if b <= top)
     four = [s for _, s in shipped]
@@ -236,9 +236,9 @@ def _plans(
 
 def _table_5() -> Iterator[dict[str, Any]]:
     """TLT's own figures beside what the readings predict; the single strategy is what they are fitted to."""
-    found = [row for row in tlt.validation() if row.num_free]
+    rows = [row for row in tlt.validation() if row.num_free]
     for name, paper_gib in tlt.MEASURED_GB.items():
-        predicted = [row.predicted_gb for row in found if row.name == name]
+        predicted = [row.predicted_gb for row in rows if row.name == name]
         yield {
             "model": "Llama-3-8B",
             "plan": f"Table 5, {name}" + (" (fitted)" if name == "single" else ""),

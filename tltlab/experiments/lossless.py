@@ -113,16 +113,16 @@ def _rewards(
         how: dict[str, dict[str, Any]] = {"without": {"policy": None, "drafter": None}, "with": drafted}
         runs, curves = [], []
         for number in range(seed, seed + settings.seeds):
-            found = {}
+            rewards = {}
             for side in _SIDES:
                 progress(f"{side} speculation: {settings.steps} RL steps, seed {number}")
                 recipe = on_devices(recipe_of(work.model, work.sizes, seed=number, **how[side]), settings)
-                found[side], by_step = _run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
+                rewards[side], by_step = _run(recipe, work.out / f"{side}-{number}", settings.steps, progress)
                 curves += [
                     {"side": side, "seed": number, "rl_step": step, "reward": reward}
                     for step, reward in enumerate(by_step)
                 ]
-            runs.append(found)
+            runs.append(rewards)
     chances = {"held_out": settings.heldout, "trained": settings.steps * settings.prompts}
     compared = differences(runs, chances)
     return [reward_row(kind, compared[kind], runs) for kind in _REWARDS], pd.DataFrame(curves)
@@ -144,15 +144,15 @@ def differences(rows: Sequence[Mapping[str, Any]], prompts: Mapping[str, int]) -
 
     `prompts`: on how many a reward is a mean, in each run. Its chance is known from that, and no interval is narrower.
     """
-    found = {}
+    intervals = {}
     for name, count in prompts.items():
         values = [row["with"][name] - row["without"][name] for row in rows]
         chance = [row[side][name] * (1 - row[side][name]) / count for row in rows for side in ("with", "without")]
-        found[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
+        intervals[name] = mean_of_few(values, least_error=math.sqrt(max(sum(chance), 0.0)) / len(rows))
     known = len(rows) > 1
     return {
-        **{name: interval_json(interval) for name, interval in found.items()},
-        "equal": all(interval.low <= 0 <= interval.high for interval in found.values()) if known else None,
+        **{name: interval_json(interval) for name, interval in intervals.items()},
+        "equal": all(interval.low <= 0 <= interval.high for interval in intervals.values()) if known else None,
     }
 
 
@@ -208,9 +208,9 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     """Whether anything differs, and how large a difference would have been seen."""
     different = [row for row in rows if row["verdict"] == "different"]
     untold = [row for row in rows if row["verdict"] not in ("different", "no difference")]
-    said = []
+    clauses = []
     for row in (row for row in rows if row["kind"] == "reward"):
-        said.append(
+        clauses.append(
             f"{row['case']} with speculation minus without is "
             f"{with_interval(row['difference'], row['low'], row['high'], '+.3f')} over {row['samples']} seeds "
             f"({_power(row)})"
@@ -221,11 +221,11 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         open_ = [row["case"] for row in cases if row in untold]
         seen = [row["detectable"] for row in cases if row["detectable"] is not None]
         fine = len(cases) - len(wrong) - len(open_)
-        found = f"tokens follow their exact distribution in {fine} of {len(cases)} audited cases"
-        found += f", not in {'; '.join(wrong)}" if wrong else ""
-        found += f", not tested in {'; '.join(open_)}" if open_ else ""
-        said.append(
-            found
+        clause = f"tokens follow their exact distribution in {fine} of {len(cases)} audited cases"
+        clause += f", not in {'; '.join(wrong)}" if wrong else ""
+        clause += f", not tested in {'; '.join(open_)}" if open_ else ""
+        clauses.append(
+            clause
             + (f" (a total variation of {max(seen):.2f} would have been seen in each that is sampled)" if seen else "")
         )
     if different:
@@ -234,7 +234,7 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         begins = "nothing could be told"
     else:
         begins = "no difference was found"
-    return f"measured here, {begins}: {'; '.join(said)}."
+    return f"measured here, {begins}: {'; '.join(clauses)}."
 
 
 def _power(row: Mapping[str, Any]) -> str:

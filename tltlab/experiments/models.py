@@ -24,13 +24,13 @@ def own_model(given: Path | None, folder: Path, *, size: str, progress: Callable
             if not (given / file).is_file():
                 raise ConfigError(f"{given}: {file} is missing; name a folder that `tltlab make-model` wrote")
         return given
-    found = folder / "models" / f"subset-sum-{size}"
-    if not (found / "config.json").is_file():
+    model = folder / "models" / f"subset-sum-{size}"
+    if not (model / "config.json").is_file():
         from tltlab.runtime.models.make import make_model
 
-        progress(f"no model was given: training a {size} one into {found}")
-        make_model(found, size=size, task="subset-sum", seed=0, progress=progress)
-    return found
+        progress(f"no model was given: training a {size} one into {model}")
+        make_model(model, size=size, task="subset-sum", seed=0, progress=progress)
+    return model
 
 
 Count = Annotated[int, Field(ge=1)]

@@ -66,14 +66,14 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
             rows += [row for name, trace in traces.items() for row in live_rows(trace, name, number)]
             rows += same_responses(traces[ADAPTIVE], settings.stop_after, number)
         model = work.model
-    found = summary(rows, settings.stop_after, np.random.default_rng(seed))
+    losses = summary(rows, settings.stop_after, np.random.default_rng(seed))
     frame = pd.DataFrame(rows)
     return ExperimentResult(
-        verdict=verdict(found, settings.stop_after),
+        verdict=verdict(losses, settings.stop_after),
         rows=frame,
         figure=_picture(frame, settings.stop_after),
         prediction=False,
-        notes=_notes(settings, model, found),
+        notes=_notes(settings, model, losses),
     )
 
 
@@ -101,8 +101,8 @@ def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
 
     assert trace.steps is not None
     steps: Any = trace.steps.set_index("rl_step").to_dict("index")
-    found = live_drafts(trace, DRAFTER)
-    if not found:
+    drafts = live_drafts(trace, DRAFTER)
+    if not drafts:
         raise RunError(f"the learned drafter drafted nothing in the run {name}")
     return [
         _row("live", name, seed, kept.rl_step)
@@ -113,7 +113,7 @@ def live_rows(trace: Trace, name: str, seed: int) -> list[dict[str, Any]]:
             "drafts": kept.drafts,
             "target_moved": float(steps[kept.rl_step]["drift_kl"]),
         }
-        for kept in found
+        for kept in drafts
     ]
 
 
@@ -127,7 +127,7 @@ def same_responses(trace: Trace, stop_after: int, seed: int) -> list[dict[str, A
     rows = trace.acceptance
     if rows is None:
         return []
-    found = []
+    pairs = []
     for step in sorted({int(n) for n in rows["rl_step"]} - set(range(stop_after + 1))):
         of_step = rows[rows["rl_step"] == step]
         sides = []
@@ -146,8 +146,8 @@ def same_responses(trace: Trace, stop_after: int, seed: int) -> list[dict[str, A
                         "target_moved": None,
                     }
                 )
-        found += sides if len(sides) == 2 else []
-    return found
+        pairs += sides if len(sides) == 2 else []
+    return pairs
 
 
 def _row(part: str, name: str, seed: int, rl_step: int) -> dict[str, Any]:
@@ -205,17 +205,17 @@ def _ratio(
     return paired_interval([ours[key] for key in both], [theirs[key] for key in both], rng=rng) if both else None
 
 
-def verdict(found: Staleness, stop_after: int) -> str:
+def verdict(losses: Staleness, stop_after: int) -> str:
     """What is lost without training, and whether the drafter itself goes stale or only learns no more."""
-    aging = found.aging
-    few = ", though so few RL steps tell little" if found.num_steps < _ENOUGH_STEPS else ""
-    said = (
+    aging = losses.aging
+    few = ", though so few RL steps tell little" if losses.num_steps < _ENOUGH_STEPS else ""
+    sentence = (
         f"measured here, a drafter trained in its first {_steps(stop_after)} and then left alone keeps "
-        f"{_of(found.stopped)} times the accept length of one trained throughout over {_steps(found.num_steps)} "
-        f"after that (on the same responses {_of(found.same_responses)}; never trained {_of(found.frozen)}){few}"
+        f"{_of(losses.stopped)} times the accept length of one trained throughout over {_steps(losses.num_steps)} "
+        f"after that (on the same responses {_of(losses.same_responses)}; never trained {_of(losses.frozen)}){few}"
     )
     if math.isnan(aging.change):
-        return f"{said}; too few RL steps to say how it ages by itself."
+        return f"{sentence}; too few RL steps to say how it ages by itself."
     change = with_interval(100 * aging.change, 100 * aging.low, 100 * aging.high, "+.2f")
     if aging.high < 0:
         meaning = "so it goes stale as the target moves"
@@ -223,10 +223,10 @@ def verdict(found: Staleness, stop_after: int) -> str:
         meaning = "so it does not go stale: later texts are easier to draft for"
     else:
         meaning = "a fall that cannot be told from none" if aging.change < 0 else "which is no fall"
-        if found.stopped is not None and found.stopped.high < 1:
+        if losses.stopped is not None and losses.stopped.high < 1:
             meaning += ", so what it lacks against the other is training more than freshness"
     moved = "" if aging.drift_kl is None else f"; the target moves {aging.drift_kl:.2g} nats per token and RL step"
-    return f"{said}; by itself it changes by {change} % per RL step of age, {meaning}{moved}."
+    return f"{sentence}; by itself it changes by {change} % per RL step of age, {meaning}{moved}."
 
 
 def _steps(num: int) -> str:
@@ -237,12 +237,12 @@ def _of(interval: Interval | None) -> str:
     return "an unknown number of" if interval is None else with_interval(interval.estimate, interval.low, interval.high)
 
 
-def _notes(settings: Settings, model: Path, found: Staleness) -> tuple[str, ...]:
+def _notes(settings: Settings, model: Path, losses: Staleness) -> tuple[str, ...]:
     return (
         f"{model}: runs of the same seed have the same prompts, model and first drafter; in each the drafter serves at "
         f"depth {settings.draft_depth} throughout, and what training leaves of an RL step serves from the next one on",
         "accept_length is tokens per verified draft, bonus included; intervals are of 95 % over RL steps"
-        + (", too narrow below ten" if found.num_steps < 10 else ""),
+        + (", too narrow below ten" if losses.num_steps < 10 else ""),
         "idle workers train as long as they are idle, so drafter_updates differ from run to run; on the same responses "
         "both drafters are of one run",
         "target_moved is how far the update of the policy after the RL step moved it, in nats per token",

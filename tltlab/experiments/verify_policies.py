@@ -98,24 +98,24 @@ class PolicyVerification:
     @property
     def missed(self) -> list[str]:
         """What of the goal is not met, a clause each."""
-        goal, found = self.goal, []
+        goal, clauses = self.goal, []
         if self.median_error > goal["median_error"]:
-            found.append(f"median error {self.median_error:.1%} over {goal['median_error']:.1%}")
+            clauses.append(f"median error {self.median_error:.1%} over {goal['median_error']:.1%}")
         if self.worst_error > goal["worst_error"]:
             worst = self.rows.to_dict("records")[int(self.rows["error"].abs().argmax())]
-            found.append(
+            clauses.append(
                 f"worst error {self.worst_error:.1%} over {goal['worst_error']:.0%} ({worst['policy']}: step times "
                 f"{worst['error_of_times']:+.1%}, iterations {worst['error_of_counts']:+.1%})"
             )
         if self.kendall_tau is not None and self.kendall_tau < goal["kendall_tau"]:
-            found.append(f"Kendall tau {self.kendall_tau:.2f} below {goal['kendall_tau']}")
+            clauses.append(f"Kendall tau {self.kendall_tau:.2f} below {goal['kendall_tau']}")
         if self.num_pairs < NUM_PAIRS:
             few = math.comb(len(self.rows), 2) < NUM_PAIRS
-            found.append(
+            clauses.append(
                 f"only {self.num_pairs} pairs of policies differ beyond their intervals, {NUM_PAIRS} are needed to "
                 f"judge the order: more {'policies' if few else '--repeats, or policies further apart'}"
             )
-        return found
+        return clauses
 
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify RUN --policies ... --json`."""
@@ -162,20 +162,20 @@ def named_policies(text: str) -> dict[str, Policy]:
         suffix = importlib.util.find_spec("arctic_inference") is not None
         at = given.index("default")
         given[at : at + 1] = [*DEFAULT, *(WITH_SUFFIX if suffix else ())]
-    found: dict[str, Policy] = {}
+    policies: dict[str, Policy] = {}
     for part in given:
         drafts = re.fullmatch(r"([\w-]+):([1-9]\d*)(?:@([1-9]\d*))?", part)
         name = Path(part).stem if os.path.isfile(part) else part
-        name = part if name in found else name
-        if name in found or name == EXPLORE:
+        name = part if name in policies else name
+        if name in policies or name == EXPLORE:
             raise ConfigError(
                 f"--policies {text}: {name!r} "
-                + ("is there twice" if name in found else "always runs beside the others, to calibrate on")
+                + ("is there twice" if name in policies else "always runs beside the others, to calibrate on")
             )
-        found[name] = load_policy(part) if drafts is None else _drafting(*drafts.groups())
-    if len(found) < 2:
+        policies[name] = load_policy(part) if drafts is None else _drafting(*drafts.groups())
+    if len(policies) < 2:
         raise ConfigError(f"--policies {text!r}: name at least two policies to put in order, or 'default'")
-    return found
+    return policies
 
 
 def _drafting(drafter: str, depth: str, most: str | None) -> Policy:
@@ -198,12 +198,12 @@ def verify_policies(
     Into `out`, which must not exist yet, goes what ran: a RUN with one RL step per rollout, and `summary.json`. RUN
     itself stays as it is. Raises ConfigError for what the engines cannot run, RunError where an engine fails.
     """
-    told = run_to_verify(run)
+    source = run_to_verify(run)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is there already: choose another --out")
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tltlab-verify-")))
-        session = PolicyRounds(told, policies, folder, seed=seed)
+        session = PolicyRounds(source, policies, folder, seed=seed)
         say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
         with session:
             session.settle()
@@ -211,10 +211,10 @@ def verify_policies(
                 done = session.round(number, num_repeated=NUM_REPEATED)
                 say(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
         say("predicting each rollout from those of the other policies")
-        found = judge(folder, samples=samples, seed=seed)
+        verification = judge(folder, samples=samples, seed=seed)
         if out is not None:
-            write_json(out / "summary.json", found.json())
-    return found
+            write_json(out / "summary.json", verification.json())
+    return verification
 
 
 def judge(session: Path, *, samples: int = SAMPLES, seed: int = 0) -> PolicyVerification:
@@ -322,8 +322,8 @@ def _rows(
 
 def _fitted(others: Trace, force: InForce) -> Calibration:
     fitted = calibrate(others).without_noise()
-    known = set() if fitted.acceptance is None else set(fitted.acceptance.bands[0].drafters_by_depth)
-    missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - known)
+    drafters = set() if fitted.acceptance is None else set(fitted.acceptance.bands[0].drafters_by_depth)
+    missing = sorted({s.drafter for s in force.policy.strategies if s.speculates} - drafters)
     if missing:
         raise ConfigError(
             f"policy {force.name} drafts with {' and '.join(missing)}, of which the other rollouts tell nothing: "
@@ -350,7 +350,7 @@ def _speed(others: Trace, fitted: Calibration) -> float:
     return float(others.iterations["duration"].sum() / iteration_times(fitted.costs, others).sum())
 
 
-def text(found: PolicyVerification) -> str:
+def text(verification: PolicyVerification) -> str:
     """The table for people."""
     rows = [
         (
@@ -359,7 +359,7 @@ def text(found: PolicyVerification) -> str:
             f"{row['predicted_s']:.2f}", f"{row['error']:+.1%}",
             f"{row['predicted_common_s']:.2f}", f"{row['error_common']:+.1%}",
         )
-        for row in found.rows.to_dict("records")
+        for row in verification.rows.to_dict("records")
     ]  # fmt: skip
     header = (
         "policy",
@@ -370,26 +370,31 @@ def text(found: PolicyVerification) -> str:
         "common lengths: predicted s",
         "error",
     )
-    told = found.json()
+    figures = verification.json()
     tau = [
         "-" if value is None else format(value, ".2f")
-        for value in (found.kendall_tau, found.kendall_tau_common, found.kendall_tau_common_by_round)
+        for value in (
+            verification.kendall_tau,
+            verification.kendall_tau_common,
+            verification.kendall_tau_common_by_round,
+        )
     ]
     twice = "no rollout was run twice"
-    if found.repeat_spread is not None:
-        twice = f"the same rollout run twice varies by {found.repeat_spread:.1%}"
+    if verification.repeat_spread is not None:
+        twice = f"the same rollout run twice varies by {verification.repeat_spread:.1%}"
     lines = [
         table(header, rows),
         "",
-        f"rollout time by policy, {found.num_rounds} rounds, fitted on the other policies' rollouts: median error "
-        f"{found.median_error:.1%}, worst {found.worst_error:.1%}; {twice}",
-        f"with the machine's speed of each round taken from the others: median {told['median_error_at_speed']:.1%}, "
-        f"worst {told['worst_error_at_speed']:.1%}",
-        f"of which step times alone: median {told['median_error_of_times']:.1%}; the number of iterations, that is "
-        f"acceptance: median {told['median_error_of_counts']:.1%}",
-        f"order of the {found.num_pairs} pairs whose intervals do not overlap: Kendall tau {tau[0]} from own lengths, "
-        f"{tau[1]} from common ones; of the {found.num_pairs_by_round} that differ round by round {tau[2]}",
-        "goal: " + ("met" if not found.missed else f"MISSED: {'; '.join(found.missed)}"),
+        f"rollout time by policy, {verification.num_rounds} rounds, fitted on the other policies' rollouts: median "
+        f"error {verification.median_error:.1%}, worst {verification.worst_error:.1%}; {twice}",
+        f"with the machine's speed of each round taken from the others: median {figures['median_error_at_speed']:.1%}, "
+        f"worst {figures['worst_error_at_speed']:.1%}",
+        f"of which step times alone: median {figures['median_error_of_times']:.1%}; the number of iterations, that is "
+        f"acceptance: median {figures['median_error_of_counts']:.1%}",
+        f"order of the {verification.num_pairs} pairs whose intervals do not overlap: Kendall tau {tau[0]} from own "
+        f"lengths, {tau[1]} from common ones; of the {verification.num_pairs_by_round} that differ round by round "
+        f"{tau[2]}",
+        "goal: " + ("met" if not verification.missed else f"MISSED: {'; '.join(verification.missed)}"),
     ]
     return "\n".join(lines)
 

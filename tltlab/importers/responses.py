@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -11,7 +11,8 @@ import pandas as pd
 
 from tltlab.errors import TraceError
 
-from .rows import Row
+from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row
+from .token_counts import TokenCounter
 
 STOPPED = {"stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls", "function_call"}
 CUT = {"length", "max_tokens", "max_length"}
@@ -62,6 +63,42 @@ def finish_reason(row: Row, field: str) -> str:
         if isinstance(said, str) and said in known:
             return ours
     return row.fault(field, f"got {said!r}, known are: {', '.join(sorted(STOPPED | CUT | ABORTED))}")
+
+
+def has_lengths(rows: Sequence[Row]) -> bool:
+    """Whether all rows say their lengths in tokens."""
+    return all(row.find(PROMPT_TOKENS) and row.find(RESPONSE_TOKENS) for row in rows)
+
+
+def responses_of_texts(
+    rows: Sequence[Row],
+    prompt: str,
+    response: str,
+    tokens: TokenCounter,
+    rl_steps: Iterable[int],
+    reward: Callable[[Row], float | None],
+) -> list[Response]:
+    """The responses of rows with the text fields `prompt` and `response`; lengths are the rows', or counted."""
+    if has_lengths(rows):
+        before = [row.whole(row.require(PROMPT_TOKENS, "")) for row in rows]
+        after = [row.whole(row.require(RESPONSE_TOKENS, ""), at_least=1) for row in rows]
+    else:
+        prompts = list(dict.fromkeys(row.text(prompt) for row in rows))
+        count_of = dict(zip(prompts, tokens.count(prompts), strict=True))
+        before = [count_of[row.text(prompt)] for row in rows]
+        after = [max(1, length) for length in tokens.count([row.text(response) for row in rows])]
+    return [
+        Response(
+            rl_step=rl_step,
+            prompt_id=text_id(row.text(prompt)),
+            prompt_tokens=prompt_tokens,
+            response_tokens=response_tokens,
+            place=f"{row.file}, {row.place}",
+            finish_reason=finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None,
+            reward=reward(row),
+        )
+        for row, rl_step, prompt_tokens, response_tokens in zip(rows, rl_steps, before, after, strict=False)
+    ]
 
 
 def tables_of_responses(

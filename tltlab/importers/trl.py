@@ -11,16 +11,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from itertools import groupby
+from functools import partial
+from itertools import groupby, repeat
 from operator import itemgetter
 from pathlib import Path
 
 from tltlab.errors import TraceError
 
-from .responses import Imported, Response, finish_reason, text_id
+from .responses import Imported, Response, has_lengths, responses_of_texts
 from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
 from .token_counts import TokenCounter
-from .verl import has_lengths, text_lengths
 
 _STEP_OF_NAME = re.compile(r"completions_(\d+)")
 _NO_REWARD = {"step", "advantage", *PROMPT_TOKENS, *RESPONSE_TOKENS}
@@ -50,19 +50,9 @@ def read_trl(path: Path, tokens: TokenCounter, reward_columns: Sequence[str] = (
                 continue
             last = content
             counted = counted or not has_lengths(rows)
-            lengths = text_lengths(rows, "prompt", "completion", tokens)
-            for row, (prompt_tokens, response_tokens) in zip(rows, lengths, strict=True):
-                responses.append(
-                    Response(
-                        rl_step=rl_step,
-                        prompt_id=text_id(row.text("prompt")),
-                        prompt_tokens=prompt_tokens,
-                        response_tokens=response_tokens,
-                        place=f"{row.file}, {row.place}",
-                        finish_reason=finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None,
-                        reward=_reward(row, names),
-                    )
-                )
+            responses += responses_of_texts(
+                rows, "prompt", "completion", tokens, repeat(rl_step), partial(_reward, names=names)
+            )
     notes = [tokens.note] if counted else []
     if names:
         notes.append(f"reward: {' + '.join(names)}")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tltlab.errors import TraceError
 
-from .responses import Imported, Response, finish_reason, text_id
-from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
+from .responses import Imported, Response, has_lengths, responses_of_texts
+from .rows import Row, rows_of
 from .token_counts import TokenCounter
 
 
@@ -32,42 +32,15 @@ def read_verl(path: Path, tokens: TokenCounter) -> Imported:
         for row in rows:
             row.require(["input"], "prompt")
             row.require(["output"], "response")
-        lengths = text_lengths(rows, "input", "output", tokens)
+        steps = (row.whole("step") if row.find(["step"]) else _step_of_name(file, row) for row in rows)
+        responses += responses_of_texts(rows, "input", "output", tokens, steps, lambda row: row.number("score"))
         counted = counted or not has_lengths(rows)
-        for row, (prompt_tokens, response_tokens) in zip(rows, lengths, strict=True):
-            responses.append(
-                Response(
-                    rl_step=row.whole("step") if row.find(["step"]) else _step_of_name(file, row),
-                    prompt_id=text_id(row.text("input")),
-                    prompt_tokens=prompt_tokens,
-                    response_tokens=response_tokens,
-                    place=f"{row.file}, {row.place}",
-                    finish_reason=finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None,
-                    reward=row.number("score"),
-                )
-            )
     return Imported(responses=responses, notes=(tokens.note,) if counted else (), exact=not counted)
 
 
 def verl_files(folder: Path) -> list[Path]:
     """The `<step>.jsonl` of a folder in the order of their steps."""
     return sorted((f for f in folder.glob("*.jsonl") if f.stem.isdecimal()), key=lambda f: (int(f.stem), f.name))
-
-
-def has_lengths(rows: list[Row]) -> bool:
-    """Whether all rows say their lengths in tokens."""
-    return all(row.find(PROMPT_TOKENS) and row.find(RESPONSE_TOKENS) for row in rows)
-
-
-def text_lengths(rows: list[Row], prompt: str, response: str, tokens: TokenCounter) -> list[tuple[int, int]]:
-    """Prompt and response tokens of each row: from its fields, or counted; a prompt is counted once."""
-    if has_lengths(rows):
-        names = ((row, row.require(PROMPT_TOKENS, ""), row.require(RESPONSE_TOKENS, "")) for row in rows)
-        return [(row.whole(before), row.whole(after, at_least=1)) for row, before, after in names]
-    prompts = list(dict.fromkeys(row.text(prompt) for row in rows))
-    before = dict(zip(prompts, tokens.count(prompts), strict=True))
-    after = tokens.count([row.text(response) for row in rows])
-    return [(before[row.text(prompt)], max(1, length)) for row, length in zip(rows, after, strict=True)]
 
 
 def _step_of_name(file: Path, row: Row) -> int:

@@ -67,10 +67,10 @@ def _loads(trace: Trace, workers: int | None, placement: BatchPlacement | None) 
     number = workers or trace.manifest.num_workers
     if number is None or number < 1:
         raise ConfigError("the trace does not say how many workers it had: give workers, 1 or more")
-    known = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
+    recorded = "worker" in trace.outcomes and bool(trace.outcomes["worker"].notna().all())
     same = workers in (None, trace.manifest.num_workers)
-    how = placement or ("recorded" if known and same else "contiguous")
-    if how == "recorded" and not known:
+    how = placement or ("recorded" if recorded and same else "contiguous")
+    if how == "recorded" and not recorded:
         raise ConfigError("placement 'recorded': outcomes.parquet has no worker for some requests; give 'contiguous'")
     if how not in ("contiguous", "round_robin", "recorded"):
         raise ConfigError(f"no placement named {how!r}; there are contiguous, round_robin, recorded")

@@ -149,7 +149,7 @@ def _duals(p: Problem) -> tuple[float, Floats]:
         ],
         format="csr",
     )
-    found: Any = linprog(
+    solution: Any = linprog(
         np.concatenate([p.seconds.ravel(), np.zeros(num_z + num_q)]),
         at_most,
         np.append(np.zeros(at_most.shape[0] - 1), 1.0),
@@ -159,9 +159,9 @@ def _duals(p: Problem) -> tuple[float, Floats]:
     )
     shares = np.diff(p.opening, axis=1, prepend=0)
     shares[:, 0] = 0.0
-    if found.status != 0 or (price := -float(found.ineqlin.marginals[-1]) / p.cap) <= 0.0:
+    if solution.status != 0 or (price := -float(solution.ineqlin.marginals[-1]) / p.cap) <= 0.0:
         return 0.0, shares
-    shares = np.maximum(-found.ineqlin.marginals[:num_z].reshape(num_r, num_b) / price, 0.0)
+    shares = np.maximum(-solution.ineqlin.marginals[:num_z].reshape(num_r, num_b) / price, 0.0)
     # What the solver's tolerance leaves above an opening would make the bound no bound.
     over = np.cumsum(shares, axis=1) / np.maximum(p.opening, 1e-300)
     return price, shares / np.maximum(over.max(axis=1, keepdims=True), 1.0)

@@ -53,7 +53,7 @@ def logged_decisions(trace: Trace, reward: RewardKind = "relative") -> tuple[lis
         )
     rows = _joined(decisions, iterations, own_state=trace.manifest.kind == "simulated")
     kind = _reward(rows, reward)
-    found: list[Logged] = []
+    logged: list[Logged] = []
     before: dict[tuple[int, int], Strategy] = {}
     for row in rows.to_dict("records"):
         strategy = Strategy(row["drafter"], int(row["draft_depth"]), int(row["top_k"]), int(row["tokens_to_verify"]))
@@ -79,10 +79,10 @@ def logged_decisions(trace: Trace, reward: RewardKind = "relative") -> tuple[lis
             strategy=previous,
         )
         chance = float(row["propensity"])
-        found.append(Logged(state=state, strategy=strategy, propensity=chance, outcome=outcome, reward=value))
-    if not found:
+        logged.append(Logged(state=state, strategy=strategy, propensity=chance, outcome=outcome, reward=value))
+    if not logged:
         raise ConfigError("no decision has a reward: all of them fell on iterations with prefill")
-    return found, kind
+    return logged, kind
 
 
 def _joined(decisions: pd.DataFrame, iterations: pd.DataFrame, own_state: bool) -> pd.DataFrame:

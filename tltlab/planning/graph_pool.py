@@ -187,15 +187,15 @@ class GraphPool(FrozenModel):
 
         Raises ConfigError where the other terms alone exceed them.
         """
-        known = self.model_copy(update={"bytes_per_layer": 0.0}).memory_bytes(plan)
-        if known > measured_bytes:
+        buffers = self.model_copy(update={"bytes_per_layer": 0.0}).memory_bytes(plan)
+        if buffers > measured_bytes:
             raise ConfigError(
-                f"the pool's buffers alone take {known:.4g} bytes, more than the {measured_bytes:.4g} measured: "
+                f"the pool's buffers alone take {buffers:.4g} bytes, more than the {measured_bytes:.4g} measured: "
                 "a model fact (context, captured sizes, keeps_logits) differs from the measured engine's"
             )
         passes = sum((self.num_layers + 1) * len(r.batches) for r in plan.target)
         passes += sum(_drafter_passes(r.strategy) * len(r.batches) for r in plan.drafter)
-        return self.model_copy(update={"bytes_per_layer": (measured_bytes - known) / passes})
+        return self.model_copy(update={"bytes_per_layer": (measured_bytes - buffers) / passes})
 
     def memory_bytes(self, plan: CapturePlan) -> float:
         """Bytes of all runners of a plan."""

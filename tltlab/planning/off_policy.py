@@ -145,7 +145,7 @@ def estimate(
     }
     num_clusters = int(cluster.max()) + 1
     counts = rng.multinomial(num_clusters, np.full(num_clusters, 1.0 / num_clusters), size=num_resamples)
-    found = {
+    intervals = {
         name: _interval(name, _summed(cluster, top), _summed(cluster, bottom), counts, level)
         for name, (top, bottom) in sums.items()
     }
@@ -153,8 +153,8 @@ def estimate(
     weight = _interval("weight", _summed(cluster, weights), _summed(cluster, ones), counts, CERTAIN)
     total, squares = float(weights.sum()), float((weights**2).sum())
     evaluation = Evaluation(
-        estimates=(found["ips"], found["snips"], found["dr"]),
-        logged=found["logged"],
+        estimates=(intervals["ips"], intervals["snips"], intervals["dr"]),
+        logged=intervals["logged"],
         num_decisions=len(chosen),
         num_without_choice=len(log) - len(chosen),
         num_clusters=num_clusters,
@@ -277,33 +277,34 @@ def _alike(log: Sequence[Logged]) -> float:
     return float(np.mean(pairs)) if len(pairs) >= MIN_ALIKE else 0.0
 
 
-def _warned(found: Evaluation, weight: Estimate, alike: float) -> Evaluation:
-    said = []
+def _warned(evaluation: Evaluation, weight: Estimate, alike: float) -> Evaluation:
+    warnings = []
     if alike > MAX_ALIKE_SHARE:
-        said.append(
+        warnings.append(
             f"{alike:.0%} of a worker's choices are those of its RL step before: one seed made them all, so "
             "RL steps are not independent and the intervals too narrow"
         )
-    if found.uncovered_share > MAX_UNCOVERED_SHARE:
-        said.append(
-            f"{found.uncovered_share:.0%} of the policy's choices are strategies that the log never tried at such "
+    if evaluation.uncovered_share > MAX_UNCOVERED_SHARE:
+        warnings.append(
+            f"{evaluation.uncovered_share:.0%} of the policy's choices are strategies that the log never tried at such "
             "batch sizes: their reward is unknown"
         )
-    if found.effective < MIN_ESS_SHARE * found.num_decisions:
-        said.append(
-            f"the {found.num_decisions} decisions are worth {found.effective:.0f} of the policy's own "
-            f"({found.effective / found.num_decisions:.1%}): log with more exploration"
+    if evaluation.effective < MIN_ESS_SHARE * evaluation.num_decisions:
+        warnings.append(
+            f"the {evaluation.num_decisions} decisions are worth {evaluation.effective:.0f} of the policy's own "
+            f"({evaluation.effective / evaluation.num_decisions:.1%}): log with more exploration"
         )
     # Recorded chances are single-precision numbers.
     if weight.low > 1.0 + ROUNDING or weight.high < 1.0 - ROUNDING:
-        said.append(
+        warnings.append(
             f"the weights average {weight.value:.2f} [{weight.low:.2f}, {weight.high:.2f}] where 1 is due: overlap is "
             "too weak, or the logged chances are wrong"
         )
-    if found.max_weight_share > MAX_WEIGHT_SHARE:
-        said.append(f"one decision has {found.max_weight_share:.0%} of all weight")
-    if found.num_clusters < MIN_CLUSTERS:
-        said.append(
-            f"{found.num_clusters} clusters of RL step and worker: with fewer than {MIN_CLUSTERS} an interval is a hint"
+    if evaluation.max_weight_share > MAX_WEIGHT_SHARE:
+        warnings.append(f"one decision has {evaluation.max_weight_share:.0%} of all weight")
+    if evaluation.num_clusters < MIN_CLUSTERS:
+        warnings.append(
+            f"{evaluation.num_clusters} clusters of RL step and worker: with fewer than {MIN_CLUSTERS} an interval is "
+            "a hint"
         )
-    return replace(found, warnings=tuple(said))
+    return replace(evaluation, warnings=tuple(warnings))

@@ -161,10 +161,10 @@ def _arms(rung: Rung, drafter: str, model: Acceptance) -> list[Strategy]:
         return covered
     deepest = max(arm.draft_depth for arm in chains)
     shallower = (Strategy.chain(drafter, depth) for depth in range(deepest - 1, 0, -1))
-    found = next((arm for arm in shallower if _covers(model, arm)), None)
-    if found is None:
+    deepest_arm = next((arm for arm in shallower if _covers(model, arm)), None)
+    if deepest_arm is None:
         raise ConfigError(f"the acceptance covers no draft of {drafter!r} at every batch size")
-    return [found]
+    return [deepest_arm]
 
 
 def _asked(rung: Rung, drafter: str) -> set[Strategy]:

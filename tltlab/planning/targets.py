@@ -37,7 +37,7 @@ def chances(policy: Policy, log: Sequence[Logged], folds: Sequence[int]) -> list
     """
     if policy.budget is not None and not isinstance(policy.budget, UniformBudgetSpec):
         raise ConfigError(f"a policy with the budget '{policy.budget.kind}' drafts what no logged decision did")
-    found: list[Chances] = [{} for _ in log]
+    by_decision: list[Chances] = [{} for _ in log]
     learns = _learns(policy.build(np.random.default_rng(0)))
     for fold in sorted(set(folds)) if learns else [-1]:
         selectors: dict[int, Selector] = {}
@@ -52,8 +52,8 @@ def chances(policy: Policy, log: Sequence[Logged], folds: Sequence[int]) -> list
                 selectors[worker] = (
                     copy.deepcopy(taught) if learns else policy.build(np.random.default_rng([0, worker]))
                 )
-            found[i] = _of(selectors[worker])(decision.state)
-    return found
+            by_decision[i] = _of(selectors[worker])(decision.state)
+    return by_decision
 
 
 def _core(selector: Selector) -> Selector:
@@ -103,6 +103,6 @@ def _epsilon_greedy(selector: BegMab | Goodput, state: StepState) -> Chances:
         arms = selector.arms[greedy.bucket_]
     if len(arms) == 1:
         return {best: 1.0}
-    found = dict.fromkeys(arms, selector.epsilon / len(arms))
-    found[best] += 1.0 - selector.epsilon
-    return found
+    by_arm = dict.fromkeys(arms, selector.epsilon / len(arms))
+    by_arm[best] += 1.0 - selector.epsilon
+    return by_arm

@@ -30,48 +30,48 @@ _MEASURED = {
 }  # fmt: skip
 
 
-def comparison_page(told: Mapping[str, Any], path: Path) -> Page:
+def comparison_page(result: Mapping[str, Any], path: Path) -> Page:
     """The page of a result; it is recognised by its keys. Raises ConfigError for another object."""
     try:
-        return _page(told, path)
+        return _page(result, path)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
             f"{path}: not as tltlab writes it ({type(error).__name__}: {error}); write it anew"
         ) from error
 
 
-def _page(told: Mapping[str, Any], path: Path) -> Page:
-    if (empty := next((key for key in _ROWS if told.get(key) == []), None)) is not None:
+def _page(result: Mapping[str, Any], path: Path) -> Page:
+    if (empty := next((key for key in _ROWS if result.get(key) == []), None)) is not None:
         raise ConfigError(f"{path}: its {empty} are an empty list, so there is nothing to report")
-    if told.get("format") == "tltlab-policy":
-        return _policy(told, told.get("provenance") or {}, path)
-    if isinstance(told.get("systems"), list):
-        return _ratios(told, told["systems"], "system", "Systems compared", path)
-    if isinstance(told.get("candidates"), list):
-        return _ratios(told, told["candidates"], "name", "A tuned policy", path)
-    if isinstance(told.get("policies"), list) and all("measured_s" in row for row in told["policies"]):
-        return _measured(told, path)
-    if isinstance(told.get("policies"), list):
-        return _ratios(told, told["policies"], "policy", "Policies compared", path)
-    if isinstance(told.get("steps"), list) and "median_error" in told:
-        part = from_result(told, "As tltlab verify wrote it.")
-        return Page(title="Predicted against measured", subtitle=path.name, key_figures=_errors(told), parts=(part,))
-    if isinstance(told.get("rows"), list) and "verdict" in told:
-        return _experiment(told, path)
+    if result.get("format") == "tltlab-policy":
+        return _policy(result, result.get("provenance") or {}, path)
+    if isinstance(result.get("systems"), list):
+        return _ratios(result, result["systems"], "system", "Systems compared", path)
+    if isinstance(result.get("candidates"), list):
+        return _ratios(result, result["candidates"], "name", "A tuned policy", path)
+    if isinstance(result.get("policies"), list) and all("measured_s" in row for row in result["policies"]):
+        return _measured(result, path)
+    if isinstance(result.get("policies"), list):
+        return _ratios(result, result["policies"], "policy", "Policies compared", path)
+    if isinstance(result.get("steps"), list) and "median_error" in result:
+        part = from_result(result, "As tltlab verify wrote it.")
+        return Page(title="Predicted against measured", subtitle=path.name, key_figures=_errors(result), parts=(part,))
+    if isinstance(result.get("rows"), list) and "verdict" in result:
+        return _experiment(result, path)
     raise ConfigError(
-        f"{path}: no comparison; it has {', '.join(map(str, told)) or 'nothing'}, and a report is made of what "
+        f"{path}: no comparison; it has {', '.join(map(str, result)) or 'nothing'}, and a report is made of what "
         "compare, tune, verify or experiment print with --json, or of a RUN"
     )
 
 
-def _ratios(told: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> Page:
+def _ratios(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str, title: str, path: Path) -> Page:
     """Rows of makespans with their ratios to a baseline."""
     tuned = key == "name"
-    baseline = str(told.get("baseline") or ("the best fixed strategy" if tuned else rows[0][key]))
+    baseline = str(result.get("baseline") or ("the best fixed strategy" if tuned else rows[0][key]))
     labels = [str(row[key]) for row in rows]
     whole = all(row.get("step_s") is not None for row in rows)
     best = min(rows, key=lambda row: row["step_s" if whole else "makespan_s"])
-    verdict = told.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
+    verdict = result.get("verdict") or _verdict(best, str(best[key]), baseline, whole=whole)
     blocks: list[Block] = [Text(text=str(verdict), strong=True), Text(text=SIMULATED)]
     blocks.append(_ratio_picture(rows, labels, "ratio", f"rollout time over that of {baseline}", "Rollouts"))
     if any(row.get("step_ratio") is not None for row in rows):
@@ -86,30 +86,30 @@ def _ratios(told: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], key: str
         + (" (the per-iteration oracle)." if tuned else ".")
     )
     blocks.append(records(shown, columns, caption=caption))
-    parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(told, rows)]
-    notes = told.get("notes")
+    parts: list[Part] = [Section(title="Result", blocks=tuple(blocks)), *_about_systems(result, rows)]
+    notes = result.get("notes")
     if isinstance(notes, list) and notes:
         parts.append(Section(title="Notes", blocks=tuple(Text(text=str(note)) for note in notes)))
-    parts.append(_origin(told, {"systems", "policies", "candidates", "verdict", "notes", "left_out"}))
+    parts.append(_origin(result, {"systems", "policies", "candidates", "verdict", "notes", "left_out"}))
     ratio = best.get("step_ratio" if whole else "ratio")
     keys = [("fastest", str(best[key])), ("its ratio", number(ratio, ".3f"))]
     if tuned:
-        keys = [("chosen", str(told.get("name", best[key]))), ("worth it", "yes" if told.get("worth_it") else "no")]
-    steps = told.get("num_rl_steps")
+        keys = [("chosen", str(result.get("name", best[key]))), ("worth it", "yes" if result.get("worth_it") else "no")]
+    steps = result.get("num_rl_steps")
     keys += [("baseline", baseline)] + ([("RL steps", str(steps))] if steps is not None else [])
-    where = " · ".join(str(v) for v in (told.get("trace"), path.name) if isinstance(v, str) and v)
+    where = " · ".join(str(v) for v in (result.get("trace"), path.name) if isinstance(v, str) and v)
     return Page(title=title, subtitle=where, key_figures=tuple(keys), parts=tuple(parts))
 
 
 def _with_words(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its intervals and yes or no in words."""
-    told = dict(row)
+    words = dict(row)
     for name in ("ratio", "step_ratio"):
         if name in row:
-            told[f"{name}_interval"] = _interval(row, f"{name}_low", f"{name}_high")
+            words[f"{name}_interval"] = _interval(row, f"{name}_low", f"{name}_high")
     if "lossless" in row:
-        told["lossless"] = "yes" if row["lossless"] else "no"
-    return told
+        words["lossless"] = "yes" if row["lossless"] else "no"
+    return words
 
 
 def _interval(row: Mapping[str, Any], low: str, high: str) -> str | None:
@@ -121,11 +121,11 @@ def _interval(row: Mapping[str, Any], low: str, high: str) -> str | None:
 def _ratio_picture(
     rows: Sequence[Mapping[str, Any]], labels: list[str], key: str, xlabel: str, title: str
 ) -> Picture:  # fmt: skip
-    told = ", ".join(f"{n} {number(row.get(key), '.3f')}" for n, row in zip(labels, rows, strict=True))
+    ratios = ", ".join(f"{n} {number(row.get(key), '.3f')}" for n, row in zip(labels, rows, strict=True))
     return Picture.of(
         bars(labels, [row.get(key) for row in rows], [row.get(f"{key}_low") for row in rows],
              [row.get(f"{key}_high") for row in rows], xlabel=xlabel, title=f"{title} (simulated)", reference=1.0),
-        alt=f"{title}: {told}.",
+        alt=f"{title}: {ratios}.",
         caption="Bars left of the dashed line are faster than the baseline. Lines on the bars: 95 % intervals; a "
         "row without one has a single RL step, or never differs.",
     )  # fmt: skip
@@ -137,14 +137,14 @@ def _verdict(best: Mapping[str, Any], name: str, baseline: str, *, whole: bool) 
     low, high = best.get(f"{ratio}_low"), best.get(f"{ratio}_high")
     if name == baseline:
         return f"Nothing is faster than {baseline}."
-    said = f"{name} is fastest: {number(best.get(ratio), '.3f')} times the {time} of {baseline}"
+    sentence = f"{name} is fastest: {number(best.get(ratio), '.3f')} times the {time} of {baseline}"
     if low is None or high is None:
-        return f"{said}; on a single RL step, so without an interval."
+        return f"{sentence}; on a single RL step, so without an interval."
     sure = "" if high < 1 else ", which may be chance"
-    return f"{said}, 95 % interval {low:.3f} to {high:.3f}{sure}."
+    return f"{sentence}, 95 % interval {low:.3f} to {high:.3f}{sure}."
 
 
-def _about_systems(told: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Part]:
+def _about_systems(result: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Part]:
     parts: list[Part] = []
     about = [
         (
@@ -157,25 +157,25 @@ def _about_systems(told: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -
     ]
     if about:
         parts.append(Section(title="What was assumed", blocks=(Items(rows=tuple(about)),)))
-    left = told.get("left_out")
+    left = result.get("left_out")
     if isinstance(left, dict) and left:
         items = Items(rows=tuple((str(name), str(why)) for name, why in left.items()))
         parts.append(Section(title="Left out", blocks=(items,)))
     return parts
 
 
-def _measured(told: Mapping[str, Any], path: Path) -> Page:
+def _measured(result: Mapping[str, Any], path: Path) -> Page:
     """Policies that ran for real, each with its prediction."""
-    rows = sorted(told["policies"], key=lambda row: row["measured_s"])
+    rows = sorted(result["policies"], key=lambda row: row["measured_s"])
     shown = [dict(row) | {"interval": _interval(row, "low", "high")} for row in rows]
     labels = [str(row["policy"]) for row in rows]
-    tau, pairs = told.get("kendall_tau"), told.get("num_pairs")
-    missed = told.get("missed")
+    tau, pairs = result.get("kendall_tau"), result.get("num_pairs")
+    missed = result.get("missed")
     why = f" Missed: {'; '.join(map(str, missed))}." if isinstance(missed, list) and missed else ""
     verdict = (
         f"The simulator's order of the policies against the machine's: Kendall tau {number(tau, '.2f')} over "
         f"{number(pairs, 'd')} pairs whose measured intervals do not overlap; median error "
-        f"{number(told.get('median_error'), '.1%')}, worst {number(told.get('worst_error'), '.1%')}.{why}"
+        f"{number(result.get('median_error'), '.1%')}, worst {number(result.get('worst_error'), '.1%')}.{why}"
     )
     blocks: list[Block] = [
         Text(text=verdict, strong=True),
@@ -194,71 +194,72 @@ def _measured(told: Mapping[str, Any], path: Path) -> Page:
         ),
         records(shown, _MEASURED, caption="Each policy, measured and predicted from rollouts of other policies."),
     ]  # fmt: skip
-    settings = {k: v for k, v in told.items() if k not in ("policies", "rounds", "missed")}
+    settings = {k: v for k, v in result.items() if k not in ("policies", "rounds", "missed")}
     return Page(
-        title="Does the simulator's winner win on the machine?", subtitle=path.name, key_figures=_errors(told),
+        title="Does the simulator's winner win on the machine?", subtitle=path.name, key_figures=_errors(result),
         parts=(Section(title="Result", blocks=tuple(blocks)), _origin(settings, set())),
     )  # fmt: skip
 
 
-def _errors(told: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def _errors(result: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     figures = [
-        ("median error", number(told.get("median_error"), ".1%")), ("worst", number(told.get("worst_error"), ".1%")),
-        ("repeat spread", number(told.get("repeat_spread"), ".1%")),
+        ("median error", number(result.get("median_error"), ".1%")),
+        ("worst", number(result.get("worst_error"), ".1%")),
+        ("repeat spread", number(result.get("repeat_spread"), ".1%")),
     ]  # fmt: skip
-    if "kendall_tau" in told:
-        figures.append(("Kendall tau", number(told["kendall_tau"], ".2f")))
-    if "met" in told:
-        figures.append(("goal", "met" if told["met"] else "missed"))
+    if "kendall_tau" in result:
+        figures.append(("Kendall tau", number(result["kendall_tau"], ".2f")))
+    if "met" in result:
+        figures.append(("goal", "met" if result["met"] else "missed"))
     return tuple(figures)
 
 
-def _experiment(told: Mapping[str, Any], path: Path) -> Page:
+def _experiment(result: Mapping[str, Any], path: Path) -> Page:
     """The verdict, the picture and the table of `tltlab experiment`."""
-    rows = told["rows"]
+    rows = result["rows"]
     keys = list(dict.fromkeys(key for row in rows for key in row))
     text = tuple(k for k in keys if any(isinstance(row.get(k), str) for row in rows))
     columns = {key: (key.replace("_", " "), "" if key in text else ".4g") for key in keys}
-    blocks: list[Block] = [Text(text=str(told["verdict"]), strong=True)]
-    if told.get("prediction"):
+    blocks: list[Block] = [Text(text=str(result["verdict"]), strong=True)]
+    if result.get("prediction"):
         blocks.append(Text(text=SIMULATED))
     beside = path.parent / "picture.png" if path.name == "result.json" else None
     if beside is not None and (
-        picture := Picture.of_png(beside, alt=str(told["verdict"]), caption="What the table below has in figures.")
+        picture := Picture.of_png(beside, alt=str(result["verdict"]), caption="What the table below has in figures.")
     ):
         blocks.append(picture)
-    blocks.append(records(rows, columns, caption=str(told.get("question", "Result")), text=text))
-    blocks += [Text(text=str(note)) for note in told.get("notes") or ()]
-    title = f"Experiment: {told.get('name', path.stem)}"
-    origin = dict(told.get("settings") or {}) | {key: told.get(key) for key in ("command", "versions")}
+    blocks.append(records(rows, columns, caption=str(result.get("question", "Result")), text=text))
+    blocks += [Text(text=str(note)) for note in result.get("notes") or ()]
+    title = f"Experiment: {result.get('name', path.stem)}"
+    origin = dict(result.get("settings") or {}) | {key: result.get(key) for key in ("command", "versions")}
     parts = (Section(title="Result", blocks=tuple(blocks)), _origin(origin, set()))
-    return Page(title=title, subtitle=str(told.get("question", "")), key_figures=(), parts=parts)
+    return Page(title=title, subtitle=str(result.get("question", "")), key_figures=(), parts=parts)
 
 
-def _policy(told: Mapping[str, Any], provenance: Mapping[str, Any], path: Path) -> Page:
+def _policy(result: Mapping[str, Any], provenance: Mapping[str, Any], path: Path) -> Page:
     """A policy file without candidates: the policy and where it came from."""
     blocks: list[Block] = [Text(text=str(provenance["verdict"]), strong=True)] if "verdict" in provenance else []
     blocks.append(
-        Code(code=json.dumps({k: v for k, v in told.items() if k != "provenance"}, indent=2), label="policy file")
+        Code(code=json.dumps({k: v for k, v in result.items() if k != "provenance"}, indent=2), label="policy file")
     )
     parts: list[Part] = [Section(title="The policy", blocks=tuple(blocks)), _origin(provenance, {"verdict"})]
     reason = "a policy file does not list what it was chosen among: tltlab tune --json does"
     parts.append(Absent(title="Comparison", reason=reason))
-    kind = str((told.get("selector") or {}).get("kind", "not told"))
+    kind = str((result.get("selector") or {}).get("kind", "not told"))
     return Page(title="A policy", subtitle=path.name, key_figures=(("selector", kind),), parts=tuple(parts))
 
 
-def _origin(told: Mapping[str, Any], told_above: set[str]) -> Part:
+def _origin(result: Mapping[str, Any], told_above: set[str]) -> Part:
     """What else the result says: settings as facts, longer things folded, and the command to repeat it."""
-    provenance = told.get("provenance")
+    provenance = result.get("provenance")
     more = dict(provenance) if isinstance(provenance, dict) else {}
-    known = {k: v for k, v in (more | dict(told)).items() if k not in told_above | {"provenance"}}
-    command = known.pop("command", None) or known.pop("argv", None)
-    versions = versions_of(known)
-    known.pop("versions", None)
+    settings = {k: v for k, v in (more | dict(result)).items() if k not in told_above | {"provenance"}}
+    command = settings.pop("command", None) or settings.pop("argv", None)
+    versions = versions_of(settings)
+    settings.pop("versions", None)
     plain: list[tuple[str, str]] = []
     folded: list[Block] = []
-    for key, value in known.items():
+    for key, value in settings.items():
         if isinstance(value, dict | list) and len(json.dumps(value)) > 80:
             name = key.replace("_", " ")
             folded.append(Code(code=json.dumps(value, indent=2), label=name, summary=name))

@@ -75,15 +75,15 @@ def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
     series: dict[str, tuple[Any, Any]] = {}
     bands: dict[str, tuple[Any, Any]] = {}
     for name, own in (("in service", newest), ("as it was at first", oldest)):
-        found = [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
-        series[name] = ([step for step, _ in found], [value[0] for _, value in found])
-        bands[name] = ([value[1] for _, value in found], [value[2] for _, value in found])
-    told = "; ".join(f"{name}: {y[0]:.2f} at first, {y[-1]:.2f} at last" for name, (_, y) in series.items())
+        by_step = [(step, _accept_length(of_step)) for step, of_step in _by_response(own, depth).groupby("rl_step")]
+        series[name] = ([step for step, _ in by_step], [value[0] for _, value in by_step])
+        bands[name] = ([value[1] for _, value in by_step], [value[2] for _, value in by_step])
+    lengths = "; ".join(f"{name}: {y[0]:.2f} at first, {y[-1]:.2f} at last" for name, (_, y) in series.items())
     figure = lines(series, bands=bands, xlabel="RL step", ylabel="tokens per draft", title="What training gave")
     blocks: list[Block] = [
         Picture.of(
             figure,
-            alt=f"Tokens per draft of the drafter in service and of the first one, over RL steps. {told}.",
+            alt=f"Tokens per draft of the drafter in service and of the first one, over RL steps. {lengths}.",
             caption="What each would have had accepted on the same recorded responses, bonus token included. Bands: "
             "95 % of resampled responses.",
         )
@@ -98,11 +98,11 @@ def _acceptance_blocks(acceptance: pd.DataFrame) -> list[Block]:
             ylabel="% of the newest's",
             title="What age costs",
         )
-        told = ", ".join(f"{share:.0f} % at age {years}" for years, share in zip(age, kept, strict=True))
+        lengths = ", ".join(f"{share:.0f} % at age {years}" for years, share in zip(age, kept, strict=True))
         blocks.append(
             Picture.of(
                 figure,
-                alt=f"Tokens per draft by the drafter's age, relative to the newest: {told}.",
+                alt=f"Tokens per draft by the drafter's age, relative to the newest: {lengths}.",
                 caption="Tokens per draft of older drafters over the newest one's on the same responses. An older one "
                 "has seen an older policy and has had fewer updates. Bands: 95 % of resampled RL steps, where there "
                 "are at least three.",
@@ -133,10 +133,10 @@ def _by_age(table: pd.DataFrame, depth: int) -> list[tuple[int, float, float, fl
         per_age[int(own["drafter_age"].iloc[0])] = 1 + sums["kept"] / sums["drafts"]
     means = pd.DataFrame(per_age)
     newest = means.bfill(axis=1).iloc[:, 0]
-    found = []
+    rows = []
     for age in means.columns:
         both = means[age].notna()
         a, b = means.loc[both, age].to_numpy(), newest[both].to_numpy()
         low, high = resampled_ratio(a, b)
-        found.append((int(age), 100 * float(a.sum() / b.sum()), 100 * low, 100 * high))
-    return found
+        rows.append((int(age), 100 * float(a.sum() / b.sum()), 100 * low, 100 * high))
+    return rows

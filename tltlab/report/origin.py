@@ -22,25 +22,25 @@ def findings_part(run: Path) -> Part:
     """What `tltlab doctor` finds in the run."""
     title = "Findings"
     try:
-        found = diagnose(run)
+        diagnosis = diagnose(run)
     except TltlabError as error:
         return Absent(title=title, reason=str(error))
-    checks = len(found.good) + len(found.not_checked) + len({f.code for f in found.findings})
+    checks = len(diagnosis.good) + len(diagnosis.not_checked) + len({f.code for f in diagnosis.findings})
     blocks: list[Block] = []
-    if found.findings:
+    if diagnosis.findings:
         rows = []
-        for one in found.findings:
+        for one in diagnosis.findings:
             where = f" ({one.where})" if one.where else ""
             rows.append((f"{one.severity}: {one.title}{where}", f"{one.evidence} {one.advice}".strip()))
         blocks.append(Items(rows=tuple(rows)))
     else:
         blocks.append(Text(text="None of the known failure signatures was found."))
-    good = "; ".join(check.good for check in found.good)
+    good = "; ".join(check.good for check in diagnosis.good)
     blocks.append(Text(text=f"Of {checks} checks these found nothing: {good or 'none'}."))
-    if found.not_checked:
+    if diagnosis.not_checked:
         blocks.append(Table(
-            caption="Checks that lacked data.", columns=("check", "why"), rows=found.not_checked,
-            text_columns=frozenset({0, 1}), summary=f"{len(found.not_checked)} checks that could not be made",
+            caption="Checks that lacked data.", columns=("check", "why"), rows=diagnosis.not_checked,
+            text_columns=frozenset({0, 1}), summary=f"{len(diagnosis.not_checked)} checks that could not be made",
         ))  # fmt: skip
     return Section(title=title, blocks=tuple(blocks))
 
@@ -66,16 +66,16 @@ def events_part(run: Path) -> Part:
     if len(rows) > _MOST_EVENTS:
         half = _MOST_EVENTS // 2
         shown, left = [*rows[:half], *rows[-half:]], len(rows) - 2 * half
-    said = f"{len(rows)} events" + (f", {left} in the middle are left out here" if left else "")
+    summary = f"{len(rows)} events" + (f", {left} in the middle are left out here" if left else "")
     table = Table(
         caption="From events.jsonl.", columns=("RL step", "event"), rows=tuple(shown), text_columns=frozenset({0, 1}),
-        summary=said,
+        summary=summary,
     )  # fmt: skip
     return Section(title=title, blocks=(table,))
 
 
-def origin_part(run: Path, trace: Trace, told: Mapping[str, Any]) -> Part:
-    """Model, hardware, versions, and the command to repeat the run; `told` is its run.json."""
+def origin_part(run: Path, trace: Trace, run_json: Mapping[str, Any]) -> Part:
+    """Model, hardware, versions, and the command to repeat the run; `run_json` is what it wrote there."""
     manifest = trace.manifest
     facts = [
         ("model", manifest.model), ("hardware", manifest.hardware), ("engine", manifest.engine),
@@ -84,11 +84,11 @@ def origin_part(run: Path, trace: Trace, told: Mapping[str, Any]) -> Part:
         ("created", manifest.created), ("source", manifest.source), ("license", manifest.license),
         ("notes", manifest.notes),
     ]  # fmt: skip
-    facts += [(name, version) for name, version in versions_of(told).items()]
+    facts += [(name, version) for name, version in versions_of(run_json).items()]
     blocks: list[Block] = [Facts(rows=tuple((name, str(value)) for name, value in facts if value not in (None, "")))]
-    blocks += repeat_blocks(told.get("argv"), "The run has no run.json: the command that made it is not known.")
+    blocks += repeat_blocks(run_json.get("argv"), "The run has no run.json: the command that made it is not known.")
     for name, value in (
-        ("The whole recipe", told.get("recipe")),
+        ("The whole recipe", run_json.get("recipe")),
         ("The policy file", read_object(run / "policy.json")),
     ):
         if value:
@@ -96,9 +96,9 @@ def origin_part(run: Path, trace: Trace, told: Mapping[str, Any]) -> Part:
     return Section(title="Where it comes from", blocks=tuple(blocks))
 
 
-def versions_of(told: Mapping[str, Any]) -> dict[str, str]:
+def versions_of(source: Mapping[str, Any]) -> dict[str, str]:
     """Versions of programs, by name."""
-    versions = told.get("versions")
+    versions = source.get("versions")
     return {str(k): str(v) for k, v in versions.items()} if isinstance(versions, dict) else {}
 
 

@@ -66,8 +66,8 @@ def to_perfetto(
     for step, duration in rollouts.items():
         one = trace.select([step])
         facts = {"bubble_fraction": metrics.bubble_fraction(one), "tail_fraction": metrics.tail_fraction(one)}
-        known = {name: value for name, value in facts.items() if value is not None}
-        add(_STEPS, f"rollout {step}", shift[step], shift[step] + duration, **known)
+        arguments = {name: value for name, value in facts.items() if value is not None}
+        add(_STEPS, f"rollout {step}", shift[step], shift[step] + duration, **arguments)
     for lane, kind, start_s, end_s in segments.itertuples(index=False):
         add(lane, kind, start_s, end_s)
     for step in shift:

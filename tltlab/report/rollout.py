@@ -55,13 +55,13 @@ def lengths_part(trace: Trace) -> Part:
     if len(steps) >= 6:
         groups = {f"RL steps {p[0]} to {p[-1]}": p for p in (steps[:third], steps[-third:])}
     drawn = {name: _longer_than(trace.select(part)) for name, part in groups.items()}
-    said = ", ".join(f"p{p} {number(v, ',.0f')}" if p < 100 else f"longest {number(v, ',.0f')}" for p, v in
+    quantiles = ", ".join(f"p{p} {number(v, ',.0f')}" if p < 100 else f"longest {number(v, ',.0f')}" for p, v in
                      percentiles.items())  # fmt: skip
     blocks: list[Block] = [
         Picture.of(
             lines(drawn, xlabel="tokens", ylabel="% still running", title="Responses longer than ..."),
-            alt=f"Share of responses longer than a number of tokens: {said}.",
-            caption=f"{num:,} responses. Tokens: {said}. Cut at the cap: {cut:.1%}. The longest tenth of the "
+            alt=f"Share of responses longer than a number of tokens: {quantiles}.",
+            caption=f"{num:,} responses. Tokens: {quantiles}. Cut at the cap: {cut:.1%}. The longest tenth of the "
             f"responses has {number(_tokens_of_longest_tenth(trace), '.0%')} of all tokens.",
         )
     ]
@@ -130,18 +130,21 @@ def steps_part(trace: Trace) -> Part:
 
 def steps_rows(trace: Trace) -> list[dict[str, Any]]:
     """What is known of each RL step: metrics and the trace's own `steps`; None where unknown."""
-    told: dict[int, dict[str, Any]] = {}
+    by_step: dict[int, dict[str, Any]] = {}
     if trace.steps is not None:
-        known = trace.steps.astype(object).where(trace.steps.notna(), None)
-        told = {int(row["rl_step"]): {str(k): v for k, v in row.items()} for row in known.to_dict("records")}
+        steps = trace.steps.astype(object).where(trace.steps.notna(), None)
+        by_step = {int(row["rl_step"]): {str(k): v for k, v in row.items()} for row in steps.to_dict("records")}
     rows = []
     for row in metrics.per_step(trace):
-        own = told.get(row["rl_step"], {})
+        recorded = by_step.get(row["rl_step"], {})
         measured = row["rollout_s"]
         rows.append(
             row
-            | {key: own.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl")}
-            | {"reward": own.get("reward_mean"), "tokens_per_s": row["num_tokens"] / measured if measured else None}
+            | {key: recorded.get(key) for key in ("policy", *list(_STAGES)[1:], "drift_kl")}
+            | {
+                "reward": recorded.get("reward_mean"),
+                "tokens_per_s": row["num_tokens"] / measured if measured else None,
+            }
         )
     return rows
 

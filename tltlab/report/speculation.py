@@ -56,16 +56,16 @@ def acceptance_part(trace: Trace) -> Part:
     series: dict[str, tuple[Any, Any]] = {}
     bands: dict[str, tuple[Any, Any]] = {}
     for name, own in table.groupby("drafter", sort=True):
-        found = [
+        by_bin = [
             (at, _accept_length(rows)) for at, rows in own.groupby("bin") if rows["drafts"].sum() >= _FEWEST_DRAFTS
         ]
-        if found:
-            x = [at for at, _ in found]
-            series[str(name)] = (x, [value[0] for _, value in found])
-            bands[str(name)] = ([value[1] for _, value in found], [value[2] for _, value in found])
+        if by_bin:
+            x = [at for at, _ in by_bin]
+            series[str(name)] = (x, [value[0] for _, value in by_bin])
+            bands[str(name)] = ([value[1] for _, value in by_bin], [value[2] for _, value in by_bin])
     blocks: list[Block] = []
     if series:
-        told = "; ".join(
+        lengths = "; ".join(
             f"{name}: " + ", ".join(f"{number(v, '.2f')} from {at}" for at, v in zip(*xy, strict=True))
             for name, xy in series.items()
         )
@@ -79,7 +79,7 @@ def acceptance_part(trace: Trace) -> Part:
                     ylabel="tokens per draft",
                     title="Accept length",
                 ),
-                alt=f"Accept length over running requests. {told}.",
+                alt=f"Accept length over running requests. {lengths}.",
                 caption="Tokens per request and speculative iteration, bonus token included. Bands: 95 % of resampled "
                 "RL steps, where there are at least three. Small batches are the end of a rollout, whose requests are "
                 "other ones than those in the large batches.",
@@ -188,8 +188,8 @@ def _arm_table(table: pd.DataFrame, arms: list[str]) -> Table:
     for arm in arms:
         own = table[table["arm"] == arm]
         chance, reward = own["propensity"].dropna(), own["reward"].dropna()
-        told = "–" if chance.empty else f"{chance.median():.2f} ({chance.min():.2f} to {chance.max():.2f})"
-        rows.append((arm, f"{len(own):,}", f"{len(own) / len(table):.1%}", told,
+        chances = "–" if chance.empty else f"{chance.median():.2f} ({chance.min():.2f} to {chance.max():.2f})"
+        rows.append((arm, f"{len(own):,}", f"{len(own) / len(table):.1%}", chances,
                      "–" if reward.empty else f"{reward.median():.4g}"))  # fmt: skip
     return Table(
         caption="Arms. Probability: the one with which the policy chose the arm when it did, median and range. Reward: "

@@ -18,10 +18,10 @@ TITLE = "Predicted against measured"
 
 def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute: bool) -> Part:
     """Every RL step predicted from the others: what `summary` has of it, else by `tltlab verify` where `compute`."""
-    told = summary.get("verify")
-    if isinstance(told, dict) and told.get("steps"):
+    verification = summary.get("verify")
+    if isinstance(verification, dict) and verification.get("steps"):
         try:
-            return from_result(told, "As the run wrote it (summary.json).")
+            return from_result(verification, "As the run wrote it (summary.json).")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             return Absent(title=TITLE, reason=f"summary.json has it otherwise than tltlab writes it ({error})")
     if not compute:
@@ -39,11 +39,11 @@ def verify_part(run: Path, trace: Trace, summary: Mapping[str, Any], *, compute:
         return Absent(title=TITLE, reason=f"{error.name} is not installed: pip install 'tltlab[sim]'")
 
 
-def from_result(found: Mapping[str, Any], source: str) -> Part:
+def from_result(verification: Mapping[str, Any], source: str) -> Part:
     """The part that a result of `tltlab verify --json` makes."""
-    rows = found["steps"]
-    median, worst = found.get("median_error"), found.get("worst_error")
-    spread = found.get("repeat_spread")
+    rows = verification["steps"]
+    median, worst = verification.get("median_error"), verification.get("worst_error")
+    spread = verification.get("repeat_spread")
     twice = (
         "No rollout was run twice, so what the machine itself varies by is not known."
         if spread is None

@@ -57,10 +57,10 @@ def _is_comparison(source: Path) -> bool:
 
 def _comparison(source: Path) -> Page:
     path = source if source.is_file() else source / RESULT
-    told = read_json(path)
-    if not isinstance(told, dict):
-        raise ConfigError(f"{path}: a comparison is one JSON object, this is a {type(told).__name__}")
-    return comparison_page(told, path)
+    result = read_json(path)
+    if not isinstance(result, dict):
+        raise ConfigError(f"{path}: a comparison is one JSON object, this is a {type(result).__name__}")
+    return comparison_page(result, path)
 
 
 def run_page(source: Path, *, verify: bool) -> Page:
@@ -68,7 +68,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
     trace = read(source)
     folder = locate(source)
     run = folder.parent if folder.name == "trace" else folder
-    summary, told = _summary(run), read_object(run / "run.json")
+    summary, run_json = _summary(run), read_object(run / "run.json")
     parts = (
         timeline_part(trace),
         lengths_part(trace),
@@ -79,7 +79,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
         verify_part(run, trace, summary, compute=verify),
         findings_part(run),
         events_part(run),
-        origin_part(run, trace, told),
+        origin_part(run, trace, run_json),
     )
     return Page(title=_title(source, trace), subtitle=_subtitle(trace), key_figures=_key_figures(trace), parts=parts)
 
@@ -105,8 +105,8 @@ def _title(source: Path, trace: Trace) -> str:
 def _subtitle(trace: Trace) -> str:
     manifest = trace.manifest
     kind = "simulated: a prediction, not a measurement" if manifest.kind == "simulated" else manifest.kind
-    said = (kind, manifest.model, manifest.hardware, manifest.engine, manifest.created)
-    return " · ".join(str(value) for value in said if value)
+    facts = (kind, manifest.model, manifest.hardware, manifest.engine, manifest.created)
+    return " · ".join(str(value) for value in facts if value)
 
 
 def _key_figures(trace: Trace) -> tuple[tuple[str, str], ...]:

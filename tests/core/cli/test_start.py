@@ -1,9 +1,13 @@
-"""What starting loads: little, so that it is quick; and what a command says where an extra is not installed."""
+"""What starting loads: little, so that it is quick; what a command says
+where an extra is not installed; and that what ends it from outside lets it close what it holds."""
 
 import ast
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import entry_points, requires
 from pathlib import Path
 
@@ -14,19 +18,8 @@ from tltlab.cli import app
 
 PACKAGE = Path(tltlab.__file__).parent
 SLOW = {
-    "matplotlib",
-    "typer",
-    "pandas",
-    "pyarrow",
-    "pydantic",
-    "scipy",
-    "sklearn",
-    "rich",
-    "numpy",
-    "torch",
-    "vllm",
-    "ray",
-}
+    "matplotlib", "typer", "pandas", "pyarrow", "pydantic", "scipy", "sklearn", "rich", "numpy", "torch", "vllm", "ray",
+}  # fmt: skip
 OF_EXTRAS = (
     "datasets", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors", "simpy", "tensorboard",
     "tokenizers", "torch", "transformers", "vllm", "zmq",
@@ -69,38 +62,28 @@ def says_what_to_install(done: subprocess.CompletedProcess[str], extra: str, mod
     assert f", which is not installed: pip install 'tltlab[{extra}]'" in done.stderr.splitlines()[-1]
 
 
-def test_importing_tltlab_loads_nothing_that_is_slow():
-    loaded = loaded_by("import tltlab; tltlab.Strategy, tltlab.StepState, tltlab.ConfigError")
-    assert "tltlab" in loaded
-    assert loaded.isdisjoint(SLOW)
-
-
-def test_the_overview_loads_no_command():
-    code = """
-from tltlab.cli.app import main
-try:
-    main(["--help"])
-except SystemExit as done:
-    assert done.code == 0
-"""
-    assert loaded_by(code).isdisjoint(SLOW)
-
-
-def test_a_policy_and_the_reports_of_an_actor_load_neither_pictures_nor_commands():
-    code = "import tltlab.runtime.engine.vllm.options, tltlab.console; from tltlab import load_policy"
-    assert loaded_by(code).isdisjoint({"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"})
-
-
-def test_the_simulator_loads_neither_pictures_nor_commands():
-    pytest.importorskip("simpy")
-    assert loaded_by("import tltlab.sim").isdisjoint({"matplotlib", "typer"})
-
-
-def test_the_plugin_loads_no_policy():
-    pytest.importorskip("torch")
-    loaded = loaded_by("import tltlab.runtime.engine.vllm.plugin")
-    assert "tltlab.runtime.engine.vllm.plugin" in loaded
-    assert loaded.isdisjoint({"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"})
+@pytest.mark.parametrize(
+    ("code", "needs", "leaves_out"),
+    [
+        ("import tltlab; tltlab.Strategy, tltlab.StepState, tltlab.ConfigError", "tltlab", SLOW),
+        ("import tltlab.cli.app as cli\ntry: cli.main(['--help'])\nexcept SystemExit: pass", "ast", SLOW),
+        (
+            "import tltlab.runtime.engine.vllm.options, tltlab.console; from tltlab import load_policy", "pydantic",
+            {"matplotlib", "typer", "rich", "pandas", "sklearn", "torch"},
+        ),
+        ("import tltlab.sim", "simpy", {"matplotlib", "typer"}),
+        (
+            "import tltlab.runtime.engine.vllm.plugin", "torch",
+            {"tltlab.policies", "matplotlib", "typer", "rich", "pandas", "pydantic", "scipy"},
+        ),
+    ],
+    ids=["import", "overview", "policy", "simulator", "plugin"],
+)  # fmt: skip
+def test_what_starts_loads_nothing_that_is_slow_and_that_it_does_not_need(code: str, needs: str, leaves_out: set[str]):
+    pytest.importorskip(needs)
+    loaded = loaded_by(code)
+    assert {"tltlab", needs} <= loaded
+    assert loaded.isdisjoint(leaves_out)
 
 
 def test_every_export_is_there_and_listed():
@@ -131,13 +114,11 @@ def imports_of(path: Path) -> set[str]:
 
 def test_whatever_the_package_imports_comes_with_it_or_with_an_extra_that_is_named():
     core = {re.split(r"[<>=;\[ ]", line)[0] for line in requires("tltlab") or () if "extra ==" not in line}
-    imported = set().union(
-        *(imports_of(path) for part in ("", "sim", "runtime") for path in (PACKAGE / part).rglob("*.py"))
-    )
+    sources = [path for part in ("", "sim", "runtime") for path in (PACKAGE / part).rglob("*.py")]
+    imported = set().union(*map(imports_of, sources))
     assert {"numpy", "simpy", "zmq"} <= imported
-    for module in (
-        imported - WITH_WORDS_OF_THEIR_OWN - {name for name in imported if COMES_WITH.get(name, name) in core}
-    ):
+    from_core = {name for name in imported if COMES_WITH.get(name, name) in core}
+    for module in imported - WITH_WORDS_OF_THEIR_OWN - from_core:
         assert module in OF_EXTRAS
         assert "pip install 'tltlab[" in str(app._missing_extra(ModuleNotFoundError(name=module)))
 
@@ -198,3 +179,22 @@ def test_the_overview_is_there_with_the_core_alone():
     done = without(",".join(OF_EXTRAS), "--help")
     assert done.returncode == 0
     assert "  train             Train with GRPO" in done.stdout
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):
+    closed = []
+
+    def command(args):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            closed.append(args)
+
+    monkeypatch.setattr(app, "_run", command)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit, match="130"):
+        app.main(["train"])
+    assert closed == [["train"]]
+    assert "interrupted" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 from tltlab.doctor.evidence import RunEvidence
 from tltlab.doctor.finding import Finding, NotChecked, span
 from tltlab.doctor.plain_decoding import _decoding_s
-from tltlab.doctor.signatures import CHECKS, diagnose, findings
+from tltlab.doctor.signatures import CHECKS, diagnose
 from tltlab.errors import TraceError
 from tltlab.policies.policy import BegMabSpec, Bucket, EpsilonGreedySpec, Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -88,19 +88,9 @@ class Run:
             tokens = np.minimum(kept + 1, left[alive])
             took = PLAIN_S + PER_REQUEST_S * batch + self.verify_s * batch * depth
             prefilled = batch * self.prompt_tokens if prefill else 0
-            took = (
-                (took + self.prefill_s * prefilled) * self.slowness(worker) * float(np.exp(rng.normal(0, self.noise)))
-            )
+            took = (took + self.prefill_s * prefilled) * self.slowness(worker) * np.exp(rng.normal(0, self.noise))
             strategy = Strategy.chain(self.drafter, depth) if depth else NO_SPECULATION
-            chosen = {
-                "rl_step": step,
-                "worker": worker,
-                "iteration": iteration,
-                "drafter": strategy.drafter,
-                "draft_depth": depth,
-                "top_k": strategy.top_k,
-                "tokens_to_verify": strategy.tokens_to_verify,
-            }
+            chosen = {"rl_step": step, "worker": worker, "iteration": iteration, **asdict(strategy)}
             rows["iterations"].append(
                 {**chosen, "t_start": now, "duration": took, "batch": batch, "num_waiting": self.waiting,
                  "context_tokens": int(context[alive].sum()), "prefill_tokens": prefilled, "num_drafted": batch * depth,
@@ -115,27 +105,21 @@ class Run:
             now, iteration = now + took, iteration + 1
         for number, length in enumerate(lengths.tolist()):
             key = {"rl_step": step, "prompt_id": f"w{worker}-{number}", "sample": 0, **KEY}
-            rows["workload"].append(
-                {
-                    **key,
-                    "epoch": 0,
-                    "prompt_tokens": self.prompt_tokens,
-                    "max_response_tokens": 400,
-                    "policy_version": step,
-                }
-            )
+            asked = {
+                "epoch": 0,
+                "prompt_tokens": self.prompt_tokens,
+                "max_response_tokens": 400,
+                "policy_version": step,
+            }
+            rows["workload"].append(key | asked)
             reason = "length" if rng.random() < self.cut else "stop"
-            rows["outcomes"].append(
-                {
-                    **key,
-                    "response_tokens": length,
-                    "finish_reason": reason,
-                    "worker": worker,
-                    "t_submit": 0.0,
-                    "t_finish": now,
-                }
-            )
+            made = {"response_tokens": length, "finish_reason": reason, "worker": worker}
+            rows["outcomes"].append(key | made | {"t_submit": 0.0, "t_finish": now})
         return now
+
+
+def findings(run: Any) -> tuple[Finding, ...]:
+    return diagnose(run).findings
 
 
 def found_by(name: str, run: Any) -> list[str]:
@@ -185,7 +169,7 @@ def test_a_check_finds_its_fault_and_nothing_in_a_sound_run(name: str) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_sound_run_is_accused_of_nothing(seed: int) -> None:
-    assert findings(Run(seed=seed).trace()) == []
+    assert not findings(Run(seed=seed).trace())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -194,7 +178,7 @@ def test_chance_alone_is_no_fault(seed: int) -> None:
     rng = np.random.default_rng(seed)
     level = 0.6 + 0.1 * rng.random(16)
     run = Run(seed=seed, noise=0.3, accept=lambda step: float(level[step]))
-    assert findings(run.trace()) == []
+    assert not findings(run.trace())
 
 
 def test_the_time_of_plain_decoding_is_that_of_a_plain_rollout_of_the_same_responses() -> None:
@@ -277,10 +261,7 @@ def test_every_bandit_that_offends_is_told_not_the_last_one_alone(tmp_path: Path
 
     bucket = Bucket(min_batch=1, strategies=(Strategy.chain("ngram", 8),))
     policy = Policy(selector=BegMabSpec(buckets=(bucket,))).model_dump(mode="json")
-    entries = [
-        {"rl_step": 0, "name": "beg-mab-a", "policy": policy},
-        {"rl_step": 2, "name": "beg-mab-b", "policy": policy},
-    ]
+    entries = [{"rl_step": s, "name": name, "policy": policy} for s, name in ((0, "beg-mab-a"), (2, "beg-mab-b"))]
     trace = Run(steps=4, reward=lambda d, b: 1.0).trace()
     trace.replace(steps=trace.steps.assign(policy=["beg-mab-a"] * 2 + ["beg-mab-b"] * 2)).write(tmp_path / "trace")
     (tmp_path / "policies.json").write_text(json.dumps({"policies": entries}))
@@ -301,10 +282,8 @@ def spot(num: int, *, setup_s: float = 0.2, train_s: float = 3.0, updates: int =
 
 def test_idle_time_in_pieces_and_training_that_breaks_off_are_told() -> None:
     run = Run(steps=8)
-    whole, pieces = (
-        run.trace(spot_training=spot(8)),
-        run.trace(spot_training=spot(8, setup_s=2.0, train_s=0.1, updates=0)),
-    )
+    whole = run.trace(spot_training=spot(8))
+    pieces = run.trace(spot_training=spot(8, setup_s=2.0, train_s=0.1, updates=0))
     assert found_by("idle-fragmented", whole) == []
     assert found_by("idle-fragmented", pieces) == ["idle-fragmented"]
     assert found_by("training-fails", whole) == []
@@ -392,9 +371,8 @@ def test_the_pool_of_graphs_that_did_not_fit_is_predicted_where_the_model_is_kno
     shape = {"num_hidden_layers": 32, "hidden_size": 4096, "vocab_size": 128256}
     (model / "config.json").write_text(json.dumps(shape))
     events = [{"event": "CUDA out of memory in capture_model"}]
-    run = recorded(
-        tmp_path / "run", events=events, recipe={"model": str(model), "rollout": {"vllm": {"max_num_seqs": 64}}}
-    )
+    recipe = {"model": str(model), "rollout": {"vllm": {"max_num_seqs": 64}}}
+    run = recorded(tmp_path / "run", events=events, recipe=recipe)
     Policy(selector=EpsilonGreedySpec(strategies=(Strategy.chain("learned", 4),))).write(run / "policy.json")
     assert "Prediction: the policy's graphs take" in findings(run)[0].evidence
 
@@ -422,13 +400,10 @@ def test_a_drafter_that_is_trained_for_nothing_is_told(event: str, code: str, tm
 
 
 def test_a_drafter_that_never_goes_into_service_is_told(tmp_path: Path) -> None:
-    recipe = {"drafter": {"schedule": {"kind": "always"}}}
-    served = recorded(tmp_path / "served", recipe=recipe)
+    served = recorded(tmp_path / "served", recipe={"drafter": {"schedule": {"kind": "always"}}})
     assert found_by("drafter-never-published", served) == []
     trace = Run(steps=4).trace()
-    steps = trace.steps
-    assert steps is not None
-    trace.replace(steps=steps.assign(drafter_version=0)).write(served / "trace")
+    trace.replace(steps=trace.steps.assign(drafter_version=0)).write(served / "trace")
     assert found_by("drafter-never-published", served) == ["drafter-never-published"]
 
 
@@ -471,10 +446,8 @@ def test_an_interrupted_recording_is_told_and_what_can_be_is_still_checked(tmp_p
     assert {f.code for f in told.findings} == {"interrupted", "actor-died"}
     assert "never finished" in dict(told.not_checked)["slower-than-plain"]
     trace = Run(steps=3).trace()
-    repaired = trace.replace(
-        manifest=trace.manifest.model_copy(update={"notes": "repaired: the recording was interrupted"})
-    )
-    assert found_by("interrupted", repaired) == ["interrupted"]
+    noted = trace.manifest.model_copy(update={"notes": "repaired: the recording was interrupted"})
+    assert found_by("interrupted", trace.replace(manifest=noted)) == ["interrupted"]
     assert found_by("interrupted", trace) == []
 
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from tltlab.errors import ConfigError, RunError, TraceError
+from tltlab.errors import ConfigError, InputError, RunError, TraceError
 from tltlab.traces import recorder as recorder_module
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
@@ -36,6 +36,22 @@ def outcomes(step, num=4):
          "worker": i % 2, "t_submit": 0.0, "t_finish": 1.0 + i}
         for i in range(num)
     ]  # fmt: skip
+
+
+def disk_full(*args, **kwargs):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def add(recorder, step, num=4):
+    recorder.append("workload", workload(step, num))
+    recorder.append("outcomes", outcomes(step, num))
+
+
+def finished(path, num_steps=1):
+    """A closed recording."""
+    with Recorder(path, MANIFEST) as recorder:
+        for step in range(num_steps):
+            add(recorder, step)
 
 
 def interrupted(path, *appends):
@@ -62,9 +78,7 @@ def test_a_closed_recording_is_a_valid_trace(tmp_path):
 
 
 def test_unknown_values_may_be_left_out_and_turn_is_zero(tmp_path):
-    with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", workload(0))
-        recorder.append("outcomes", outcomes(0))
+    finished(tmp_path / "t")
     trace = read(tmp_path / "t")
     assert trace.outcomes["reward"].isna().all()
     assert (trace.outcomes["turn"] == 0).all()
@@ -80,8 +94,7 @@ def test_rows_may_be_any_mappings(tmp_path):
 def test_the_old_trace_stays_until_the_recording_closes(tmp_path):
     for num in (2, 4):
         recorder = Recorder(tmp_path / "t", MANIFEST)
-        recorder.append("workload", workload(0, num))
-        recorder.append("outcomes", outcomes(0, num))
+        add(recorder, 0, num)
         recorder.flush()
         if num == 4:
             assert len(read(tmp_path / "t").outcomes) == 2
@@ -166,18 +179,14 @@ def test_repair_drops_a_chunk_that_cannot_be_read(tmp_path, damaged):
 
 
 def test_repair_leaves_a_valid_trace_as_it_is(tmp_path):
-    with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", workload(0))
-        recorder.append("outcomes", outcomes(0))
+    finished(tmp_path / "t")
     before = {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()}
     assert repair(tmp_path / "t").manifest.notes is None
     assert {path.name: path.read_bytes() for path in (tmp_path / "t").iterdir()} == before
 
 
 def test_repair_refuses_a_damaged_trace(tmp_path):
-    with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", workload(0))
-        recorder.append("outcomes", outcomes(0))
+    finished(tmp_path / "t")
     path = tmp_path / "t" / "outcomes.parquet"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(TraceError, match=r"outcomes.parquet"):
@@ -185,9 +194,7 @@ def test_repair_refuses_a_damaged_trace(tmp_path):
 
 
 def test_repair_does_not_replace_a_finished_trace(tmp_path):
-    with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", workload(0))
-        recorder.append("outcomes", outcomes(0))
+    finished(tmp_path / "t")
     interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0, 1)))
     with pytest.raises(ConfigError, match="--out"):
         repair(tmp_path / "t")
@@ -196,24 +203,20 @@ def test_repair_does_not_replace_a_finished_trace(tmp_path):
     assert (tmp_path / "t.recording").exists()
 
 
-@pytest.mark.parametrize("name", ["run", "run/trace", "run/trace.recording"])
-def test_repair_takes_the_run_the_trace_or_the_recording(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "folder"), [("run", "."), ("run/trace", "."), ("run/trace.recording", "."), (".", "run")]
+)
+def test_repair_takes_the_run_the_trace_the_recording_or_the_folder_it_is_in(tmp_path, monkeypatch, name, folder):
     (tmp_path / "run").mkdir()
     interrupted(tmp_path / "run" / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
-    assert repair(tmp_path / name).path == tmp_path / "run" / "trace"
-
-
-def test_repair_takes_the_folder_it_is_called_in(tmp_path, monkeypatch):
-    interrupted(tmp_path / "trace", ("workload", workload(0)), ("outcomes", outcomes(0)))
-    monkeypatch.chdir(tmp_path)
-    assert repair(".").rl_steps == [0]
+    monkeypatch.chdir(tmp_path / folder)
+    assert repair(name).path.resolve() == tmp_path / "run" / "trace"
 
 
 def test_a_snapshot_is_the_trace_so_far(tmp_path):
     recorder = Recorder(tmp_path / "t", MANIFEST)
     for step in range(2):
-        recorder.append("workload", workload(step))
-        recorder.append("outcomes", outcomes(step))
+        add(recorder, step)
         recorder.flush()
         assert recorder.snapshot().rl_steps == list(range(step + 1))
     recorder.close()
@@ -231,34 +234,26 @@ def test_the_caller_may_go_on_while_a_flush_is_under_way(tmp_path, monkeypatch):
 
     monkeypatch.setattr(recorder_module, "write_chunk", slow)
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", workload(0))
-        recorder.append("outcomes", outcomes(0))
+        add(recorder, 0)
         recorder.flush(wait=False)
-        recorder.append("workload", workload(1))
-        recorder.append("outcomes", outcomes(1))
+        add(recorder, 1)
         assert not written.is_set()
         disk.set()
         assert recorder.snapshot().rl_steps == [0]
         recorder.rewind(1)
         assert recorder.snapshot().rl_steps == [0]
-        recorder.append("workload", workload(1))
-        recorder.append("outcomes", outcomes(1))
+        add(recorder, 1)
         recorder.flush(wait=False)
     assert read(tmp_path / "t").rl_steps == [0, 1]
 
 
 def test_what_a_flush_could_not_write_is_said_next_and_written_once_the_disk_takes_it(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     with Recorder(tmp_path / "t", MANIFEST) as recorder:
-        recorder.append("workload", workload(0))
-        recorder.append("outcomes", outcomes(0))
+        add(recorder, 0)
         with monkeypatch.context() as patch:
-            patch.setattr(recorder_module, "write_chunk", full)
+            patch.setattr(recorder_module, "write_chunk", disk_full)
             recorder.flush(wait=False)
-            recorder.append("workload", workload(1))
-            recorder.append("outcomes", outcomes(1))
+            add(recorder, 1)
             with pytest.raises(RunError, match="No space left"):
                 recorder.flush(wait=False)
         recorder.flush()
@@ -268,8 +263,7 @@ def test_what_a_flush_could_not_write_is_said_next_and_written_once_the_disk_tak
 def test_the_time_spent_recording_is_measured(tmp_path):
     ticks = itertools.count()
     recorder = Recorder(tmp_path / "t", MANIFEST, clock=lambda: float(next(ticks)))
-    recorder.append("workload", workload(0))
-    recorder.append("outcomes", outcomes(0))
+    add(recorder, 0)
     recorder.flush()
     assert recorder.seconds == 3.0
 
@@ -282,8 +276,7 @@ def record(path, steps, told):
     recorder = Recorder(path, MANIFEST)
     told.send(-1)
     for step in range(steps):
-        recorder.append("workload", workload(step))
-        recorder.append("outcomes", outcomes(step))
+        add(recorder, step)
         recorder.flush()
         told.send(step)
     recorder.close()
@@ -341,11 +334,70 @@ def test_repair_waits_for_no_one_while_the_recording_is_in_progress(tmp_path):
 
 def test_a_kill_between_closing_and_tidying_up_is_no_conflict(tmp_path, monkeypatch):
     recorder = Recorder(tmp_path / "t", MANIFEST)
-    recorder.append("workload", workload(0))
-    recorder.append("outcomes", outcomes(0))
+    add(recorder, 0)
     with monkeypatch.context() as patched:
         patched.setattr("tltlab.traces.recovery._remove", lambda folder: None)
         recorder.close()
     assert (tmp_path / "t.recording").exists()
     assert repair(tmp_path / "t").manifest.notes is None
     assert not (tmp_path / "t.recording").exists()
+
+
+def gone_on(path, *steps):
+    """The recording of a run that went on from the finished trace's first RL step, did these and was killed."""
+    recorder = Recorder.reopen(path, MANIFEST, 1)
+    for step in steps:
+        add(recorder, step)
+        recorder.flush()
+    recorder._lock.close()
+
+
+def test_repair_puts_a_resumed_run_in_the_place_of_its_finished_part(tmp_path):
+    finished(tmp_path / "t", 2)
+    (tmp_path / "t" / "costs.json").write_text("{}")
+    gone_on(tmp_path / "t", 1, 2)
+    trace = repair(tmp_path / "t")
+    assert trace.rl_steps == [0, 1, 2]
+    assert len(trace.outcomes) == 12
+    assert (tmp_path / "t" / "costs.json").exists()
+    assert not (tmp_path / "t.recording").exists()
+
+
+@pytest.mark.parametrize("steps", [(), (1,)])
+def test_repair_loses_no_response_of_a_finished_trace(tmp_path, steps):
+    finished(tmp_path / "t", 3)
+    gone_on(tmp_path / "t", *steps)
+    for out in (None, tmp_path / "t"):
+        with pytest.raises(ConfigError, match=rf"lacks 4 of its responses in RL step {1 + len(steps)}; .* --out"):
+            repair(tmp_path / "t", out)
+    assert repair(tmp_path / "t", tmp_path / "other").rl_steps == [0, *steps]
+    assert read(tmp_path / "t").rl_steps == [0, 1, 2]
+    assert (tmp_path / "t.recording").exists()
+
+
+def test_repair_does_not_replace_the_trace_of_another_run(tmp_path):
+    finished(tmp_path / "t", 1)
+    recorder = Recorder(tmp_path / "t", MANIFEST.model_copy(update={"seed": 7}))
+    add(recorder, 0)
+    recorder.flush()
+    recorder._lock.close()
+    with pytest.raises(ConfigError, match=r"recording .*t\.recording is of another run; .* --out"):
+        repair(tmp_path / "t")
+
+
+def test_repair_on_a_full_disk_is_one_sentence_and_may_be_tried_again(tmp_path, monkeypatch):
+    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    with monkeypatch.context() as patched:
+        patched.setattr("pyarrow.parquet.ParquetWriter.write_table", disk_full)
+        with pytest.raises(InputError, match=r"cannot write the trace .*t: No space left on device"):
+            repair(tmp_path / "t")
+    assert not (tmp_path / "t.recording" / "together.tmp").exists()
+    assert len(repair(tmp_path / "t").outcomes) == 4
+
+
+def test_a_recording_of_an_earlier_version_is_left_as_it_is(tmp_path):
+    Recorder(tmp_path / "t", MANIFEST)._lock.close()
+    (tmp_path / "t.recording" / "000000").mkdir()
+    with pytest.raises(TraceError, match="recorded by an earlier version"):
+        repair(tmp_path / "t")
+    assert (tmp_path / "t.recording" / "000000").is_dir()

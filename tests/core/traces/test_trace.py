@@ -1,6 +1,5 @@
 """A trace: what is accepted, what is refused and how it says so, and that writing is safe and deterministic."""
 
-import json
 import os
 import re
 import shutil
@@ -91,10 +90,7 @@ def folder(written, tmp_path):
 def rewrite(folder, name, change):
     """Change a table's file as an outside writer would."""
     path = folder / f"{name}.parquet"
-    table = change(pq.read_table(path))
-    pq.write_table(
-        pa.Table.from_pandas(table, preserve_index=False) if isinstance(table, pd.DataFrame) else table, path
-    )
+    pq.write_table(change(pq.read_table(path)), path)
 
 
 def set_cell(column, row, value, dtype=None):
@@ -154,9 +150,7 @@ def test_pandas_alone_can_write_a_trace(tmp_path):
     """What an outsider does: int64, float64, no row groups, extra columns and files, few manifest fields."""
     folder = tmp_path / "t"
     folder.mkdir()
-    (folder / "manifest.json").write_text(
-        json.dumps({"format": "tltlab-trace", "version": 1, "kind": "imported", "x": 1})
-    )
+    (folder / "manifest.json").write_text('{"format": "tltlab-trace", "version": 1, "kind": "imported", "x": 1}')
     (folder / "README.txt").write_text("hello")
     tables = full_tables()
     tables["workload"].assign(color="red").to_parquet(folder / "workload.parquet")
@@ -203,6 +197,14 @@ def test_types_that_cast_without_loss_are_accepted(folder, name, column, cast):
 
 
 FAULTS = [
+    (
+        "outcomes",
+        "t_submit",
+        2,
+        99.0,
+        None,
+        "t_finish, row 2 (rl_step 0, prompt_id 'p1', sample 0, turn 0): got 3.0, before its t_submit 99.0",
+    ),
     ("outcomes", "response_tokens", 3, -4, None, "must be at least 0"),
     ("outcomes", "response_tokens", 3, 0, None, "must be at least 1"),
     ("outcomes", "response_tokens", 3, 17, None, "max_response_tokens is 16"),
@@ -264,12 +266,6 @@ def test_a_fault_names_the_file_the_column_and_the_first_row(folder, name, colum
     assert "\n" not in message
 
 
-def test_a_response_that_finished_before_it_was_submitted(folder):
-    rewrite(folder, "outcomes", set_cell("t_submit", 2, 99.0))
-    with pytest.raises(TraceError, match=r"outcomes.parquet: column t_finish, row 2 .*before its t_submit 99.0"):
-        read(folder)
-
-
 def test_a_trace_from_before_spot_training_was_recorded_is_read(folder):
     (folder / "spot_training.parquet").unlink()
     rewrite(folder, "steps", lambda t: t.drop_columns(["drafter_age", "drafter_updates", "drift_kl"]))
@@ -286,10 +282,10 @@ def test_an_aborted_response_may_have_no_token(folder):
     assert read(folder).outcomes["response_tokens"][0] == 0
 
 
-@pytest.mark.parametrize(("name", "column"), [(n, f.name) for n in TABLES for f in TABLES[n] if not f.nullable])
+@pytest.mark.parametrize(
+    ("name", "column"), [(n, f.name) for n in TABLES for f in TABLES[n] if not f.nullable and f.name != "turn"]
+)
 def test_a_missing_column_is_named(folder, name, column):
-    if column == "turn":
-        return
     rewrite(folder, name, lambda t: t.drop_columns(column))
     with pytest.raises(TraceError, match=rf"{name}.parquet: column {column} is missing"):
         read(folder)
@@ -356,11 +352,8 @@ def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
     with pytest.raises(TraceError, match=name):
         read(folder)
-
-
-def test_a_folder_that_is_not_there(tmp_path):
     with pytest.raises(TraceError, match="no such folder"):
-        read(tmp_path / "nothing")
+        read(folder / "nothing")
 
 
 def test_a_run_folder_means_its_trace(folder, tmp_path):
@@ -399,12 +392,9 @@ def test_select_keeps_some_rl_steps_of_every_table(folder, from_disk):
         assert set(part.table(name)["rl_step"]) == {1}
         assert len(part.table(name)) + len(trace.select([0]).table(name)) == len(trace.table(name))
     assert part.table("outcomes", rl_step=0).empty
+    assert read(part.write(folder.parent / "one")).rl_steps == [1]
     with pytest.raises(TraceError, match="no rl_step 7; there are: 0, 1"):
         trace.select([7])
-
-
-def test_a_written_selection_is_a_trace(folder, tmp_path):
-    assert read(read(folder).select([1]).write(tmp_path / "one")).rl_steps == [1]
 
 
 def test_writers_cut_row_groups_at_rl_steps(folder):
@@ -464,12 +454,7 @@ def test_a_trace_is_replaced_and_foreign_files_in_it_stay(folder):
     (folder / "LICENSE").write_text("CC0")
     tables = {name: full_tables()[name] for name in ("workload", "outcomes")}
     Trace.from_tables(MANIFEST, tables).write(folder)
-    assert sorted(p.name for p in folder.iterdir()) == [
-        "LICENSE",
-        "manifest.json",
-        "outcomes.parquet",
-        "workload.parquet",
-    ]
+    assert {p.name for p in folder.iterdir()} == {"LICENSE", "manifest.json", "outcomes.parquet", "workload.parquet"}
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from tltlab.bench.runtime import text
 from tltlab.errors import ConfigError
+from tltlab.experiments import baseline
 from tltlab.experiments.baseline_measured import Measured, PlainSteps, bench_runtime, measured, modes, summarise
+from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Response, Rollout
 
 
@@ -147,7 +149,9 @@ def test_a_folder_without_prompts_is_refused(tmp_path: Path):
 
 
 @pytest.mark.engine
-def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_second_epoch(random_model: Path):
+def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_second_epoch(
+    random_model: Path, tmp_path: Path
+):
     said: list[str] = []
     found = bench_runtime(
         random_model, prompts=3, group_size=4, rounds=2, epochs=2, max_response_tokens=48, progress=said.append
@@ -164,4 +168,10 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     assert drafts[2] / tokens[2] > drafts[1] / tokens[1] > 0
     assert len(said) == 5
     assert text(found).count("epoch") > 4
-    json.dumps(found, allow_nan=False)
+    (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
+    settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])
+    experiment = baseline.run(settings, folder=tmp_path, seed=0, progress=print)
+    assert experiment.rows["system"].tolist() == 2 * names
+    assert (experiment.rows[["tokens_per_s", "rollout_s"]] > 0).all(axis=None)
+    assert experiment.verdict.startswith("measured here, adaptive drafts (BEG-MAB) roll out ")
+    assert not experiment.prediction

@@ -19,8 +19,7 @@ from trl import GRPOConfig, GRPOTrainer
 from tltlab.files import write_json
 from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.rollout.samples import Sample
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Sample, Trainer
 
 
 class SamplesGiven(GRPOTrainer):

@@ -423,15 +423,6 @@ def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(p
     assert killed == []
 
 
-def test_a_process_replaced_before_anybody_noticed_does_not_stay_a_member_on_paper(processes):
-    server, workers, _ = processes
-    workers[1].kill()
-    workers[1] = WorkerProcess(server.endpoint, 1)
-    workers[1].pipe.send((0, False))
-    assert workers[1].says() == "trains"
-    assert len(server.periods()) == 2
-
-
 def test_the_rollout_waits_no_longer_than_the_bound_for_a_process_that_hangs(processes):
     server, workers, killed = processes
     os.kill(workers[2].process.pid, signal.SIGSTOP)

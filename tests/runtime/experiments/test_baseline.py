@@ -1,31 +1,31 @@
-"""The measured part of the experiment baseline on a real engine, by its command."""
+"""Where the experiment baseline gets its model, and what it asks to be measured; the measurement is test_runtime's."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tltlab.cli import app as cli
+from tltlab.experiments import baseline
 from tltlab.experiments.models import own_model
+from tltlab.experiments.result import read_settings
 
 
-@pytest.mark.engine
-def test_off_static_and_adaptive_run_on_the_same_prompts_and_end_in_a_verdict(random_model: Path, tmp_path, capsys):
-    args = ["baseline", "--fast", "--model", str(random_model), "--out", str(tmp_path), "--json"]
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["experiment", *args, "parts=measured", "prompts=3", "rounds=1", "cap=32"])
-    told = json.loads(capsys.readouterr().out)
-    assert not ended.value.code
-    assert not told["prediction"]
-    systems = [row["system"] for row in told["rows"]]
-    assert systems[0] == "off"
-    assert {"suffix 4", "suffix 8", "beg-mab"} <= set(systems)
-    assert all(row["tokens_per_s"] > 0 and row["rollout_s"] > 0 for row in told["rows"])
-    assert told["verdict"].startswith("measured here, adaptive drafts (BEG-MAB) roll out ")
-    assert [path.name for path in tmp_path.iterdir()] == ["baseline"]
-    assert (tmp_path / "baseline" / "picture.png").stat().st_size > 5000
+def test_the_settings_reach_the_measurement(random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = {}
+
+    def bench_runtime(model: Path, **options: object) -> dict:
+        asked.update(options, model=model)
+        raise InterruptedError
+
+    monkeypatch.setattr("tltlab.experiments.baseline_measured.bench_runtime", bench_runtime)
+    changes = [f"model={random_model}", "parts=measured", "prompts=3", "cap=32"]
+    with pytest.raises(InterruptedError):
+        baseline.run(read_settings(baseline.Settings, baseline.FAST, changes), folder=tmp_path, seed=7, progress=print)
+    assert asked == {
+        "model": random_model, "prompts": 3, "group_size": 4, "epochs": 1, "rounds": 2, "max_response_tokens": 32,
+        "seed": 7, "progress": print,
+    }  # fmt: skip
 
 
 def test_a_model_once_trained_is_taken_again(tmp_path: Path):

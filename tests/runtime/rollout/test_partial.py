@@ -143,12 +143,6 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path: Path, steps: int):
             second.load_state_dict(state[0], tmp_path)
 
 
-def test_a_checkpoint_of_another_way_to_roll_out_has_nothing_to_go_on_with(tmp_path: Path):
-    _, rollouts = made()
-    rollouts.load_state_dict({}, tmp_path)
-    assert rollouts.state_dict(tmp_path) == {"pending": []}
-
-
 def test_a_response_that_goes_on_must_fit_under_the_cap(tmp_path: Path):
     engines, rollouts = made()
     run(engines, rollouts, range(2))

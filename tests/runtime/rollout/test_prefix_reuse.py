@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
-from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
+from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,
     ReusingRollouts,
@@ -25,7 +25,6 @@ from tltlab.runtime.rollout.prefix_reuse import (
     kept_prefix,
     residual,
 )
-from tltlab.runtime.rollout.samples import save_ragged
 from tltlab.runtime.rollout.ways import rollouts_of
 
 from .scripted_engines import END, ScriptedEngines, data_order, prompts, recipe
@@ -163,31 +162,29 @@ def reusing(model: Path, num_prompts: int, reuse: dict[str, Any], **rollout: Any
     return made
 
 
-@pytest.mark.parametrize("residual_kind", ["exact", "none"])
-def test_a_rollout_with_reuse_is_drawn_from_the_policy_in_force(random_model: Path, residual_kind: str):
-    """Policies alternate, so each visit reuses what another drew; only with the residual nobody can tell."""
+def test_a_rollout_with_reuse_is_drawn_from_the_policy_in_force(random_model: Path):
+    """Policies alternate, so each visit reuses what another drew, and nobody can tell."""
     policies = ToyPolicy(0, 4), ToyPolicy(1, 4)
-    rollouts = reusing(random_model, 10, {"residual": residual_kind}, group_size=200)
+    rollouts = reusing(random_model, 10, {"residual": "exact"}, group_size=200)
     tools = ToyTools(5)
     counts = Counter[Tokens](), Counter[Tokens]()
     num_tokens = 0
     for rl_step in range(5):
-        got = rollouts.collect(tools(rl_step, policies[rl_step % 2]))
-        for t in got.trajectories:
+        for t in rollouts.collect(tools(rl_step, policies[rl_step % 2])).trajectories:
             num_tokens += len(t.token_ids)
             counts[rl_step % 2][tuple(t.token_ids)] += bool(rl_step)
             expected = policies[rl_step % 2].scored(tuple(t.token_ids))[np.arange(len(t.token_ids)), t.token_ids]
-            assert t.logprobs == pytest.approx(expected, abs=1e-6)
+            assert np.allclose(t.logprobs, expected, atol=1e-6)
             assert t.token_versions == [rl_step] * len(t.token_ids)
             assert t.truncated == (t.token_ids[-1] != END)
-    chances = []
     for policy, seen in zip(policies, counts, strict=True):
         true = policy.responses()
         assert set(seen) <= set(true)
-        chances.append(chisquare([seen[r] for r in true], [chance * seen.total() for chance in true.values()]).pvalue)
-    assert all(c > 1e-3 for c in chances) if residual_kind == "exact" else all(c < 1e-9 for c in chances)
+        expected = [chance * seen.total() for chance in true.values()]
+        assert chisquare([seen[r] for r in true], expected).pvalue > 1e-3
     assert tools.num_generated < 0.7 * num_tokens
-    assert rollouts.on_policy == (residual_kind == "exact")
+    assert rollouts.on_policy
+    assert not reusing(random_model, 1, {"residual": "none"}).on_policy
 
 
 def one_group(reuse: dict[str, Any], length: Callable[[str, int], int], **rollout: Any) -> tuple[Any, ReusingRollouts]:
@@ -228,10 +225,9 @@ def test_an_engine_goes_on_behind_the_last_token_kept():
     assert second.groups == [0, 0]
 
 
-def test_nothing_known_is_a_state_too(tmp_path: Path):
+def test_nothing_known_is_a_state_too_and_responses_must_fit_under_the_cap(tmp_path: Path):
     engines, rollouts = one_group({}, lambda prompt, sample: 6)
-    state = json.loads(json.dumps(rollouts.state_dict(tmp_path)))
-    for nothing in (state, {}):
+    for nothing in (json.loads(json.dumps(rollouts.state_dict(tmp_path))), {}):
         rollouts.load_state_dict(nothing, tmp_path)
         assert len(rollouts.collect(engines.tools(0, no_reward)).trajectories) == 2
     state = rollouts.state_dict(tmp_path)
@@ -240,38 +236,25 @@ def test_nothing_known_is_a_state_too(tmp_path: Path):
         rollouts.load_state_dict(state, tmp_path)
 
 
-def test_draws_differ_between_samples_and_rl_steps():
-    engines, rollouts = one_group({}, lambda prompt, sample: 15)
-    rollouts.collect(engines.tools(0, no_reward))
-    cuts = []
-    for rl_step in range(1, 6):
-        # Every token is half as likely as when it was drawn.
-        got = rollouts.collect(
-            engines.tools(
-                rl_step,
-                no_reward,
-                lambda pairs, distributions=False: [
-                    np.asarray(rollouts._earlier["p0", n].logprobs) + np.log(0.5) for n in range(len(pairs))
-                ],
-            )
-        )
-        cuts.append([20 - r.max_response_tokens for share in got.requests for r in share])
-    assert len({cut for pair in cuts for cut in pair}) > 2, cuts
-    assert any(a != b for a, b in cuts)
+def halved(tokens: list[int]) -> np.ndarray:
+    """Every token is half as likely as when the scripted engine drew it under version 0."""
+    return np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5)
 
 
-def test_leniency_keeps_more():
-    kept = []
+def test_leniency_keeps_more_and_draws_differ_between_samples_and_rl_steps():
+    kept, cuts = [], []
     for leniency in (1.0, 1.6, 1e9):
-        engines, rollouts = one_group({"leniency": leniency}, lambda prompt, sample: 15)
-        first = rollouts.collect(engines.tools(0, no_reward))
-        assert len(first.trajectories) == 2
-        half = scoring(lambda tokens: np.array([-(i / 100) for i in range(len(tokens))]) + np.log(0.5))
-        got = rollouts.collect(engines.tools(1, no_reward, half))
-        kept.append(sum(20 - r.max_response_tokens for share in got.requests for r in share))
-        assert not rollouts.on_policy
+        for rl_step in range(1, 4):
+            engines, rollouts = one_group({"leniency": leniency}, lambda prompt, sample: 15)
+            rollouts.collect(engines.tools(0, no_reward))
+            got = rollouts.collect(engines.tools(rl_step, no_reward, scoring(halved)))
+            cuts.append([20 - r.max_response_tokens for share in got.requests for r in share])
+            assert not rollouts.on_policy
+        kept.append(sum(cut for of_step in cuts[-3:] for cut in of_step))
+    assert got.requests == [[], []], "all is kept"
     assert kept[0] < kept[1]
-    assert got.requests == [[], []]
+    assert len({cut for of_step in cuts for cut in of_step}) > 2, cuts
+    assert any(a != b for a, b in cuts[:6])
 
 
 def certain(token: int) -> np.ndarray:

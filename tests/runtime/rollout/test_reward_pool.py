@@ -53,28 +53,21 @@ def half(prompt, response, answer):
     return 0.5
 """
 
-KILLED = """
+SCRIPT = """
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
-if __name__ == "__main__":
-    settings = {"processes": 2, "timeout_s": 600}
-    recipe = Recipe.model_validate(
-        {"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}, "reward_pool": settings}
-    )
+settings = {"processes": 2, "timeout_s": 600}
+recipe = Recipe.model_validate(
+    {"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}, "reward_pool": settings}
+)
+
+def run():
     with RewardPool(recipe) as pool:
         pool.rewards([("", "", "")])
         print("ready", flush=True)
         pool.rewards([("", "hang in C", "")] * 4)
-"""
 
-UNGUARDED = """
-from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.runtime.rollout.reward_pool import RewardPool
-
-recipe = Recipe.model_validate({"model": "m", "reward": "pool_rewards:reward", "data": {"train": "x"}})
-with RewardPool(recipe) as pool:
-    pool.rewards([("", "", "")])
 """
 
 
@@ -171,9 +164,8 @@ def test_without_processes_rewards_are_computed_here(folder: Path, capsys: pytes
 
 def test_a_list_of_rewards_is_summed_by_weight(folder: Path):
     terms = [{"path": "pool_rewards:reward", "weight": 2.0}, {"path": "pool_rewards:half"}]
-    for processes in (0, 1):
-        with RewardPool(recipe_of(processes, reward=terms)) as pool:
-            assert of(pool, "a", "raise") == [2.5, -1]
+    with RewardPool(recipe_of(0, reward=terms)) as pool:
+        assert of(pool, "a", "raise") == [2.5, -1]
 
 
 def test_a_reward_that_does_not_import_is_refused_before_anything_starts(folder: Path):
@@ -192,7 +184,7 @@ def test_a_reward_that_imports_here_but_not_there_ends_the_run_with_its_fault(fo
 
 def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
     script = folder / "killed.py"
-    script.write_text(KILLED)
+    script.write_text(SCRIPT + 'if __name__ == "__main__":\n    run()')
     driver = subprocess.Popen(
         [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )
@@ -210,7 +202,7 @@ def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
 
 def test_a_script_without_a_main_guard_is_told_so(folder: Path):
     script = folder / "unguarded.py"
-    script.write_text(UNGUARDED)
+    script.write_text(SCRIPT + "run()")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "RunError: reward processes ended" in done.stderr

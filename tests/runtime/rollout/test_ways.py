@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tltlab.runtime.data.order import prompt_batch
-from tltlab.runtime.rollout.collected import Trajectory
+from tltlab.runtime.rollout.collected import Rollouts, Trajectory
 from tltlab.runtime.rollout.partial import PartialRollouts
 from tltlab.runtime.rollout.prefix_reuse import ReusingRollouts
 from tltlab.runtime.rollout.ways import SynchronousRollouts, rollouts_of
@@ -22,9 +22,14 @@ def by_sample(trajectory: Trajectory) -> float:
     return float(trajectory.sample)
 
 
+def ways(rollout: dict[str, Any], num: int, train: dict[str, Any] | None = None) -> Rollouts:
+    """How a recipe rolls out on `num` prompts."""
+    return rollouts_of(recipe(rollout, train), prompts(num), data_order(num))
+
+
 def test_an_rl_step_is_whole_groups_shared_out_in_order():
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + sample)
-    rollouts = rollouts_of(recipe({"prompts_per_step": 4, "group_size": 2}), prompts(10), data_order(10))
+    rollouts = ways({"prompts_per_step": 4, "group_size": 2}, 10)
     for rl_step in range(4):
         got = rollouts.collect(engines.tools(rl_step, by_sample))
         picked = prompt_batch(10, rl_step, 4, seed=0)
@@ -45,16 +50,14 @@ def test_an_rl_step_is_whole_groups_shared_out_in_order():
 
 def test_groups_without_a_difference_stay_where_there_is_one_round():
     engines = ScriptedEngines(1, lambda prompt, sample: 3)
-    rollouts = rollouts_of(recipe({"prompts_per_step": 3, "group_size": 2}), prompts(3), data_order(3))
+    rollouts = ways({"prompts_per_step": 3, "group_size": 2}, 3)
     assert len(rollouts.collect(engines.tools(0, lambda t: 1.0)).trajectories) == 6
 
 
 def test_dynamic_sampling_replaces_groups_without_a_difference():
     """Odd prompts teach nothing: a round asks for as many new prompts as are missing, until none is."""
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + sample)
-    rollouts = rollouts_of(
-        recipe({"prompts_per_step": 4, "group_size": 2}, {"sampling_rounds": 20}), prompts(40), data_order(40)
-    )
+    rollouts = ways({"prompts_per_step": 4, "group_size": 2}, 40, {"sampling_rounds": 20})
     got = rollouts.collect(engines.tools(0, lambda t: by_sample(t) if int(t.prompt.prompt_id[1:]) % 2 == 0 else 1.0))
     trained = [t.prompt.prompt_id for t in got.trajectories[::2]]
     assert len(trained) == len(set(trained)) == 4
@@ -78,7 +81,7 @@ def test_a_reward_that_truncation_takes_away_makes_no_difference(overlong: str, 
     """Only sample 1 is right, and it ends at the cap: with "zero" its group would be trained with no advantage."""
     engines = ScriptedEngines(1, lambda prompt, sample: 1000 if sample else 3)
     train = {"sampling_rounds": 2, "overlong": overlong}
-    rollouts = rollouts_of(recipe({"prompts_per_step": 1, "group_size": 2}, train), prompts(4), data_order(4))
+    rollouts = ways({"prompts_per_step": 1, "group_size": 2}, 4, train)
     got = rollouts.collect(engines.tools(0, by_sample))
     assert [t.truncated for t in got.trajectories] == [False, True][:num_trained]
 
@@ -86,9 +89,7 @@ def test_a_reward_that_truncation_takes_away_makes_no_difference(overlong: str, 
 def test_rounds_are_one_rollout_in_the_trace():
     """Iterations are numbered on, and times are since the first round began."""
     engines = ScriptedEngines(2, lambda prompt, sample: 5)
-    rollouts = rollouts_of(
-        recipe({"prompts_per_step": 2, "group_size": 2}, {"sampling_rounds": 3}), prompts(12), data_order(12)
-    )
+    rollouts = ways({"prompts_per_step": 2, "group_size": 2}, 12, {"sampling_rounds": 3})
     got = rollouts.collect(engines.tools(0, lambda t: 0.0))
     late = set(got.submitted_s)
     assert late == {r.key for shares in engines.asked[1:] for share in shares for r in share}
@@ -107,9 +108,7 @@ def test_rounds_are_one_rollout_in_the_trace():
 
 def test_sampling_ends_where_there_are_no_more_prompts():
     engines = ScriptedEngines(1, lambda prompt, sample: 3)
-    rollouts = rollouts_of(
-        recipe({"prompts_per_step": 4, "group_size": 2}, {"sampling_rounds": 9}), prompts(6), data_order(6)
-    )
+    rollouts = ways({"prompts_per_step": 4, "group_size": 2}, 6, {"sampling_rounds": 9})
     got = rollouts.collect(engines.tools(0, lambda t: by_sample(t) if t.prompt.prompt_id == "p0" else 0.0))
     assert [t.prompt.prompt_id for t in got.trajectories] == ["p0", "p0"]
     asked = [r.key[1] for shares in engines.asked for share in shares for r in share]
@@ -117,10 +116,7 @@ def test_sampling_ends_where_there_are_no_more_prompts():
 
 
 def test_the_recipe_says_how_to_roll_out():
-    made = [
-        type(rollouts_of(recipe(rollout), prompts(4), data_order(4)))
-        for rollout in ({}, {"partial": {"concurrency": 8}}, {"reuse": {}})
-    ]
+    made = [type(ways(rollout, 4)) for rollout in ({}, {"partial": {"concurrency": 8}}, {"reuse": {}})]
     assert made == [SynchronousRollouts, PartialRollouts, ReusingRollouts]
 
 
@@ -140,10 +136,10 @@ def test_a_run_that_goes_on_in_another_way_says_once_what_it_leaves_behind(
 ):
     sizes = {"prompts_per_step": 2, "group_size": 2}
     engines = ScriptedEngines(2, lambda prompt, sample: 3 + 9 * sample, 2)
-    first = rollouts_of(recipe(sizes | before), prompts(40), data_order(40))
+    first = ways(sizes | before, 40)
     first.collect(engines.tools(0, by_sample))
     state = json.loads(json.dumps(first.state_dict(tmp_path)))
-    second = rollouts_of(recipe(sizes | after), prompts(40), data_order(40))
+    second = ways(sizes | after, 40)
     second.load_state_dict(state, tmp_path)
     notes = [second.collect(engines.tools(rl_step, by_sample)).notes for rl_step in (1, 2)]
     found = [[note for note in of_step if "the run goes on without" in note] for of_step in notes]

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -61,16 +62,19 @@ class Driver:
             )
 
     def under_way(self) -> None:
-        """Wait until everything is started; the run is over where it ends before."""
-        told, end = self.run / "run.json", time.monotonic() + PATIENCE_S
-        while self.process.poll() is None and not (told.exists() and told.stat().st_mtime_ns > self._since):
-            assert time.monotonic() < end, self.log.read_text()[-2000:]
-            time.sleep(0.02)
+        """Wait until everything is started."""
+        description = self.run / "run.json"
+        self._wait_until(lambda: description.exists() and description.stat().st_mtime_ns > self._since)
 
     def gets_on(self, steps: int) -> None:
-        """Wait for so many RL steps more, or for the end."""
-        before, end = self.steps, time.monotonic() + PATIENCE_S
-        while self.process.poll() is None and self.steps < before + steps:
+        """Wait for so many RL steps more."""
+        target = self.steps + steps
+        self._wait_until(lambda: self.steps >= target)
+
+    def _wait_until(self, done: Callable[[], bool]) -> None:
+        """Or until the run is over."""
+        end = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None and not done():
             assert time.monotonic() < end, self.log.read_text()[-2000:]
             time.sleep(0.02)
 

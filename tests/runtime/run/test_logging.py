@@ -1,13 +1,10 @@
 """What a run says and where its metrics go."""
 
 import contextlib
-import json
 import os
 import pty
-import struct
 import sys
 import threading
-import time
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -274,50 +271,6 @@ def test_mlflow_gets_every_step_once_and_a_resumed_run_goes_on_in_the_same_one(t
         ["update_run", "m-1", "RUNNING"],
         ["log_metrics", figures(0.8), 2],
         ["set_terminated", "m-1", "FAILED"],
-    ]
-
-
-def wandb_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of an offline run's file: a LevelDB log of protobuf records after seven bytes of its own."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data, at, part, rows = path.read_bytes(), 7, b"", []
-    while at + 7 <= len(data):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
-        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
-        if kind in (1, 4):  # whole, or the last of several
-            record = Record.FromString(part)
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            rows += [{name: value for name, value in row.items() if name[0] != "_"}] if row else []
-            part = b""
-    return rows
-
-
-def test_the_real_wandb_keeps_every_step_once(tmp_path: Path, monkeypatch):
-    pytest.importorskip("wandb", reason="W&B is not installed")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    config = LogConfig(tensorboard=False, wandb="tails")
-    with RunLog(config, tmp_path / "run", 3, settings={"recipe": {"lr": 0.1}}) as log:
-        for rl_step in (0, 1):
-            log.step(report(rl_step), {"time/step_s": 1.0 + rl_step})
-        log.measured(1, {"reward/heldout": 0.5})
-    with RunLog(config, tmp_path / "run", 3, resume_from=1) as log:
-        for rl_step in (1, 2):
-            log.step(report(rl_step), {"time/step_s": 10.0 + rl_step})
-    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"), key=lambda path: path.parent.name)
-    assert len({path.name for path in files}) == 1  # one run of W&B's, of two processes
-    deadline = time.monotonic() + 30
-    # W&B's own process writes the end a little later.
-    while len(rows := [row for path in files for row in wandb_rows(path)]) < 4 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert rows == [
-        {"time/step_s": 1.0, "rl_step": 0},
-        {"time/step_s": 2.0, "rl_step": 1},
-        {"reward/heldout": 0.5, "rl_step": 1},
-        {"time/step_s": 12.0, "rl_step": 2},
     ]
 
 

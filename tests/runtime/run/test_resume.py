@@ -22,7 +22,7 @@ from tltlab.runtime.run.grpo import train
 from tltlab.strategy import Strategy
 
 pytestmark = pytest.mark.engine
-STEPS = 4
+STEPS = 3
 COMMON = [
     f"train.steps={STEPS}",
     "checkpoint.every=2",
@@ -83,30 +83,72 @@ def assert_equal_bitwise(run: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An unbroken run that always drafts four tokens from suffix trees, on two engines."""
+    """An unbroken run that always drafts four tokens from suffix trees, on two engines, and cuts what is too long.
+
+    Engines and two trainer ranks share the devices.
+    """
     folder = tmp_path_factory.mktemp("fixed")
     Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4))).write(folder / "policy.json")
-    return whole_run(recipe_file, folder / "run", f"rollout.policy={folder / 'policy.json'}")
+    return whole_run(
+        recipe_file,
+        folder / "run",
+        f"rollout.policy={folder / 'policy.json'}",
+        "cluster.placement=colocated",
+        "train.ranks=2",
+        'rollout.partial={"concurrency": 8}',
+        "rollout.max_response_tokens=64",
+    )
+
+
+@pytest.fixture(scope="module")
+def learning(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An unbroken run whose policy learns, on one engine; every RL step is an epoch and keeps prefixes of the last."""
+    return whole_run(
+        recipe_file,
+        tmp_path_factory.mktemp("learning") / "run",
+        "rollout.policy=explore",
+        "rollout.num_workers=1",
+        "rollout.prompts_per_step=32",
+        "rollout.group_size=2",
+        'rollout.reuse={"residual": "exact"}',
+    )
 
 
 def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_else_is_there(
     fixed: Path, tmp_path: Path
 ):
-    run = as_it_was_at(fixed, 2, tmp_path / "run")
-    shutil.copytree(fixed / "checkpoints" / "step-000004", run / "checkpoints" / "step-000004")
-    state = run / "checkpoints" / "step-000004" / "state.json"
+    run, newest = as_it_was_at(fixed, 2, tmp_path / "run"), f"step-{STEPS:06d}"
+    shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
+    state = run / "checkpoints" / newest / "state.json"
     state.write_text(state.read_text()[:-20])
     (run / "checkpoints" / ".step-000003.partial").mkdir()
     assert_equal_bitwise(resumed(run), fixed)
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    assert any("step-000004 is passed over" in event["event"] for event in events)
+    assert any(f"{newest} is passed over" in event["event"] for event in events)
     assert [event["rl_step"] for event in events if event["event"] == "goes on with RL step 2"] == [2]
 
 
-def test_with_decisions_replayed_so_does_one_whose_policy_learns(recipe_file: Path, tmp_path: Path):
-    unbroken = whole_run(recipe_file, tmp_path / "unbroken", "rollout.policy=explore", "rollout.num_workers=1")
-    again = resumed(as_it_was_at(unbroken, 2, tmp_path / "run"), replay=unbroken / "trace")
-    assert_equal_bitwise(again, unbroken)
+def test_with_decisions_replayed_so_does_one_whose_policy_learns(learning: Path, tmp_path: Path):
+    again = resumed(as_it_was_at(learning, 2, tmp_path / "run"), replay=learning / "trace")
+    assert_equal_bitwise(again, learning)
+
+
+def test_what_was_cut_in_an_rl_step_goes_on_in_the_next(fixed: Path):
+    trace = tltlab.read(fixed / "trace")
+    rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
+    rows = rows.set_index(["rl_step", "prompt_id", "sample"])
+    cut = rows[(rows["finish_reason"] == "abort") & (rows.index.get_level_values("rl_step") < STEPS - 1)]
+    assert len(cut)
+    for (rl_step, prompt_id, sample), row in cut.iterrows():
+        goes_on = rows.loc[(rl_step + 1, prompt_id, sample)]
+        assert goes_on["prompt_tokens"] == row["prompt_tokens"] + row["response_tokens"], "its tokens are its prefix"
+
+
+def test_prefixes_of_the_epoch_before_are_kept_where_the_policy_still_agrees(learning: Path):
+    checkpoints = {path.name for path in (learning / "checkpoints").iterdir()}
+    assert f"step-{STEPS:06d}" in checkpoints, "a run that has ended can go on with more steps"
+    generated = tltlab.read(learning / "trace").outcomes.groupby("rl_step")["response_tokens"].sum()
+    assert generated[1] < 0.9 * generated[0], "the second epoch generates less"
 
 
 def test_a_run_of_another_model_or_seed_is_not_gone_on_with(fixed: Path, tmp_path: Path):
@@ -133,43 +175,3 @@ def test_only_one_process_at_a_time_goes_on_with_a_run(fixed: Path, tmp_path: Pa
 
 def files(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_engines_and_trainers_on_the_same_devices_with_two_ranks_and_partial_rollouts(
-    recipe_file: Path, tmp_path: Path
-):
-    out = whole_run(
-        recipe_file,
-        tmp_path / "run",
-        "cluster.placement=colocated",
-        "train.ranks=2",
-        'rollout.partial={"concurrency": 8}',
-        "rollout.max_response_tokens=64",
-    )
-    trace = tltlab.read(out / "trace")
-    assert set(trace.outcomes["finish_reason"]) >= {"abort"}
-    again = resumed(as_it_was_at(out, 2, tmp_path / "again"))
-    assert texts(again) == texts(out), "what was cut before the checkpoint goes on after it as it would have"
-    rows = trace.outcomes.merge(trace.workload, on=["rl_step", "prompt_id", "sample", "turn"])
-    rows = rows.set_index(["rl_step", "prompt_id", "sample"])
-    cut = rows[(rows["finish_reason"] == "abort") & (rows.index.get_level_values("rl_step") < STEPS - 1)]
-    assert len(cut)
-    for (rl_step, prompt_id, sample), row in cut.iterrows():
-        goes_on = rows.loc[(rl_step + 1, prompt_id, sample)]
-        assert goes_on["prompt_tokens"] == row["prompt_tokens"] + row["response_tokens"], "its tokens are its prefix"
-
-
-def test_prefixes_of_the_epoch_before_are_kept_where_the_policy_still_agrees(recipe_file: Path, tmp_path: Path):
-    out = whole_run(
-        recipe_file,
-        tmp_path / "run",
-        "rollout.num_workers=1",
-        "rollout.prompts_per_step=32",
-        "rollout.group_size=2",
-        'rollout.reuse={"residual": "exact"}',
-        "checkpoint.every=0",
-    )
-    assert (out / "checkpoints" / f"step-{STEPS:06d}").is_dir(), "a run that has ended can go on with more steps"
-    trace = tltlab.read(out / "trace")
-    generated = trace.outcomes.groupby("rl_step")["response_tokens"].sum()
-    assert generated[1] < 0.9 * generated[0], "the second epoch generates less"

@@ -19,12 +19,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.ray import calls as ray_calls
+from tltlab.runtime.ray import actors as ray_actors
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
-from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Sample, Trainer
 
 SETTINGS = (
     "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"
@@ -182,6 +181,6 @@ def test_a_call_names_what_failed_in_an_actor(started_ray: None):
         raise ConfigError("not so")
 
     with pytest.raises(RunError, match="ZeroDivisionError: by nothing"):
-        ray_calls.get(fails.remote())
+        ray_actors.get(fails.remote())
     with pytest.raises(ConfigError, match=r"^not so$"):
-        ray_calls.get(refuses.remote())
+        ray_actors.get(refuses.remote())

@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mist
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
-from tltlab.runtime.rollout.samples import Sample
 from tltlab.runtime.trainer import logprobs as of_tokens
-from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.runtime.trainer.trainer import Sample, Trainer, UpdateMetrics
 
 TEMPERATURE = 0.8
 CAP = 64
@@ -47,11 +46,15 @@ def trainer(model: Path, **config: Any) -> Trainer:
     return Trainer(str(model), TrainConfig(**config), temperature=TEMPERATURE, max_response_tokens=CAP, seed=0)
 
 
+def updated(made: Trainer, drawn: list[Sample] | None = None, rl_step: int = 0) -> UpdateMetrics:
+    made.old_logprobs(samples() if drawn is None else drawn)
+    return made.update(rl_step)
+
+
 def trained(made: Trainer, rl_steps: int = 1) -> np.ndarray:
     """All weights after some RL steps on the same samples."""
     for rl_step in range(rl_steps):
-        made.old_logprobs(samples())
-        made.update(rl_step)
+        updated(made, rl_step=rl_step)
     return flat(made)
 
 
@@ -67,6 +70,14 @@ def in_bfloat16(model: Path, **config: Any) -> Iterator[Trainer]:
         yield made
     finally:
         made.close()
+
+
+def saved(model: Any, folder: Path, like: Path) -> Path:
+    """Write a model with another one's tokenizer."""
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text((like / name).read_text())
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +100,7 @@ def tied_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / name).write_text((random_model / name).read_text())
-    return folder
+    return saved(model, folder, random_model)
 
 
 @pytest.fixture(params=["random_model", "tied_model"])
@@ -163,19 +171,16 @@ def test_dropout_is_never_applied_and_layers_may_have_any_name(random_model: Pat
     config = GPT2Config(
         vocab_size=24, n_embd=32, n_layer=2, n_head=2, n_positions=128, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5
     )
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_text((random_model / name).read_text())
-    made = trainer(tmp_path, dtype=dtype, activation_checkpointing=True, minibatches=1)
+    made = trainer(
+        saved(GPT2LMHeadModel(config), tmp_path, random_model),
+        dtype=dtype,
+        activation_checkpointing=True,
+        minibatches=1,
+    )
     try:
-        made.old_logprobs(samples())
-        assert made.update(0).clip_fraction == 0
+        assert updated(made).clip_fraction == 0
     finally:
         made.close()
-
-
-def test_the_same_samples_give_the_same_bits(random_model: Path):
-    assert (trained(trainer(random_model), 2) == trained(trainer(random_model), 2)).all()
 
 
 def test_bfloat16_keeps_float32_weights_and_follows_float32(model: Path):
@@ -189,37 +194,37 @@ def test_bfloat16_keeps_float32_weights_and_follows_float32(model: Path):
     assert direction > 0.5
 
 
-def test_groups_without_a_difference_teach_nothing(random_model: Path):
-    made = trainer(random_model)
-    before = flat(made)
-    same = [Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0) for _ in range(4)]
-    made.old_logprobs(same)
-    assert made.update(0).trained_responses == 0
-    assert (before == flat(made)).all()
+ALIKE = Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0)
+EMPTY = [replace(s, token_ids=[], logprobs=[]) for s in samples()]
 
 
-def test_a_penalty_also_moves_responses_without_an_advantage(random_model: Path):
-    made = trainer(random_model, kl_coef=1.0)
+@pytest.mark.parametrize(
+    ("config", "drawn", "num_trained"),
+    [
+        ({}, [ALIKE] * 4, 0),  # a group without a difference teaches nothing
+        ({"kl_coef": 1.0}, [ALIKE] * 4, 4),  # but is held by a penalty
+        ({"kl_coef": 1.0}, EMPTY, 0),
+        ({"overlong": "filter"}, samples(), 7),
+    ],
+    ids=["alike", "penalty", "empty", "filtered"],
+)
+def test_what_carries_a_gradient_is_trained_and_else_nothing_moves(
+    random_model: Path, config: dict[str, Any], drawn: list[Sample], num_trained: int
+):
+    made = trainer(random_model, **config)
     trained(made)
     before = flat(made)
-    made.old_logprobs([Sample(prompt_token_ids=[5], token_ids=[6, 7], logprobs=[-1.0] * 2, reward=1.0, group=0)] * 4)
-    assert made.update(1).trained_responses == 4
-    assert (before != flat(made)).any()
-
-
-def test_truncated_responses_are_left_out_where_they_are_filtered(random_model: Path):
-    made = trainer(random_model, overlong="filter")
-    made.old_logprobs(samples())
-    assert made.update(0).trained_responses == 7
+    metrics = updated(made, drawn, 1)
+    assert metrics.trained_responses == num_trained
+    assert (before != flat(made)).any() == bool(num_trained)
+    assert num_trained or metrics.drift_kl == 0
 
 
 def test_groups_without_a_difference_count_in_their_mini_batch_all_the_same(random_model: Path):
     alone, among = (trainer(random_model, minibatches=1) for _ in range(2))
-    alone.old_logprobs(samples())
     dead = [replace(s, reward=1.0, group=7) for s in samples()]
-    among.old_logprobs([*samples(), *dead])
-    norm = alone.update(0).grad_norm
-    assert among.update(0).grad_norm == pytest.approx(norm / 2, rel=1e-4)
+    norm = updated(alone).grad_norm
+    assert updated(among, [*samples(), *dead]).grad_norm == pytest.approx(norm / 2, rel=1e-4)
 
 
 def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_learns_nothing(random_model: Path):
@@ -232,19 +237,9 @@ def test_what_is_logged_is_a_mean_over_tokens_whatever_they_weigh_and_whoever_le
         made = trainer(random_model, aggregation=aggregation, minibatches=1, lr=1e-9)
         drawn = [*samples(), *(replace(s, group=7) for s in others)]
         exact = made.score([(s.prompt_token_ids, s.token_ids) for s in drawn])
-        made.old_logprobs([replace(s, logprobs=logp.tolist()) for s, logp in zip(drawn, exact, strict=True)])
-        measured.append(made.update(0).correction_mean)
+        drawn = [replace(s, logprobs=logp.tolist()) for s, logp in zip(drawn, exact, strict=True)]
+        measured.append(updated(made, drawn).correction_mean)
     assert measured == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
-
-
-def test_responses_without_a_token_move_nothing(random_model: Path):
-    made = trainer(random_model, kl_coef=1.0)
-    trained(made)
-    before = flat(made)
-    made.old_logprobs([replace(s, token_ids=[], logprobs=[]) for s in samples()])
-    measured = made.update(1)
-    assert (before == flat(made)).all()
-    assert measured.trained_responses == measured.drift_kl == 0
 
 
 def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_divide(random_model: Path):
@@ -253,21 +248,9 @@ def test_there_are_as_many_optimizer_steps_as_mini_batches_where_samples_do_not_
     assert made.steps == 5
 
 
-def test_good_responses_become_likelier(random_model: Path):
-    made = trainer(random_model, lr=1e-3)
-    pairs = [(s.prompt_token_ids, s.token_ids) for s in samples()]
-    before = [float(old.sum()) for old in made.score(pairs)]
-    trained(made)
-    gained = [float(now.sum()) - was for now, was in zip(made.score(pairs), before, strict=True)]
-    assert np.mean(gained[1::2]) > np.mean(gained[::2])
-
-
 def test_the_learning_rate_warms_up_over_optimizer_steps(random_model: Path):
     made = trainer(random_model, lr=1e-3, warmup_steps=4, minibatches=2)
-    rates = []
-    for rl_step in range(3):
-        made.old_logprobs(samples())
-        rates.append(made.update(rl_step).lr)
+    rates = [updated(made, rl_step=rl_step).lr for rl_step in range(3)]
     assert rates == pytest.approx([0.5e-3, 1e-3, 1e-3])
 
 
@@ -275,8 +258,7 @@ def test_a_correction_weighs_tokens_by_who_drew_them(random_model: Path):
     measured = {}
     for correction in ("none", "truncated", "behaviour"):
         made = trainer(random_model, correction=correction, correction_cap=1.5)
-        made.old_logprobs(samples())
-        measured[correction] = made.update(0)
+        measured[correction] = updated(made)
     assert measured["none"].correction_mean == pytest.approx(1.0)
     assert measured["behaviour"].correction_mean == pytest.approx(1.0)
     assert 0.1 < measured["truncated"].correction_mean < 1.5
@@ -292,8 +274,7 @@ def test_a_penalty_keeps_the_policy_near_the_model_it_came_from_after_a_resume_t
         made.save_checkpoint(str(tmp_path / str(kl_coef)))
         resumed = trainer(random_model, lr=1e-3, kl_coef=kl_coef)
         resumed.load_checkpoint(str(tmp_path / str(kl_coef)))
-        resumed.old_logprobs(samples())
-        distances[kl_coef] = resumed.update(5).kl
+        distances[kl_coef] = updated(resumed, rl_step=5).kl
     assert 0 < distances[10.0] < distances[1e-6]
 
 
@@ -305,8 +286,7 @@ def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
     resumed.load_checkpoint(str(tmp_path))
     assert (flat(made) == flat(resumed)).all()
     for side in (made, resumed):
-        side.old_logprobs(samples())
-        side.update(2)
+        updated(side, rl_step=2)
     assert (flat(made) == flat(resumed)).all()
 
 
@@ -376,12 +356,9 @@ def test_what_a_drafter_shares_is_tied_where_the_policys_is(random_model: Path, 
     assert tied.lm_head is tied.embedding
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path: Path):
+def test_a_folder_without_a_model_or_with_one_that_has_a_sliding_window_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match="cannot load a model"):
         trainer(tmp_path)
-
-
-def test_a_model_with_a_sliding_window_is_refused(tmp_path: Path):
     MistralConfig(sliding_window=32).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="sliding windows"):
         trainer(tmp_path)

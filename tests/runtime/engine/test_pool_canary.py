@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict
-
-import pytest
 
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, NgramSpec
-from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -145,15 +141,6 @@ def test_a_report_is_json_with_and_without_a_learned_drafter():
     none.observe("ngram", KEY, 2, 1)
     report = none.report()
     assert (report.drafter, report.serves, list(report.positions)) == ("", False, ["ngram"])
-
-
-def test_predictions_that_are_no_chances_leave_the_drafter_in_service_as_it_is():
-    drafters = pool()
-    drafters.updated([0.9])
-    with pytest.raises(ConfigError, match="must be chances"):
-        drafters.updated([math.nan])
-    assert drafters["learned"].updates == 1
-    assert drafters.report().predicted == (0.9,)
 
 
 def test_going_back_to_a_state_takes_the_canary_along_unless_other_weights_serve_now():
