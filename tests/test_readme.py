@@ -19,8 +19,7 @@ import typer
 from typer.main import get_command
 
 from tltlab.cli.app import load, main
-from tltlab.costs.load import load_costs
-from tltlab.costs.stage_files import load_stages
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.experiments import find
 from tltlab.policies.policy import SHIPPED, load_policy
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
