@@ -30,15 +30,6 @@ class Gpu(FrozenModel):
     memory_bytes: Positive
     link_bytes_per_s: Positive
 
-    @property
-    def ridge_tokens(self) -> float:
-        """Tokens in a forward pass at which reading the bf16 weights takes as long as multiplying by them.
-
-        >>> round(gpu("H100").ridge_tokens)
-        295
-        """
-        return self.peak_flops / self.hbm_bytes_per_s
-
 
 class ModelShape(FrozenModel):
     """A dense decoder: sizes of its layers, heads and vocabulary. Gated MLP of three matrices, attention of four."""

@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tltlab.cli.app import main
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs a command line; returns (exit code, standard output, standard error)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main([str(arg) for arg in args])
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="session")

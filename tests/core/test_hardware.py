@@ -27,10 +27,6 @@ def test_weights_are_the_sum_of_the_matrices():
     assert shape.model_copy(update={"tied_embeddings": True}).stored_params == shape.weight_params
 
 
-def test_ridge_points_of_the_gpus():
-    assert [round(gpu(name).ridge_tokens) for name in ("H100", "H200", "A100")] == [295, 206, 153]
-
-
 @pytest.mark.parametrize(
     ("gpu_name", "name", "tp", "residents"),
     [("H100", "Qwen2.5-7B", 1, 233), ("H100", "Qwen2.5-32B", 4, 199), ("H100", "Llama-3.3-70B", 4, 103),
@@ -52,15 +48,18 @@ def test_an_unknown_name_lists_the_known_ones():
         model("gpt-2")
 
 
-def test_weights_that_do_not_fit_are_refused():
-    with pytest.raises(ConfigError, match=r"Llama-3.3-70B needs 141 GB .* 1 x H100 give 70 GB"):
-        kv_capacity_tokens(gpu("H100"), model("Llama-3.3-70B"), 1)
-
-
-@pytest.mark.parametrize(("tp", "fraction"), [(0, 0.9), (1, 0.0), (1, 1.1)])
-def test_a_share_of_memory_is_a_share(tp: int, fraction: float):
-    with pytest.raises(ConfigError, match="memory_fraction"):
-        kv_capacity_tokens(gpu("H100"), model("Qwen2.5-7B"), tp, fraction)
+@pytest.mark.parametrize(
+    ("name", "tp", "fraction", "message"),
+    [
+        ("Llama-3.3-70B", 1, 0.9, r"Llama-3.3-70B needs 141 GB .* 1 x H100 give 70 GB"),
+        ("Qwen2.5-7B", 0, 0.9, "memory_fraction"),
+        ("Qwen2.5-7B", 1, 0.0, "memory_fraction"),
+        ("Qwen2.5-7B", 1, 1.1, "memory_fraction"),
+    ],
+)
+def test_what_does_not_fit_or_is_no_share_is_refused(name: str, tp: int, fraction: float, message: str):
+    with pytest.raises(ConfigError, match=message):
+        kv_capacity_tokens(gpu("H100"), model(name), tp, fraction)
 
 
 def test_records_of_ones_own_are_checked():

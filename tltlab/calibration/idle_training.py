@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import pandas as pd
 
+from tltlab import console
 from tltlab.arrays import Floats
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
 from tltlab.traces.trace import Trace
+
+from .cross_validation import cross_validated, each_left_out
 
 _ROUND = (1000, 500, 100, 50, 25, 10, 5, 2, 1)
 """People set round numbers: of several that explain the data, one that the largest of these divides."""
@@ -44,14 +48,14 @@ class SpotFit:
 
     def table(self) -> str:
         """Residuals for people."""
-        lines = [f"{'RL step':>7s}{'periods':>9s}{'train s':>10s}{'updates':>9s}{'predicted':>11s}{'error':>8s}"]
+        header = ["RL step", "periods", "train s", "updates", "predicted", "error"]
+        rows = []
         for row in self.residuals.to_dict("records"):
-            left_out = f"{row['predicted_updates']:11.1f}{row['error']:+8.1%}"
-            lines.append(
-                f"{row['rl_step']:7d}{row['num_periods']:9d}{row['train_s']:10.2f}{row['updates']:9d}"
-                f"{'' if np.isnan(row['error']) else left_out}"
+            left_out = (
+                ("", "") if np.isnan(row["error"]) else (f"{row['predicted_updates']:.1f}", f"{row['error']:+.1%}")
             )
-        return "\n".join(lines)
+            rows.append((row["rl_step"], row["num_periods"], f"{row['train_s']:.2f}", row["updates"], *left_out))
+        return console.table(header, rows, left=0)
 
 
 def fit_spot(trace: Trace, rl_steps: Sequence[int] | None = None) -> SpotFit:
@@ -242,25 +246,38 @@ def _yield_s(rows: pd.DataFrame, default: SpotTraining, notes: list[str]) -> flo
     return float(told.mean())
 
 
+class RateEstimator:
+    """Updates of an RL step by its training seconds; learned: `rate_` per worker and second, and `efficiency_`."""
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        self.rate_, self.efficiency_ = _rate(rows, [])
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        """One number per RL step: whoever opens a period trains its updates."""
+        opened = rows[rows["opens"]]
+        train_s = opened["train_s"] * (1.0 + self.efficiency_ * opened["others"])
+        steps = [train_s[opened["rl_step"] == step] for step in np.sort(rows["rl_step"].unique())]
+        return np.array([float(of_step.sum()) * self.rate_ for of_step in steps])
+
+
 def _residuals(rows: pd.DataFrame) -> pd.DataFrame:
     """Each RL step's updates from its own training seconds and the rates of the other steps."""
-    steps, opened = np.sort(rows["rl_step"].unique()), rows[rows["opens"]]
-    updates = recorded_updates(rows)
-    found = []
-    for step in steps.tolist():
-        others, mine = rows[rows["rl_step"] != step], opened[opened["rl_step"] == step]
-        predicted = np.nan
-        if (others["updates"] > 0).any() and (others["train_s"] > 0).any():
-            rate, efficiency = _rate(others, [])
-            predicted = float((mine["train_s"] * (1.0 + efficiency * mine["others"])).sum()) * rate
-        found.append(
+    predicted: dict[int, float] = {}
+    for fold, found in cross_validated(RateEstimator(), each_left_out(rows, "rl_step")):
+        if not isinstance(found, ConfigError):
+            predicted[int(fold.held["rl_step"].iloc[0])] = float(found[0])
+    residuals = []
+    for step, updates in recorded_updates(rows).items():
+        of_step = rows[rows["rl_step"] == step]
+        residuals.append(
             {
                 "rl_step": step,
-                "num_periods": len(mine),
-                "train_s": float(rows.loc[rows["rl_step"] == step, "train_s"].sum()),
-                "updates": updates[step],
-                "predicted_updates": predicted,
-                "error": predicted / updates[step] - 1.0 if updates[step] else np.nan,
+                "num_periods": int(of_step["opens"].sum()),
+                "train_s": float(of_step["train_s"].sum()),
+                "updates": updates,
+                "predicted_updates": (foreseen := predicted.get(step, np.nan)),
+                "error": foreseen / updates - 1.0 if updates else np.nan,
             }
         )
-    return pd.DataFrame(found)
+    return pd.DataFrame(residuals)

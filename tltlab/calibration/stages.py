@@ -6,12 +6,14 @@ constant: where the fit is no better, the stage's time does not depend on tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import pandas as pd
 
+from tltlab import console
 from tltlab.arrays import Floats
 from tltlab.costs.stages import (
     STAGES,
@@ -23,15 +25,17 @@ from tltlab.costs.stages import (
     TrainCosts,
     Trained,
 )
-from tltlab.errors import TraceError
+from tltlab.errors import ConfigError, TraceError
 from tltlab.traces.schema import KEY
 from tltlab.traces.trace import Trace
 
+from .cross_validation import Estimator, cross_validated, each_left_out
 from .robust import fit
 
 Columns = Callable[[StepWorkload], dict[str, float]]
 """What each coefficient of a stage is multiplied with, the terms in the order in which they are tried."""
 
+_HELD_OUT = ["measured_s", "predicted_s", "constant_s", "stage", "rl_step"]
 _STEPS_PER_TERM = 2
 """A run of few RL steps has its stages fitted with few terms: at least this many steps to each."""
 _ALWAYS = 2
@@ -56,13 +60,12 @@ class StageFit:
 
     def table(self) -> str:
         """Residuals for people."""
-        lines = [f"{'stage':14s}{'steps':>6s}{'mean s':>10s}{'error':>8s}{'median':>8s}{'worst':>8s}{'constant':>10s}"]
-        for row in self.residuals.itertuples(index=False):
-            lines.append(
-                f"{row.stage!s:14s}{row.num_steps:6d}{row.mean_s:10.4f}{row.mean_error:8.1%}{row.median_error:8.1%}"
-                f"{row.worst_error:8.1%}{row.constant_error:10.1%}"
-            )
-        return "\n".join(lines)
+        columns = ("mean_error", "median_error", "worst_error", "constant_error")
+        rows = [
+            (row["stage"], row["num_steps"], f"{row['mean_s']:.4f}", *(f"{row[column]:.1%}" for column in columns))
+            for row in self.residuals.to_dict("records")
+        ]
+        return console.table(["stage", "steps", "mean s", "error", "median", "worst", "constant"], rows)
 
 
 def fit_stages(trace: Trace, *, num_gpus: int | None = None) -> StageFit:
@@ -163,35 +166,57 @@ def _fitted(stage: str, works: dict[int, StepWorkload], measured: pd.DataFrame, 
     known = measured[stage].dropna()
     if known.empty:
         return None
-    y = known.to_numpy(np.float64)
     table = pd.DataFrame([columns(works[s]) for s in known.index], dtype=np.float64)
+    terms = [str(name) for name in table]
+    rows = table.assign(stage=stage, rl_step=known.index, measured_s=known.to_numpy(np.float64))
     best: _Fitted | None = None
-    affordable = max(1, len(y) // _STEPS_PER_TERM)
-    for num_terms in sorted({min(affordable, table.shape[1], most) for most in (_ALWAYS, table.shape[1])}):
-        used = table.iloc[:, :num_terms]
-        rows = _cross_validated(used, y).assign(stage=stage, rl_step=known.index)
-        found = _Fitted(terms=_coefficients(used, y), held_out=rows)
+    affordable = max(1, len(rows) // _STEPS_PER_TERM)
+    for num_terms in sorted({min(affordable, len(terms), most) for most in (_ALWAYS, len(terms))}):
+        estimator = StageEstimator(terms[:num_terms])
+        held_out = rows.assign(predicted_s=_left_out(estimator, rows), constant_s=_left_out(Constant(), rows))
+        found = _Fitted(terms=estimator.fit(rows).terms_, held_out=held_out[_HELD_OUT])
         if best is None or found.error < _WORTH * best.error:
             best = found
     return best
 
 
-def _coefficients(table: pd.DataFrame, y: Floats) -> dict[str, float]:
-    # Each RL step is a block of its own: one that a neighbour slowed down does not raise the level of all others.
-    columns = {str(name): table[name].to_numpy() for name in table}
-    found = fit(columns, y, groups=np.zeros(len(y), np.int64), blocks=np.arange(len(y)))
-    return {name: value or 0.0 for name, value in found.coefficients.items()}
+class StageEstimator:
+    """Seconds of a stage as non-negative multiples of some columns of its RL steps; learned: `terms_`."""
+
+    def __init__(self, terms: Sequence[str]) -> None:
+        self.terms = terms
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        columns = {name: rows[name].to_numpy() for name in self.terms}
+        seconds, num = rows["measured_s"].to_numpy(), len(rows)
+        # Each RL step is a block of its own: one that a neighbour slowed down does not raise the level of all others.
+        found = fit(columns, seconds, groups=np.zeros(num, np.int64), blocks=np.arange(num))
+        self.terms_ = {name: value or 0.0 for name, value in found.coefficients.items()}
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        return np.asarray(sum(value * rows[name].to_numpy() for name, value in self.terms_.items()), np.float64)
 
 
-def _cross_validated(table: pd.DataFrame, y: Floats) -> pd.DataFrame:
+class Constant:
+    """The median of the RL steps that it was fitted to."""
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        self.median_ = float(np.median(rows["measured_s"]))
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        return np.full(len(rows), self.median_)
+
+
+def _left_out(estimator: Estimator[pd.DataFrame], rows: pd.DataFrame) -> pd.Series[float]:
     """Each RL step predicted from a fit to all others."""
-    predicted, constant = np.full(len(y), np.nan), np.full(len(y), np.nan)
-    for i in range(len(y) if len(y) > 1 else 0):
-        others = np.arange(len(y)) != i
-        found = _coefficients(table[others], y[others])
-        predicted[i] = sum(value * table[name].iloc[i] for name, value in found.items())
-        constant[i] = np.median(y[others])
-    return pd.DataFrame({"measured_s": y, "predicted_s": predicted, "constant_s": constant})
+    predicted_s = pd.Series(np.nan, rows.index)
+    for fold, predicted in cross_validated(estimator, each_left_out(rows, "rl_step")):
+        if isinstance(predicted, ConfigError):
+            raise predicted
+        predicted_s[fold.held.index] = predicted
+    return predicted_s
 
 
 def _errors(predicted: pd.Series[float], measured: pd.Series[float]) -> pd.Series[float]:

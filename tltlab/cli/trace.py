@@ -136,10 +136,7 @@ def import_trace(
     path = trace.write(out)
     for note in filter(None, (trace.manifest.notes or "").split("; ")):
         progress(f"assumed: {note}")
-    counts = count(trace)
-    text = "{num_responses} responses, {num_tokens} tokens, {num_rl_steps} RL steps".format(**counts)
-    tables = ", ".join(counts["tables"])
-    emit(counts | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {text}; tables: {tables}")
+    emit(count(trace) | {"path": str(path)}, as_json=as_json, text=f"wrote {path}: {_counts_text(trace)}")
 
 
 app.command("annotate")(annotate_trace)

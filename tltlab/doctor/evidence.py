@@ -153,6 +153,14 @@ class RunEvidence:
         return table
 
     @cached_property
+    def spot_training(self) -> pd.DataFrame:
+        """Periods of drafter training on idle workers. Raises NotChecked where there was none."""
+        rows = self.known.spot_training
+        if rows is None or rows.empty:
+            raise NotChecked("no drafter was trained on idle workers in this trace")
+        return rows
+
+    @cached_property
     def policy_of_step(self) -> dict[int, tuple[str, Policy | None]]:
         """Name and, where known, settings of the policy in force in each RL step."""
         steps = self.known.steps

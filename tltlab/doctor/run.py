@@ -250,11 +250,7 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
     else:
         said = f'The trace says "{notes[at:]}".'
         advice = "Nothing is wrong with what is there; RL steps of which requests are missing are best left out."
-    return (problem if evidence.unfinished is not None else hint)(
-        title="The recording was interrupted",
-        evidence=said,
-        advice=advice,
-    )
+    return (problem if evidence.unfinished is not None else hint)("The recording was interrupted", said, advice)
 
 
 @check("no-graph", good="iterations have CUDA graphs")

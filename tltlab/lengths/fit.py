@@ -166,13 +166,14 @@ def _rows(trace: Trace) -> tuple[pd.DataFrame, Trace]:
 
 def _survival(y: Floats, cut: Flags) -> tuple[Floats, Floats, float]:
     """Kaplan and Meier's estimate: finished values, the middle of F's jump at each, and F after the last."""
-    order = np.lexsort((cut, y))
-    y, cut = y[order], cut[order]
-    values, first = np.unique(y, return_index=True)
-    finished = np.add.reduceat(~cut, first).astype(float)
-    left = np.concatenate([[1.0], np.cumprod(1 - finished / (len(y) - first))])
-    jump = finished > 0
-    return values[jump], 1 - (left[:-1][jump] + left[1:][jump]) / 2, 1 - float(left[-1])
+    # Lengths are read by commands that should start quickly, and scipy does not load quickly.
+    from scipy.stats import CensoredData, ecdf
+
+    survival = ecdf(CensoredData(uncensored=y[~cut], right=y[cut])).sf
+    after = survival.probabilities
+    before = np.concatenate([[1.0], after[:-1]])
+    jump = after < before
+    return survival.quantiles[jump], 1 - (before[jump] + after[jump]) / 2, 1 - float(after[-1])
 
 
 def _censored_quantile(y: Floats, cut: Flags, level: float) -> float | None:

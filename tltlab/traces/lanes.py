@@ -96,8 +96,7 @@ def median_step(trace: Trace, *others: Trace) -> int:
 def _workers(trace: Trace) -> pd.DataFrame:
     step = trace.rl_steps[0]
     outcomes, spans, iterations = trace.outcomes, trace.spans, trace.iterations
-    start = outcomes["t_submit"].min()
-    start_s = 0.0 if pd.isna(start) else float(start)
+    start_s = _start_s(trace)
     duration = metrics.rollout_s(trace)[step]
     others = _segments([], [], [], [])
     if spans is not None and len(spans):
@@ -127,10 +126,10 @@ def _workers(trace: Trace) -> pd.DataFrame:
 def _rollout(trace: Trace, segments: pd.DataFrame) -> pd.DataFrame:
     """The workers' segments of an RL step, cut at the end of its rollout."""
     segments = segments[segments["lane"].str.startswith("worker ")]
-    duration, start = metrics.rollout_s(trace)[trace.rl_steps[0]], trace.outcomes["t_submit"].min()
+    duration = metrics.rollout_s(trace)[trace.rl_steps[0]]
     if duration is None:
         return segments
-    end_s = duration + (0.0 if pd.isna(start) else float(start))
+    end_s = duration + _start_s(trace)
     return segments[segments["start_s"] < end_s].assign(end_s=segments["end_s"].clip(upper=end_s))
 
 
@@ -141,8 +140,7 @@ def _trainer(trace: Trace) -> pd.DataFrame:
     if steps is None or steps.empty or (spans is not None and (spans["lane"] == "trainer").any()):
         return nothing
     row = steps.iloc[0]
-    start = trace.outcomes["t_submit"].min()
-    now = (0.0 if pd.isna(start) else float(start)) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
+    now = _start_s(trace) + (metrics.rollout_s(trace)[trace.rl_steps[0]] or 0.0)
     kinds, starts, ends = [], [], []
     for column, kind in _AFTER_ROLLOUT.items():
         if pd.notna(row[column]) and row[column] > 0:
@@ -151,6 +149,12 @@ def _trainer(trace: Trace) -> pd.DataFrame:
             now += float(row[column])
             ends.append(now)
     return _segments(["trainer"] * len(kinds), kinds, starts, ends) if kinds else nothing
+
+
+def _start_s(trace: Trace) -> float:
+    """When the first request was submitted, 0 where that is not known."""
+    start = trace.outcomes["t_submit"].min()
+    return 0.0 if pd.isna(start) else float(start)
 
 
 def _segments(lane: Any, kind: Any, start_s: Any, end_s: Any) -> pd.DataFrame:

@@ -246,13 +246,12 @@ def _steps(trace: Trace) -> Iterator[_Step]:
 
 
 def _steps_of_part(trace: Trace) -> Iterator[_Step]:
-    outcomes = trace.outcomes
-    outcomes_at = _rows_by_step(outcomes)
-    spans, steps = trace.spans, trace.steps
-    spans_at = _rows_by_step(spans) if spans is not None else {}
+    nothing, steps = trace.outcomes[:0], trace.steps
+    outcomes = dict(iter(trace.outcomes.groupby("rl_step")))
+    spans = {} if trace.spans is None else dict(iter(trace.spans.groupby("rl_step")))
     measured = {} if steps is None else steps.set_index("rl_step")["rollout_s"].dropna().to_dict()
     for rl_step in trace.rl_steps:
-        rows = outcomes.iloc[outcomes_at.get(rl_step, slice(0, 0))]
+        rows = outcomes.get(rl_step, nothing)
         start = rows["t_submit"].min()
         start_s = 0.0 if pd.isna(start) else float(start)
         end = rows["t_finish"].max()
@@ -260,18 +259,10 @@ def _steps_of_part(trace: Trace) -> Iterator[_Step]:
         yield _Step(
             rl_step=rl_step,
             outcomes=rows,
-            spans=spans.iloc[spans_at[rl_step]] if spans is not None and rl_step in spans_at else None,
+            spans=spans.get(rl_step),
             start_s=start_s,
             rollout_s=duration,
         )
-
-
-def _rows_by_step(frame: pd.DataFrame) -> dict[int, slice]:
-    if frame.empty:
-        return {}
-    steps, starts = np.unique(frame["rl_step"].to_numpy(), return_index=True)
-    ends = [*starts[1:].tolist(), len(frame)]
-    return {s: slice(a, b) for s, a, b in zip(steps.tolist(), starts.tolist(), ends, strict=True)}
 
 
 def _tail(step: _Step) -> tuple[float, float] | None:

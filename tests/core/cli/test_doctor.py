@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pandas as pd
 import pytest
 
 import tltlab.sim
-from tltlab.cli.app import main
 from tltlab.doctor.environment import check_environment
 from tltlab.doctor.machine import GIB, Machine, _try_imports
 from tltlab.doctor.signatures import diagnose
 from tltlab.policies.policy import EpsilonGreedySpec, Policy
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
+
+from ..conftest import Command
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 
@@ -36,12 +38,9 @@ SOUND = Machine(
 )  # fmt: skip
 
 
-def doctor(capsys: pytest.CaptureFixture[str], *args: str | Path) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", *map(str, args)])
-    out, err = capsys.readouterr()
-    return int(end.value.code or 0), out, err
+@pytest.fixture
+def doctor(command: Command) -> Command:
+    return partial(command, "doctor")
 
 
 def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
@@ -96,14 +95,12 @@ def test_a_check_of_the_machine_that_fails_is_told_beside_what_the_others_found(
     assert told["ports"].severity == "fine"
 
 
-def test_a_failing_check_of_a_run_is_in_the_json(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_check_of_a_run_is_in_the_json(doctor: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> float:
         raise ZeroDivisionError("float division by zero")
 
     monkeypatch.setattr("tltlab.traces.metrics.bubble_fraction", fails)
-    code, out, _ = doctor(capsys, TRACES / "subset-sum-small", "--json")
+    code, out, _ = doctor(TRACES / "subset-sum-small", "--json")
     found = json.loads(out)
     assert code == 0
     assert [f["title"] for f in found["findings"] if f["code"] == "could-not-look"] == [
@@ -131,8 +128,8 @@ def test_this_machine_can_be_looked_at() -> None:
     assert "imports" not in told
 
 
-def test_a_recorded_run_is_told_in_json_and_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = doctor(capsys, TRACES / "subset-sum-small", "--json")
+def test_a_recorded_run_is_told_in_json_and_in_words(doctor: Command) -> None:
+    code, out, err = doctor(TRACES / "subset-sum-small", "--json")
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert set(found) == {"run", "simulated", "environment", "findings", "fine", "not_checked", "ok"}
@@ -140,25 +137,23 @@ def test_a_recorded_run_is_told_in_json_and_in_words(capsys: pytest.CaptureFixtu
     assert [finding["code"] for finding in found["findings"]] == ["rollout-not-bottleneck"]
     assert {"slower-than-plain", "large-batches", "acceptance-low"} <= {check["name"] for check in found["fine"]}
     assert all(missing["why"] for missing in found["not_checked"])
-    code, out, _ = doctor(capsys, TRACES / "subset-sum-small")
+    code, out, _ = doctor(TRACES / "subset-sum-small")
     assert code == 0
     assert "hint         The rollout is not the bottleneck, train is\n" in out
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_simulated_run_with_a_bad_policy_is_told_as_a_prediction(tmp_path: Path, doctor: Command) -> None:
     arms = (NO_SPECULATION, Strategy.chain("ngram", 8), Strategy.chain("ngram", 1))
     policy = Policy(selector=EpsilonGreedySpec(strategies=arms, epsilon=0.9, reward="relative"))
     result = tltlab.sim.simulate(read(TRACES / "tiny"), policy=policy, mode="sampled", record_iterations=True)
     result.trace.write(tmp_path / "trace")
-    code, out, _ = doctor(capsys, tmp_path / "trace", "--json")
+    code, out, _ = doctor(tmp_path / "trace", "--json")
     found = json.loads(out)
     told = {finding["code"] for finding in found["findings"]}
     assert (code, found["simulated"], found["ok"]) == (0, True, False)
     assert {"explores-too-much", "switches-often"} <= told
-    assert "simulated: its figures are predictions" in doctor(capsys, tmp_path / "trace")[1]
+    assert "simulated: its figures are predictions" in doctor(tmp_path / "trace")[1]
 
 
 def test_a_question_that_the_figures_allow_no_answer_to_leaves_the_others_their_answers() -> None:
@@ -171,27 +166,26 @@ def test_a_question_that_the_figures_allow_no_answer_to_leaves_the_others_their_
     assert "acceptance-low" in {check.name for check in found.good}
 
 
-def test_costs_without_a_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["doctor", "--quick", "--costs", "nothing.json"])
-    assert end.value.code == 2
-    assert "give the RUN" in capsys.readouterr().err
+def test_costs_without_a_run_are_refused(doctor: Command) -> None:
+    code, _, err = doctor("--quick", "--costs", "nothing.json")
+    assert code == 2
+    assert "give the RUN" in err
 
 
-def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_run_is_refused_in_a_line(tmp_path: Path, doctor: Command) -> None:
     for wrong in (tmp_path, tmp_path / "nowhere", Path(__file__)):
-        code, out, err = doctor(capsys, wrong, "--json")
+        code, out, err = doctor(wrong, "--json")
         assert (code, out) == (2, "")
         assert len(err.splitlines()) == 1
-    code, _, err = doctor(capsys, TRACES / "tiny", "--costs", tmp_path / "none.json")
+    code, _, err = doctor(TRACES / "tiny", "--costs", tmp_path / "none.json")
     assert code == 2
     assert "none.json" in err
 
 
-def test_the_machine_alone_is_told_without_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = doctor(capsys, "--quick", "--json")
+def test_the_machine_alone_is_told_without_a_run(doctor: Command) -> None:
+    code, out, _ = doctor("--quick", "--json")
     found = json.loads(out)
     assert code == 0
     assert found["findings"] == found["not_checked"] == []
     assert "versions" in {finding["code"] for finding in found["environment"]}
-    assert "fine         versions: python" in doctor(capsys, "--quick")[1]
+    assert "fine         versions: python" in doctor("--quick")[1]

@@ -3,37 +3,13 @@
 import json
 
 import pytest
-import typer
-from typer.main import get_command
 
-from tltlab.cli import app as cli
-from tltlab.cli.timeline import timeline
-from tltlab.cli.trace import app
 from tltlab.errors import TraceError
 from tltlab.importers.formats import import_dump
 from tltlab.lengths.generate import log_normal
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
-
-
-@pytest.fixture
-def tltlab(monkeypatch, capsys):
-    """Runs a command line; returns (exit code, standard output, standard error)."""
-    single = typer.Typer()
-    single.command()(timeline)
-    commands = {"trace": app, "timeline": single}
-
-    def run(*args):
-        monkeypatch.setattr(
-            cli, "_run", lambda argv: get_command(commands[argv[0]]).main(argv[1:], standalone_mode=False) or 0
-        )
-        with pytest.raises(SystemExit) as stopped:
-            cli.main([str(arg) for arg in args])
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return run
 
 
 @pytest.fixture
@@ -120,54 +96,54 @@ def test_the_documented_example_of_generate():
     assert trace.outcomes["response_tokens"].tolist() == [2421, 171, 22, 1627]
 
 
-def test_import_then_validate(tltlab, tmp_path):
+def test_import_then_validate(command, tmp_path):
     path = csv(tmp_path, "tokens\n5\n9\n")
-    code, out, _ = tltlab("trace", "import", path, "--out", tmp_path / "t", "--workers", 2, "--json")
+    code, out, _ = command("trace", "import", path, "--out", tmp_path / "t", "--workers", 2, "--json")
     assert code == 0
     assert json.loads(out) == {
         "num_rl_steps": 1, "num_responses": 2, "num_tokens": 14, "tables": ["workload", "outcomes"],
         "path": str(tmp_path / "t"),
     }  # fmt: skip
-    code, out, _ = tltlab("trace", "validate", tmp_path / "t")
+    code, out, _ = command("trace", "validate", tmp_path / "t")
     assert (code, out.startswith("valid: 2 responses, 14 tokens, 1 RL steps")) == (0, True)
 
 
-def test_generate_then_describe(tltlab, tmp_path):
+def test_generate_then_describe(command, tmp_path):
     out = tmp_path / "t"
     args = ["--prompts", 8, "--group-size", 4, "--rl-steps", 2, "--prompt-share", 0.9, "--seed", 3]
-    assert tltlab("trace", "generate", "--out", out, *args)[0] == 0
-    code, text, _ = tltlab("trace", "describe", out)
+    assert command("trace", "generate", "--out", out, *args)[0] == 0
+    code, text, _ = command("trace", "describe", out)
     assert code == 0
     assert "prompt share 0.9" in text
-    described = json.loads(tltlab("trace", "describe", out, "--json")[1])
+    described = json.loads(command("trace", "describe", out, "--json")[1])
     assert described["tables"] == {"workload": 64, "outcomes": 64}
     assert [row["num_responses"] for row in described["rl_steps"]] == [32, 32]
     assert described["rl_steps"][0]["rollout_s"] is None
     assert described["prompt_share"] > 0.7
 
 
-def test_describe_shows_times_where_they_are_known(tltlab, timed):
-    row = json.loads(tltlab("trace", "describe", timed, "--json")[1])["rl_steps"][0]
+def test_describe_shows_times_where_they_are_known(command, timed):
+    row = json.loads(command("trace", "describe", timed, "--json")[1])["rl_steps"][0]
     assert row["rollout_s"] == row["max_tokens"] / 100
     assert 0 < row["bubble_fraction"] < 1
 
 
-def test_validate_of_a_broken_trace_is_exit_code_2_and_one_line(tltlab, timed):
+def test_validate_of_a_broken_trace_is_exit_code_2_and_one_line(command, timed):
     (timed / "outcomes.parquet").write_bytes(b"PAR1")
-    code, out, err = tltlab("trace", "validate", timed)
+    code, out, err = command("trace", "validate", timed)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert "outcomes.parquet" in err
 
 
-def test_a_wrong_option_of_generate_is_exit_code_2(tltlab, tmp_path):
-    code, _, err = tltlab("trace", "generate", "--out", tmp_path / "t", "--prompts", 0)
+def test_a_wrong_option_of_generate_is_exit_code_2(command, tmp_path):
+    code, _, err = command("trace", "generate", "--out", tmp_path / "t", "--prompts", 0)
     assert code == 2
     assert "prompts is 0" in err
     assert not (tmp_path / "t").exists()
 
 
-def test_repair_on_the_command_line(tltlab, tmp_path):
+def test_repair_on_the_command_line(command, tmp_path):
     recorder = Recorder(tmp_path / "t", Manifest(kind="recorded"))
     row = {"rl_step": 0, "prompt_id": "p", "sample": 0, "turn": 0}
     recorder.append(
@@ -175,16 +151,16 @@ def test_repair_on_the_command_line(tltlab, tmp_path):
     )
     recorder.flush()
     recorder._lock.close()
-    code, out, _ = tltlab("trace", "repair", tmp_path / "t", "--json")
+    code, out, _ = command("trace", "repair", tmp_path / "t", "--json")
     assert code == 0
     assert json.loads(out)["notes"].startswith("repaired: ")
     assert read(tmp_path / "t").rl_steps == [0]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".json"])
-def test_timeline_writes_what_its_suffix_says(tltlab, timed, tmp_path, suffix):
+def test_timeline_writes_what_its_suffix_says(command, timed, tmp_path, suffix):
     out = tmp_path / f"timeline{suffix}"
-    code, text, _ = tltlab("timeline", timed, "--out", out, "--compare", timed, "--json")
+    code, text, _ = command("timeline", timed, "--out", out, "--compare", timed, "--json")
     assert code == 0
     assert json.loads(text)["out"] == str(out)
     assert out.stat().st_size > 500
@@ -198,29 +174,29 @@ def test_timeline_writes_what_its_suffix_says(tltlab, timed, tmp_path, suffix):
         (["--rl-step", "9"], "has no RL step 9: it has 0..1"),
     ],
 )
-def test_a_wrong_timeline_option_is_exit_code_2(tltlab, timed, args, says):
-    code, _, err = tltlab("timeline", timed, *args)
+def test_a_wrong_timeline_option_is_exit_code_2(command, timed, args, says):
+    code, _, err = command("timeline", timed, *args)
     assert code == 2
     assert says in err
 
 
-def test_timeline_of_all_rl_steps(tltlab, timed, tmp_path):
-    code, text, _ = tltlab("timeline", timed, "--out", tmp_path / "a.png", "--rl-step", "all")
+def test_timeline_of_all_rl_steps(command, timed, tmp_path):
+    code, text, _ = command("timeline", timed, "--out", tmp_path / "a.png", "--rl-step", "all")
     assert (code, text.strip()) == (0, f"wrote {tmp_path / 'a.png'} (RL step all)")
 
 
-def test_every_command_has_help_with_an_example(tltlab):
+def test_every_command_has_help_with_an_example(command):
     for name in ("describe", "validate", "repair", "import", "generate"):
-        code, out, _ = tltlab("trace", name, "--help")
+        code, out, _ = command("trace", name, "--help")
         assert code == 0
         assert f"Example: tltlab trace {name}" in " ".join(out.split())
 
 
-def test_an_empty_trace_can_be_described(tltlab, tmp_path):
+def test_an_empty_trace_can_be_described(command, tmp_path):
     frame = log_normal(prompts=1, rl_steps=1)
     empty = Trace.from_tables(
         Manifest(kind="recorded"), {"workload": frame.workload.iloc[:0], "outcomes": frame.outcomes.iloc[:0]}
     )
-    code, out, _ = tltlab("trace", "describe", empty.write(tmp_path / "t"))
+    code, out, _ = command("trace", "describe", empty.write(tmp_path / "t"))
     assert code == 0
     assert "0 rows" in out

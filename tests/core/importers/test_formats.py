@@ -2,18 +2,15 @@
 
 import json
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.main import get_command
 
-from tltlab.cli import app as cli
-from tltlab.cli.trace import import_trace
 from tltlab.errors import ConfigError, TraceError
 from tltlab.importers.formats import guess, import_dump
 from tltlab.importers.token_counts import CharsPerToken, FolderTokenizer, token_counter
@@ -446,23 +443,12 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
-    """Runs `tltlab trace import`; returns (exit code, standard output, standard error)."""
-    app = typer.Typer()
-    app.command()(import_trace)
-
-    def run(*args):
-        monkeypatch.setattr(cli, "_run", lambda argv: get_command(app).main(argv[1:], standalone_mode=False) or 0)
-        with pytest.raises(SystemExit) as stopped:
-            cli.main(["import", *(str(arg) for arg in args)])
-        out, err = capsys.readouterr()
-        return stopped.value.code, out, err
-
-    return run
+def importing(command):
+    return partial(command, "trace", "import")
 
 
-def test_the_command_writes_a_valid_trace_and_says_what_it_assumed(command, verl, tmp_path):
-    code, out, err = command(verl, "--out", tmp_path / "t", "--chars-per-token", 3.6, "--workers", 8, "--json")
+def test_the_command_writes_a_valid_trace_and_says_what_it_assumed(importing, verl, tmp_path):
+    code, out, err = importing(verl, "--out", tmp_path / "t", "--chars-per-token", 3.6, "--workers", 8, "--json")
     assert code == 0
     assert json.loads(out) == {
         "num_rl_steps": 2, "num_responses": 6, "num_tokens": 10, "tables": ["workload", "outcomes"],
@@ -472,9 +458,9 @@ def test_the_command_writes_a_valid_trace_and_says_what_it_assumed(command, verl
     assert read(tmp_path / "t").manifest.num_workers == 8
 
 
-def test_the_command_adds_rewards_by_name(command, trl, tmp_path):
+def test_the_command_adds_rewards_by_name(importing, trl, tmp_path):
     args = ["--chars-per-token", 3, "--reward", "format_reward", "--reward", "accuracy_reward"]
-    assert command(trl, "--out", tmp_path / "t", *args)[0] == 0
+    assert importing(trl, "--out", tmp_path / "t", *args)[0] == 0
     assert "reward: format_reward + accuracy_reward" in read(tmp_path / "t").manifest.notes
 
 
@@ -488,8 +474,8 @@ def test_the_command_adds_rewards_by_name(command, trl, tmp_path):
         (["--format", "trl", "--chars-per-token", 3], "no completions_<step>.parquet in it"),
     ],
 )
-def test_wrong_input_of_the_command_is_exit_code_2_and_one_line(command, verl, tmp_path, args, says):
-    code, out, err = command(verl, "--out", tmp_path / "t", *args)
+def test_wrong_input_of_the_command_is_exit_code_2_and_one_line(importing, verl, tmp_path, args, says):
+    code, out, err = importing(verl, "--out", tmp_path / "t", *args)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert says in err

@@ -1,4 +1,6 @@
-"""The pool of captured graphs: what is captured, what it takes, what it pads, and how well TLT's figures are met."""
+"""The pool of captured graphs: what is captured, what it takes, and how well TLT's figures are met."""
+
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -36,26 +38,21 @@ ROWS = st.lists(
 )
 
 
-def test_one_strategy_is_captured_at_every_size():
-    plan = plan_naive([DEEP], 32, SIZES)
-    assert plan.target_graphs == [(b, 48) for b in (*range(1, 9), *range(10, 33, 2))]
-    assert plan.drafter_graphs == [(DEEP, b) for b in SIZES]
-
-
-def test_the_largest_batch_is_always_captured():
-    assert plan_naive([DEEP], 7, (1, 4, 16)).target_graphs == [(1, 48), (4, 48), (7, 48)]
-    assert plan_bucketed([(1, DEEP), (4, SHORT)], 8, (1, 2, 4, 8)).target_graphs == [
-        (4, 8),
-        (8, 8),
-        (1, 48),
-        (2, 48),
-        (3, 48),
-    ]
-
-
-def test_naive_capture_shares_nothing():
-    plan = plan_naive([DEEP, WIDE], 4, (1, 2, 4))
-    assert plan.target_graphs == [(1, 48), (2, 48), (4, 48)] * 2
+@pytest.mark.parametrize(
+    ("plan", "graphs"),
+    [
+        (plan_naive([DEEP], 32, SIZES), [(b, 48) for b in SIZES]),
+        (plan_naive([DEEP], 7, (1, 4, 16)), [(1, 48), (4, 48), (7, 48)]),
+        (plan_naive([DEEP, WIDE], 4, (1, 2, 4)), [(1, 48), (2, 48), (4, 48)] * 2),
+        (plan_bucketed([(1, DEEP), (4, SHORT)], 8, (1, 2, 4, 8)), [(4, 8), (8, 8), (1, 48), (2, 48), (3, 48)]),
+        (plan_bucketed([(1, DEEP), (1, WIDE)], 4, (1, 2, 4)), [(1, 48), (2, 48), (4, 48)]),
+        (plan_bucketed([(4, DEEP)], 4, (1, 2, 4)), [(1, 48), (2, 48), (4, 48)]),
+    ],
+    ids=["every size", "the largest too", "nothing shared", "a bucket's end", "equal widths", "below the first row"],
+)
+def test_the_targets_graphs_are(plan: CapturePlan, graphs: list[tuple[int, int]]):
+    assert plan.target_graphs == graphs
+    assert len(set(plan.drafter_graphs)) == len(plan.drafter_graphs) >= len(graphs)
 
 
 def test_the_shipped_buckets_split_the_sizes():
@@ -70,19 +67,9 @@ def test_the_shipped_buckets_split_the_sizes():
     assert sorted(b for _, b in plan.drafter_graphs) == list(SIZES)
 
 
-def test_strategies_that_differ_in_width_share_the_targets_graphs():
-    plan = plan_bucketed([(1, DEEP), (1, WIDE)], 4, (1, 2, 4))
-    assert plan.target_graphs == [(1, 48), (2, 48), (4, 48)]
-    assert plan.drafter_graphs == [(s, b) for s in (DEEP, WIDE) for b in (1, 2, 4)]
-
-
 def test_only_a_model_drafter_is_captured():
     for strategy in (NO_SPECULATION, Strategy.chain("ngram", 4), Strategy.chain("suffix", 4)):
         assert plan_naive([strategy], 8, SIZES).drafter == ()
-
-
-def test_batches_below_the_first_row_use_it():
-    assert plan_bucketed([(4, DEEP)], 4, (1, 2, 4)).target_graphs == [(1, 48), (2, 48), (4, 48)]
 
 
 def test_the_bytes_of_a_small_pool_are_its_terms():
@@ -119,11 +106,6 @@ def test_memory_is_additive_over_runners(rows: list[tuple[int, Strategy]]):
     assert sum(map(POOL.memory_bytes, parts)) == pytest.approx(POOL.memory_bytes(plan))
 
 
-def test_fewer_sizes_take_less_memory():
-    many, few = (plan_naive([DEEP], 32, sizes) for sizes in (SIZES, (8, 32)))
-    assert POOL.memory_bytes(few) < POOL.memory_bytes(many)
-
-
 def test_a_cap_is_kept_to_the_byte():
     plan = plan_naive([DEEP], 32, SIZES)
     needed = POOL.memory_bytes(plan)
@@ -137,25 +119,20 @@ def test_fitting_meets_the_measured_pool():
     assert POOL.fitted(plan, POOL.memory_bytes(plan)).bytes_per_layer == pytest.approx(POOL.bytes_per_layer)
 
 
-def test_a_pool_smaller_than_its_buffers_is_refused():
-    with pytest.raises(ConfigError, match="buffers alone take"):
-        POOL.fitted(plan_naive([DEEP], 32, SIZES), 1e8)
-
-
 @pytest.mark.parametrize(
-    ("rows", "max_batch", "message"),
-    [([], 8, "no rows"), ([(0, DEEP)], 8, "min_batch"), ([(9, DEEP)], 8, "min_batch")],
+    ("wrong", "message"),
+    [
+        (lambda: plan_bucketed([], 8, SIZES), "no rows"),
+        (lambda: plan_bucketed([(0, DEEP)], 8, SIZES), "min_batch"),
+        (lambda: plan_bucketed([(9, DEEP)], 8, SIZES), "min_batch"),
+        (lambda: plan_naive([DEEP], 8, (0, 4)), "at least 1"),
+        (lambda: plan_naive([DEEP], 0, (1,)), "at least 1"),
+        (lambda: POOL.fitted(plan_naive([DEEP], 32, SIZES), 1e8), "buffers alone take"),
+    ],
 )
-def test_bad_rows_are_refused(rows: list[tuple[int, Strategy]], max_batch: int, message: str):
+def test_what_cannot_be_captured_is_refused(wrong: Callable[[], object], message: str):
     with pytest.raises(ConfigError, match=message):
-        plan_bucketed(rows, max_batch, SIZES)
-
-
-def test_bad_sizes_and_batches_are_refused():
-    with pytest.raises(ConfigError, match="at least 1"):
-        plan_naive([DEEP], 8, (0, 4))
-    with pytest.raises(ConfigError, match="at least 1"):
-        plan_naive([DEEP], 0, (1,))
+        wrong()
 
 
 def test_only_the_single_figure_is_fitted():

@@ -125,21 +125,19 @@ def test_the_command_says_how_each_policy_was_predicted(session):
     assert {"tltlab", "torch", "ray"} <= set(found["versions"])
 
 
-def test_what_rollouts_come_to_is_arithmetic():
-    seconds = {"slow": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.05], "middle": [1.5, 1.6, 1.7]}
-    rollouts = pd.DataFrame(
+def rollouts_of(seconds: dict[str, list[float]]) -> pd.DataFrame:
+    """Rollouts of policies, round by round, predicted 10 % too long on a machine that was 10 % faster."""
+    return pd.DataFrame(
         {
-            "policy": name,
-            "round": n,
-            "measured_s": s,
-            "predicted_s": s * 1.1,
-            "predicted_common_s": 3.0 - s,
-            "recorded_iterations_s": s * 1.05,
-            "speed": 0.9,
+            "policy": name, "round": n, "measured_s": s, "predicted_s": s * 1.1, "predicted_common_s": 3.0 - s,
+            "recorded_iterations_s": s * 1.05, "speed": 0.9, "error": 0.1,
         }
-        for name, times in seconds.items()
-        for n, s in enumerate(times)
-    ).assign(error=0.1)
+        for name, times in seconds.items() for n, s in enumerate(times)
+    )  # fmt: skip
+
+
+def test_what_rollouts_come_to_is_arithmetic():
+    rollouts = rollouts_of({"slow": [2.0, 2.2, 2.1], "fast": [1.0, 1.1, 1.05], "middle": [1.5, 1.6, 1.7]})
     found = compared(rollouts, repeat_spread=0.08, repeat_bias=0.0)
     assert found.rows["policy"].tolist() == ["fast", "middle", "slow"]
     assert found.median_error == pytest.approx(0.1)
@@ -154,19 +152,7 @@ def test_what_rollouts_come_to_is_arithmetic():
 
 
 def test_one_round_has_no_intervals_and_says_so():
-    rollouts = pd.DataFrame(
-        {
-            "policy": name,
-            "round": 0,
-            "measured_s": s,
-            "predicted_s": s,
-            "predicted_common_s": s,
-            "recorded_iterations_s": s,
-            "speed": 1.0,
-        }
-        for name, s in (("a", 1.0), ("b", 2.0))
-    ).assign(error=0.0)
-    found = compared(rollouts)
+    found = compared(rollouts_of({"a": [1.0], "b": [2.0]}))
     assert found.kendall_tau is None
     assert found.json()["policies"][0]["low"] is None
     assert "only 0 pairs" in text(found)

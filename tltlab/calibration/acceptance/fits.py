@@ -7,20 +7,15 @@ tells nothing that this mean does not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol, Self
 
 import numpy as np
 import pandas as pd
 
-from tltlab.acceptance.held_out import (
-    Fitted,
-    Way,
-    held_out,
-    tokens_at_age,
-    tokens_at_batch,
-    tokens_beside_siblings,
-    tokens_of_strangers,
-)
+from tltlab.acceptance.base import known_drafter
 from tltlab.acceptance.load import (
     Band,
     BatchAcceptance,
@@ -29,8 +24,11 @@ from tltlab.acceptance.load import (
     FreshAcceptance,
     SiblingAcceptance,
 )
+from tltlab.arrays import Floats, Ints
+from tltlab.calibration.cross_validation import Estimator, Fold, cross_validated
 from tltlab.errors import ConfigError
-from tltlab.strategy import MODEL_FREE
+from tltlab.state import DrafterState
+from tltlab.strategy import MODEL_FREE, Strategy
 from tltlab.traces.drafts import recorded_drafts, walked_drafts
 from tltlab.traces.trace import Trace
 
@@ -38,9 +36,11 @@ from .by_request import fit_requests, fit_siblings
 from .freshness import fit_freshness, measured_state
 from .measured import fit_acceptance
 
-_ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
 KINDS = ("by-batch", "per-request", "siblings", "fresh")
+MEANS = ("measured_tokens", "predicted_tokens", "constant_tokens")
 Model = BatchAcceptance | CurveAcceptance | SiblingAcceptance | FreshAcceptance
+_ASSUMPTION = 'state an assumption: a file {"kind": "fresh", "base": MODEL, "drafter": NAME, "freshness": {...}}'
+_LEVELS = np.array([NormalDist().inv_cdf((i + 0.5) / 10) for i in range(10)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +82,8 @@ def fit_kind(trace: Trace, kind: str = "by-batch") -> AcceptanceFit:
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of acceptance {kind!r}: there are {', '.join(KINDS)}")
-    if kind == "by-batch":
-        return _by_batch(trace)
-    if kind == "per-request":
-        return _per_request(trace)
-    return _siblings(trace) if kind == "siblings" else _fresh(trace)
+    ways = {"by-batch": _by_batch, "per-request": _per_request, "siblings": _siblings, "fresh": _fresh}
+    return ways[kind](trace)
 
 
 def _by_batch(trace: Trace) -> AcceptanceFit:
@@ -96,7 +93,7 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
             return _result("by-batch", None, ["nothing was speculated, so there is no acceptance to fit"])
         drafts = _walked(trace)
         notes = ["acceptance: walked along acceptance.parquet, which knows no batch: one band for all of them"]
-        return _fitted("by-batch", _POOLED, _counted(drafts), notes)
+        return _fitted("by-batch", Pooled(), _counted(drafts), notes)
     model, notes = fit_acceptance(table)
     if model is None:
         return _result("by-batch", None, notes)
@@ -105,14 +102,12 @@ def _by_batch(trace: Trace) -> AcceptanceFit:
     )
     rows = table[chains & (table["batch"] > 0)]
     rows = rows.assign(reach=rows["draft_depth"], num=rows["batch"], tokens=rows["batch"] + rows["num_accepted"])
-    way = Way(fit=_fit_batches, tokens=tokens_at_batch)
-    return _result("by-batch", model, notes, held_out(way, rows, notes))
+    return _result("by-batch", model, notes, _held_out(ByBatch(), rows, notes))
 
 
 def _per_request(trace: Trace) -> AcceptanceFit:
     drafts, notes = (_walked(trace), []) if _has_acceptance(trace) else _recorded(trace)
-    way = Way(fit=fit_requests, tokens=tokens_of_strangers)
-    return _fitted("per-request", way, _counted(drafts), notes)
+    return _fitted("per-request", OfStrangers(), _counted(drafts), notes)
 
 
 def _siblings(trace: Trace) -> AcceptanceFit:
@@ -122,8 +117,7 @@ def _siblings(trace: Trace) -> AcceptanceFit:
     if len(found) > 1:
         raise ConfigError(f"acceptance by siblings describes one drafter, the trace has {', '.join(found)}")
     mine = _counted(drafts[drafts["drafter"] == found[0]])
-    way = Way(fit=lambda rows: fit_siblings(rows, found[0]), tokens=tokens_beside_siblings)
-    return _fitted("siblings", way, mine, notes)
+    return _fitted("siblings", BesideSiblings(found[0]), mine, notes)
 
 
 def _fresh(trace: Trace) -> AcceptanceFit:
@@ -151,32 +145,21 @@ def _fresh(trace: Trace) -> AcceptanceFit:
     notes = list(fit_freshness(mine, several[0]).notes)
     depth = int(mine["max_depth"].min())
 
-    def fit(rows: pd.DataFrame) -> FreshAcceptance:
-        steps = mine[mine["rl_step"].isin(rows["rl_step"].unique())]
-        found = fit_freshness(steps, several[0])
-        youngest = steps[steps["age"] == steps["age"].min()]
-        base = _pool(walked_drafts(youngest, depth))
-        length = youngest["accept_if_drafted"].map(len)
-        return FreshAcceptance(
-            base=base,
-            drafter=several[0],
-            freshness=found.freshness,
-            measured=measured_state(found.freshness, youngest["age"], youngest["updates"], length),
-            notes=tuple(notes),
-        )
-
     parts = [
         _counted(walked_drafts(rows, depth)).assign(age=rows["age"].iloc[0], updates=rows["updates"].iloc[0])
         for _, rows in mine.groupby(["age", "updates"])
     ]
-    way = Way(fit=fit, tokens=tokens_at_age, by=("rl_step", "drafter", "age", "updates"))
-    return _fitted("fresh", way, pd.concat(parts, ignore_index=True), notes)
+    estimator = AtAge(mine, several[0], depth, notes)
+    return _fitted("fresh", estimator, pd.concat(parts, ignore_index=True), notes, ("age", "updates"))
 
 
-def _fitted(kind: str, way: Way[Fitted], rows: pd.DataFrame, notes: list[str]) -> AcceptanceFit:
+def _fitted(
+    kind: str, estimator: DraftEstimator, rows: pd.DataFrame, notes: list[str], further: Sequence[str] = ()
+) -> AcceptanceFit:
     if rows.empty:
         raise ConfigError(f"there are no drafts to fit {kind} acceptance to{''.join(f'; {note}' for note in notes)}")
-    return _result(kind, way.fit(rows), notes, held_out(way, rows, notes))
+    model = estimator.fit(rows).model_
+    return _result(kind, model, notes, _held_out(estimator, rows, notes, further))
 
 
 def _result(kind: str, model: Model | None, notes: list[str], errors: pd.DataFrame | None = None) -> AcceptanceFit:
@@ -184,10 +167,156 @@ def _result(kind: str, model: Model | None, notes: list[str], errors: pd.DataFra
     return AcceptanceFit(kind=kind, model=model, held_out=rows, notes=tuple(notes))
 
 
-def _fit_batches(rows: pd.DataFrame) -> BatchAcceptance:
-    model, _ = fit_acceptance(rows)
-    assert model is not None
-    return model
+def _held_out(
+    estimator: DraftEstimator, rows: pd.DataFrame, notes: list[str], further: Sequence[str] = ()
+) -> pd.DataFrame:
+    """Every other RL step and the rest predict each other: a row per RL step, drafter and what `further` tells apart.
+
+    The constant beside the prediction is the mean of the other half per drafter and reach, or of all of it where it
+    lacks these. What one half cannot tell is left out and noted; a single RL step leaves nothing.
+    """
+    by = ["rl_step", "drafter", *further]
+    columns = [*by, "num_drafts", *MEANS]
+    errors = []
+    for fold, each in cross_validated(estimator, _halves(rows)):
+        if isinstance(each, ConfigError):
+            notes.append(f"acceptance of RL steps {fold.name} is not predicted by that of the others: {each}")
+            continue
+        held = fold.held
+        cells = fold.train.groupby(["drafter", "reach"])[["tokens", "num"]].sum()
+        mean = float(cells["tokens"].sum() / cells["num"].sum())
+        known = (cells["tokens"] / cells["num"]).reindex(pd.MultiIndex.from_frame(held[["drafter", "reach"]]))
+        tokens = (held["tokens"], each * held["num"], known.fillna(mean).to_numpy() * held["num"])
+        each_cell = held[[*by, "num"]].assign(**dict(zip(MEANS, tokens, strict=True)))
+        sums = each_cell.rename(columns={"num": "num_drafts"}).groupby(by, as_index=False).sum()
+        sums[list(MEANS)] = sums[list(MEANS)].div(sums["num_drafts"], axis=0)
+        errors.append(sums)
+    if not errors:
+        return pd.DataFrame(columns=columns)
+    return pd.concat(errors, ignore_index=True)[columns].sort_values(by, ignore_index=True)
+
+
+def _halves(rows: pd.DataFrame) -> Iterator[Fold[pd.DataFrame]]:
+    """Every other RL step to fit to and the rest to predict, then the other way round; nothing for a single one."""
+    steps = np.sort(rows["rl_step"].unique())
+    even = rows["rl_step"].isin(steps[::2])
+    for train in (even, ~even) if len(steps) > 1 else ():
+        held = rows[~train].reset_index(drop=True)
+        name = ", ".join(str(step) for step in sorted(held["rl_step"].unique()))
+        yield Fold(name=name, train=rows[train].reset_index(drop=True), held=held)
+
+
+class DraftEstimator(Estimator[pd.DataFrame], Protocol):
+    """Learns `model_` from drafts and foresees the mean tokens per draft of each row of them.
+
+    A row is `num` drafts of one `drafter` and `reach` in an RL step, with `tokens` in all; kinds need further columns.
+    """
+
+    model_: Model
+
+
+class ByBatch(DraftEstimator):
+    """For rows that know their `batch`."""
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        model, _ = fit_acceptance(rows)
+        assert model is not None
+        self.model_: BatchAcceptance = model
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        cells = rows[["batch", "drafter", "reach"]].astype({"drafter": str})
+        known = {
+            key: self.model_.at(int(key[0])).tokens_per_iteration(Strategy.chain(key[1], int(key[2])))
+            for key in cells.drop_duplicates().itertuples(index=False, name=None)
+        }
+        return np.array([known[key] for key in cells.itertuples(index=False, name=None)], np.float64)
+
+
+class Pooled(ByBatch):
+    """One distribution per drafter and reach, whatever the batch."""
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        self.model_ = _pool(rows)
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        return super().predict(rows.assign(batch=1))
+
+
+class OfStrangers(DraftEstimator):
+    """Curves, asked for responses whose levels are unknown: averaged over levels as drafts meet them.
+
+    A response with a higher level needs fewer drafts for its tokens, so the mean over drafts is the harmonic one.
+    """
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        self.model_: CurveAcceptance = fit_requests(rows)
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        tokens = np.empty(len(rows))
+        for at, strategy in _groups(rows):
+            known_drafter(strategy, self.model_.curves, "the acceptance model")
+            spread = self.model_.curves[strategy.drafter].spread
+            position, none = rows["generated_tokens"].to_numpy(np.float64)[at], np.zeros(len(at))
+            each = [
+                1.0 + self.model_.survival(strategy, none + spread * z, position, none).sum(axis=1) for z in _LEVELS
+            ]
+            tokens[at] = 1.0 / np.mean([1.0 / tokens_at for tokens_at in each], axis=0)
+        return tokens
+
+
+class BesideSiblings(DraftEstimator):
+    """For rows that know how many siblings had finished."""
+
+    def __init__(self, drafter: str) -> None:
+        self.drafter = drafter
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        self.model_: SiblingAcceptance = fit_siblings(rows, self.drafter)
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        tokens = np.empty(len(rows))
+        for at, strategy in _groups(rows):
+            position, beside = (rows[name].to_numpy(np.float64)[at] for name in ("generated_tokens", "num_siblings"))
+            tokens[at] = 1.0 + self.model_.survival(strategy, np.zeros(len(at)), position, beside).sum(axis=1)
+        return tokens
+
+
+class AtAge(DraftEstimator):
+    """For rows that know the drafter's `age` and `updates`; `annotated` are the rows of acceptance.parquet behind them.
+
+    The base is what the youngest drafter of each fit has accepted, one for all batches.
+    """
+
+    def __init__(self, annotated: pd.DataFrame, drafter: str, depth: int, notes: Sequence[str]) -> None:
+        self.annotated, self.drafter, self.depth, self.notes = annotated, drafter, depth, notes
+
+    def fit(self, rows: pd.DataFrame) -> Self:
+        steps = self.annotated[self.annotated["rl_step"].isin(rows["rl_step"].unique())]
+        freshness = fit_freshness(steps, self.drafter).freshness
+        youngest = steps[steps["age"] == steps["age"].min()]
+        length = youngest["accept_if_drafted"].map(len)
+        self.model_: FreshAcceptance = FreshAcceptance(
+            base=_pool(walked_drafts(youngest, self.depth)),
+            drafter=self.drafter,
+            freshness=freshness,
+            measured=measured_state(freshness, youngest["age"], youngest["updates"], length),
+            notes=tuple(self.notes),
+        )
+        return self
+
+    def predict(self, rows: pd.DataFrame) -> Floats:
+        tokens, none = np.empty(len(rows)), np.zeros(1)
+        for at, strategy in _groups(rows):
+            states = rows.iloc[at][["age", "updates"]]
+            for age, updates in states.drop_duplicates().itertuples(index=False):
+                here = at[((states["age"] == age) & (states["updates"] == updates)).to_numpy()]
+                model = self.model_.at_freshness(DrafterState(age=int(age), updates=int(updates))).by_request().at(1)
+                tokens[here] = 1.0 + float(model.survival(strategy, none, none, none)[0].sum())
+        return tokens
 
 
 def _has_acceptance(trace: Trace) -> bool:
@@ -224,7 +353,11 @@ def _pool(drafts: pd.DataFrame) -> BatchAcceptance:
     return BatchAcceptance(bands=(Band(max_batch=None, drafters_by_depth=found),))
 
 
-_POOLED: Way[BatchAcceptance] = Way(fit=_pool, tokens=lambda model, rows: tokens_at_batch(model, rows.assign(batch=1)))
+def _groups(rows: pd.DataFrame) -> Iterator[tuple[Ints, Strategy]]:
+    """Positions of the rows of each drafter and reach, and the chain that these are of."""
+    drafters, reaches = rows["drafter"].to_numpy(str), rows["reach"].to_numpy(np.int64)
+    for drafter, reach in sorted(set(zip(drafters.tolist(), reaches.tolist(), strict=True))):
+        yield np.flatnonzero((drafters == drafter) & (reaches == reach)), Strategy.chain(drafter, reach)
 
 
 def _states(acceptance: pd.DataFrame) -> pd.DataFrame:
