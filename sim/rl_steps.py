@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,17 +20,8 @@ from tltlab.errors import ConfigError
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces.trace import Trace
 
+from .simulate import SimResult
 from .topology import Colocated, Pools, Topology
-
-
-class Simulated(Protocol):
-    """What `run_steps` needs of a simulation; `SimResult` is one."""
-
-    @property
-    def rollouts(self) -> Sequence[SimulatedRollout]: ...
-
-    @property
-    def trace(self) -> Trace: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +41,7 @@ class RunResult:
     steps: pd.DataFrame
     spans: pd.DataFrame
     gpu_s: pd.DataFrame
-    simulated: Simulated
+    simulated: SimResult
 
     @property
     def run_s(self) -> float:
@@ -95,7 +86,7 @@ class RunResult:
 
 
 def run_steps(
-    result: Simulated, stages: StageCosts, *, topology: Topology | None = None, num_updates: int = 1
+    result: SimResult, stages: StageCosts, *, topology: Topology | None = None, num_updates: int = 1
 ) -> RunResult:
     """Make whole RL steps of a simulation's rollouts; the topology defaults to `Colocated()`.
 

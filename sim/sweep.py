@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 from joblib import Parallel, delayed, parallel_config
 
+from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.stats import paired_interval
 
@@ -66,7 +67,6 @@ def compare(
     repeats: int = 1,
     jobs: int = 1,
     ray_address: str | None = None,
-    level: float = 0.95,
 ) -> pd.DataFrame:
     """Compare policies: one row each, the fastest first.
 
@@ -91,19 +91,22 @@ def compare(
     rows = []
     for name in names:
         seconds = means[name].to_numpy()
-        ratio = paired_interval(seconds, base, level=level, rng=np.random.default_rng(scenario.seed))
         makespan_s = float(seconds.mean())
         rows.append(
             {
                 "policy": name,
                 "makespan_s": makespan_s,
-                "ratio": ratio.estimate,
-                "ratio_low": ratio.low,
-                "ratio_high": ratio.high,
+                **ratio_columns("ratio", seconds, base, scenario.seed),
                 "regret": makespan_s / bound_s - 1 if bound_s > 0 and not budgets_of(policies[name], 1) else None,
             }
         )
     return pd.DataFrame(rows).sort_values("makespan_s", kind="stable", ignore_index=True)
+
+
+def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[str, float]:
+    """The ratio of two series of RL steps, and its paired 95 % bootstrap interval as `name`_low and `name`_high."""
+    ratio = paired_interval(seconds, base, level=0.95, rng=np.random.default_rng(seed))
+    return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
 
 def _makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:

@@ -21,12 +21,11 @@ from tltlab.acceptance.load import (
     load_acceptance,
 )
 from tltlab.arrays import Floats
-from tltlab.costs.stage_files import load_stages
+from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind
 from tltlab.planning.systems import System, find_systems
-from tltlab.stats import paired_interval
 from tltlab.strategy import MODEL_FREE
 from tltlab.traces.trace import Trace
 
@@ -35,6 +34,7 @@ from .engine.requests import Requests
 from .rl_steps import RunResult, run_steps
 from .scenario import Scenario
 from .simulate import SimResult, simulate
+from .sweep import ratio_columns
 from .topology import Colocated, Separate, Topology
 
 
@@ -118,17 +118,15 @@ def compare_systems(
     stages: StageCosts | Source | None = None,
     gpus_per_worker: int | None = None,
     repeats: int = 1,
-    baseline: str = "verl",
     jobs: int = 1,
-    level: float = 0.95,
     **settings: Any,
 ) -> pd.DataFrame:
     """One row per system, the fastest first: a simulation, on the same responses with the same luck.
 
     `settings` are fields of `SimulationConfig` that replace those of `config`; placement and spot training are the
     systems' own. All have the GPUs of `workers` workers of `gpus_per_worker` (default: the costs' tensor parallelism).
-    Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to the `baseline`
-    (the first system where that is not among them; below 1 is faster) with its paired bootstrap interval `ratio_low`
+    Columns: `system`, `title`, `makespan_s` (of a rollout, mean over RL steps and repeats), `ratio` to verl (or
+    the first system where that is not among them; below 1 is faster) with its paired bootstrap interval `ratio_low`
     to `ratio_high` over RL steps, `regret` of the rollout to the clairvoyant bound over all strategies of all systems
     on all workers (None under a per-request budget), `lossless`, `mean_accept_length`, `bubble_fraction`, `workers`
     (those that generate), `assumptions`, `stand_ins`, `source`. With `stages`: `step_s`, `step_ratio`,
@@ -158,38 +156,17 @@ def compare_systems(
         measured = Parallel(n_jobs=jobs)(delayed(_measured)(trace, one, seeded, **placed) for one, seeded in tasks)
     outcomes = {one.system.name: _mean(measured[i * repeats : (i + 1) * repeats]) for i, one in enumerate(bound)}
     bound_s = _bound_s(scenario, bound, repeats)
-    baseline = baseline if baseline in outcomes else bound[0].system.name
-    rows = []
-    for one in bound:
-        name, outcome, base = one.system.name, outcomes[one.system.name], outcomes[baseline]
-        makespan_s = float(outcome.makespan_s.mean())
-        row: dict[str, Any] = {
-            "system": name,
-            "title": one.system.title,
-            "makespan_s": makespan_s,
-            **_ratio("ratio", outcome.makespan_s, base.makespan_s, level, config.seed),
-            "regret": makespan_s / bound_s - 1 if bound_s and one.policy.budget is None else None,
-            "lossless": one.system.lossless,
-            "mean_accept_length": outcome.mean_accept_length,
-            "bubble_fraction": outcome.bubble_fraction,
-            "workers": generating_workers(one.system, scenario.workers),
-        }
-        if outcome.step_s is not None and base.step_s is not None:
-            row |= {
-                "step_s": float(outcome.step_s.mean()),
-                **_ratio("step_ratio", outcome.step_s, base.step_s, level, config.seed),
-                "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
-            }
-        rows.append(row | {"assumptions": one.assumptions, "stand_ins": one.stand_ins, "source": one.system.source})
+    baseline = "verl" if "verl" in outcomes else bound[0].system.name
+    base = outcomes[baseline]
+    rows = [_row(one, outcomes[one.system.name], base, bound_s, scenario) for one in bound]
     order = "makespan_s" if stages is None else "step_s"
     table = pd.DataFrame(rows).sort_values(order, kind="stable", ignore_index=True)
-    gpus = gpus_per_worker or scenario.costs.tensor_parallel
     table.attrs.update(
         left_out=left_out,
         baseline=baseline,
         num_rl_steps=len(scenario.steps),
         num_workers=scenario.workers,
-        num_gpus=scenario.workers * gpus,
+        num_gpus=scenario.workers * (gpus_per_worker or scenario.costs.tensor_parallel),
     )
     return table
 
@@ -230,6 +207,30 @@ def _measured(trace: Trace, bound: BoundSystem, config: SimulationConfig, **plac
     )
 
 
+def _row(
+    bound: BoundSystem, outcome: _Outcome, base: _Outcome, bound_s: float | None, scenario: Scenario
+) -> dict[str, Any]:
+    makespan_s = float(outcome.makespan_s.mean())
+    row: dict[str, Any] = {
+        "system": bound.system.name,
+        "title": bound.system.title,
+        "makespan_s": makespan_s,
+        **ratio_columns("ratio", outcome.makespan_s, base.makespan_s, scenario.seed),
+        "regret": makespan_s / bound_s - 1 if bound_s and bound.policy.budget is None else None,
+        "lossless": bound.system.lossless,
+        "mean_accept_length": outcome.mean_accept_length,
+        "bubble_fraction": outcome.bubble_fraction,
+        "workers": generating_workers(bound.system, scenario.workers),
+    }
+    if outcome.step_s is not None and base.step_s is not None:
+        row |= {
+            "step_s": float(outcome.step_s.mean()),
+            **ratio_columns("step_ratio", outcome.step_s, base.step_s, scenario.seed),
+            "rollout_share": float(outcome.makespan_s.sum() / outcome.step_s.sum()),
+        }
+    return row | {"assumptions": bound.assumptions, "stand_ins": bound.stand_ins, "source": bound.system.source}
+
+
 def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
     """Over repeats, RL step by RL step: they share its lengths."""
     steps = [one.step_s for one in repeats if one.step_s is not None]
@@ -241,11 +242,6 @@ def _mean(repeats: Sequence[_Outcome]) -> _Outcome:
         mean_accept_length=float(np.mean(accepts)) if accepts else None,
         bubble_fraction=float(np.mean(bubbles)) if bubbles else None,
     )
-
-
-def _ratio(name: str, seconds: Floats, base: Floats, level: float, seed: int) -> dict[str, float]:
-    ratio = paired_interval(seconds, base, level=level, rng=np.random.default_rng(seed))
-    return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
 
 
 def _bound_s(scenario: Scenario, bound: Sequence[BoundSystem], repeats: int) -> float | None:

@@ -88,15 +88,13 @@ class Separate:
         return Pools(rollout_gpus=rollout_gpus, train_gpus=train_gpus, shared=False)
 
 
-def load_topology(
-    name: str, *, gpus_per_worker: int = 1, train_gpus: int | None = None, max_staleness: int = 0
-) -> Topology:
+def load_topology(name: str, *, gpus_per_worker: int = 1, max_staleness: int = 0) -> Topology:
     """A topology by its name, `colocated` or `separate`; ConfigError for another and for what it does not take."""
     if name == Separate.name:
-        return Separate(gpus_per_worker=gpus_per_worker, train_gpus=train_gpus, max_staleness=max_staleness)
+        return Separate(gpus_per_worker=gpus_per_worker, max_staleness=max_staleness)
     if name != Colocated.name:
         raise ConfigError(f"no topology named {name!r}; there are {Colocated.name}, {Separate.name}")
-    if train_gpus is not None or max_staleness:
+    if max_staleness:
         raise ConfigError(
             "colocated GPUs train themselves and never overlap: train_gpus and max_staleness need separate"
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from .errors import ConfigError
 
@@ -28,6 +29,56 @@ class FiniteModel(FrozenModel):
     """A `FrozenModel` whose numbers are neither infinite nor NaN, so that JSON can hold them."""
 
     model_config = ConfigDict(allow_inf_nan=False)
+
+
+class Built(FiniteModel):
+    """Settings of a class of ours: the parameters of its constructor, which alone says their types and defaults.
+
+    A subclass names the class that it `builds` and declares only what a file writes in another way than the constructor
+    takes it. `init=False` tells type checkers that there are more fields. Whatever the constructor refuses is refused
+    when the settings are read.
+    """
+
+    _class: ClassVar[type]
+    _settings: ClassVar[list[str]]
+    _draws: ClassVar[bool]
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **settings: Any) -> None: ...
+
+    def __init_subclass__(cls, builds: type | None = None, init: bool = True, **config: Unpack[ConfigDict]) -> None:
+        super().__init_subclass__(**config)
+        if builds is None:
+            return
+        parameters = dict(inspect.signature(builds, eval_str=True).parameters)
+        # The generator that a selector draws from is no setting.
+        cls._draws = parameters.pop("rng", None) is not None
+        cls._class, cls._settings = builds, list(parameters)
+        for name, parameter in parameters.items():
+            cls.__annotations__.setdefault(name, parameter.annotation)
+            if name not in cls.__dict__ and parameter.default is not parameter.empty:
+                setattr(cls, name, parameter.default)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the constructor is given, by name; ConfigError where that cannot be said."""
+        return {name: getattr(self, name) for name in self._settings}
+
+    def make(self, rng: object = None) -> Any:
+        """A fresh object of the class; it draws from `rng` if it draws."""
+        return self._class(**self.arguments(), **({"rng": rng} if self._draws else {}))
+
+    def check(self) -> None:
+        """ConfigError for settings that the constructor refuses."""
+        self.make()
+
+    @model_validator(mode="after")
+    def _can_be_built(self) -> Self:
+        try:
+            self.check()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 def json_or_text(text: str) -> Any:

@@ -21,6 +21,8 @@ from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.scenario import Scenario
 from tltlab.traces.trace import Trace, read
 
+from . import options
+
 _POLICIES = "none,table,beg-mab"
 
 
@@ -37,9 +39,9 @@ def compare(
         str | None,
         typer.Option(help=f"Systems from the literature instead: all, or {','.join(SYSTEMS)}; verl is the baseline."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
-    costs: Annotated[str | None, typer.Option(help="Cost file or preset.")] = None,
-    acceptance: Annotated[str | None, typer.Option(help="constant:A, geometric:ALPHA, trace, or a file.")] = None,
+    workers: options.Workers = None,
+    costs: options.Costs = None,
+    acceptance: options.Acceptance = None,
     model_free_acceptance: Annotated[
         str | None,
         typer.Option(help="With --systems: acceptance of n-gram and suffix drafters, where --acceptance has none."),
@@ -47,24 +49,19 @@ def compare(
     stages: Annotated[
         str | None, typer.Option(help="With --systems: stage costs, a file or preset, for whole RL steps too.")
     ] = None,
-    gpus_per_worker: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
-    ] = None,
+    gpus_per_worker: options.GpusPerWorker = None,
     placement: Annotated[
         str | None, typer.Option(help=f"Of policies: one of {', '.join(PLACEMENTS)}. [default: contiguous]")
     ] = None,
-    mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
-    rl_steps: Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1. [default: all]")] = None,
+    mode: options.Mode = "fluid",
+    rl_steps: options.RlSteps = None,
     repeats: Annotated[int, typer.Option(help="Seeds, each the same for all policies.")] = 1,
-    decision_block: Annotated[
-        int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")
-    ] = 1,
+    decision_block: options.DecisionBlock = 1,
     jobs: Annotated[int, typer.Option(help="Processes that share the policies.")] = 1,
     ray_address: Annotated[
         str | None, typer.Option("--ray", help="Run on a Ray cluster instead: auto, local, or its address.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of sampled acceptance.")] = 0,
+    seed: options.Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the result as JSON too, for `tltlab report`.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -11,8 +11,7 @@ from tltlab.acceptance.load import Acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit
 from tltlab.costs.base import LinearCosts
-from tltlab.costs.load import load_costs
-from tltlab.costs.stage_files import load_stages
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
@@ -27,6 +26,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.trace import read
 
+from . import options
+
 
 def simulate(
     trace: Annotated[Path, typer.Argument(help="A trace or RUN folder.")],
@@ -35,19 +36,14 @@ def simulate(
         str | None,
         typer.Option(help=f"A system from the literature in place of a policy: {', '.join(SYSTEMS)}."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
-    costs: Annotated[
-        str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
-    ] = None,
-    acceptance: Annotated[
-        str | None,
-        typer.Option(help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has]"),
-    ] = None,
+    workers: options.Workers = None,
+    costs: options.Costs = None,
+    acceptance: options.Acceptance = None,
     placement: Annotated[
         str | None,
         typer.Option(help=f"One of {', '.join(PLACEMENTS)}. [default: contiguous, or the system's]"),
     ] = None,
-    mode: Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")] = "fluid",
+    mode: options.Mode = "fluid",
     strategy: Annotated[
         str | None, typer.Option(help="D,K,V: one strategy throughout, e.g. 4,1,5; replaces --policy.")
     ] = None,
@@ -58,15 +54,13 @@ def simulate(
     sd_threshold: Annotated[
         int | None, typer.Option(help="Speculate only while at most this many requests run on the worker.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of policies and of sampled acceptance.")] = 0,
+    seed: options.Seed = 0,
     out: Annotated[
         Path | None, typer.Option(help="Write the simulated trace to this folder; an earlier simulation is replaced.")
     ] = None,
-    rl_steps: Annotated[
-        str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")
-    ] = None,
+    rl_steps: options.RlSteps = None,
     max_response_tokens: Annotated[int | None, typer.Option(help="Cut longer responses, as a lower cap would.")] = None,
-    decision_block: Annotated[int, typer.Option(help="Iterations per decision of a learning policy.")] = 1,
+    decision_block: options.DecisionBlock = 1,
     record_iterations: Annotated[
         bool, typer.Option("--record-iterations", help="Write iterations and decisions too.")
     ] = False,
@@ -83,10 +77,7 @@ def simulate(
             "[default: colocated, or the system's]"
         ),
     ] = None,
-    gpus_per_worker: Annotated[
-        int | None,
-        typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
-    ] = None,
+    gpus_per_worker: options.GpusPerWorker = None,
     max_staleness: Annotated[
         int, typer.Option(help="With --topology separate: 1 lets a rollout run on weights one update old.")
     ] = 0,

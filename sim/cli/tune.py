@@ -19,6 +19,8 @@ from tltlab.files import read_json
 from tltlab.planning.graph_pool import GraphPool, sglang_sizes
 from tltlab.traces.trace import Trace, read
 
+from . import options
+
 if TYPE_CHECKING:
     from tltlab.sim.tuning.search import GraphMemory
     from tltlab.sim.tuning.tune import TuneResult
@@ -29,13 +31,9 @@ _GIB = 2**30
 def tune(
     traces: Annotated[list[Path], typer.Argument(help="Traces or RUN folders; with several, tuned on all of them.")],
     out: Annotated[Path, typer.Option(help="Where the policy file goes.")],
-    costs: Annotated[
-        str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
-    ] = None,
-    acceptance: Annotated[
-        str | None, typer.Option(help="geometric:ALPHA, trace, or a fitted file. [default: what the trace has]")
-    ] = None,
-    workers: Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")] = None,
+    costs: options.Costs = None,
+    acceptance: options.Acceptance = None,
+    workers: options.Workers = None,
     placement: Annotated[
         str | None, typer.Option(help="As simulate's. [default: recorded where known, else contiguous]")
     ] = None,
@@ -63,7 +61,7 @@ def tune(
     max_batch: Annotated[
         int, typer.Option(min=1, help="With --graph-memory: the largest batch that is captured.")
     ] = 256,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the search and of what is sampled.")] = 0,
+    seed: options.Seed = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; the result does not depend on them.")] = 1,
     as_json: Json = False,
 ) -> None:

@@ -20,6 +20,8 @@ from .requests import Requests
 
 TOLERANCE_TOKENS = 1e-6
 """A request this close to its length has reached it: sums of expected tokens carry rounding errors."""
+BLOCK_CELLS = 1 << 16
+"""Gains that are drawn or looked up at once, requests times iterations."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from tltlab.errors import ConfigError
 from tltlab.state import StepState
 from tltlab.strategy import Strategy
 
-from .batch import TOLERANCE_TOKENS, ArrayBatch, MacroStep, iterations_that_fit, iterations_until_done
+from .batch import BLOCK_CELLS, TOLERANCE_TOKENS, ArrayBatch, MacroStep, iterations_that_fit, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
 from .requests import Requests
@@ -33,7 +33,6 @@ from .requests import Requests
 REFRESH_ITERATIONS = 32
 RECENT_ITERATIONS = 16.0
 """Recent acceptance forgets with this time constant."""
-_BLOCK_CELLS = 1 << 16
 
 
 class Groups:
@@ -141,7 +140,7 @@ class RateBatch(ArrayBatch):
         survival = self._survival(regime.strategy, drafted, np.zeros(batch))
         # The first to finish is likely the one with the fewest iterations left: rarely worth drawing far beyond it.
         soonest = math.ceil(float((left / (1.0 + survival.sum(axis=1))).min()) * 1.2) + 4
-        count = max(1, int(min(limit, soonest, left.min(), _BLOCK_CELLS // batch)))
+        count = max(1, int(min(limit, soonest, left.min(), BLOCK_CELLS // batch)))
         if count > 1:
             survival = self._survival(regime.strategy, drafted, (1.0 + survival.sum(axis=1)) * ((count - 1) / 2))
         luck = uniforms(self._seeds[running], self._draws[running], count)

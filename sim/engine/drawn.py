@@ -10,12 +10,10 @@ import numpy as np
 from tltlab.acceptance.load import Settled
 from tltlab.arrays import Bytes, Ints
 
-from .batch import ArrayBatch, MacroStep, iterations_until_done
+from .batch import BLOCK_CELLS, ArrayBatch, MacroStep, iterations_until_done
 from .random_numbers import request_seeds, uniforms
 from .regime import Regime
 from .requests import Requests
-
-_BLOCK_CELLS = 1 << 16
 
 
 class WalkBatch(ArrayBatch):
@@ -28,7 +26,7 @@ class WalkBatch(ArrayBatch):
         if not regime.strategy.speculates:
             return self._advance_plain(regime, limit, room_tokens)
         left = self._left()
-        block = max(1, min(int(left.min()), _BLOCK_CELLS // len(left)))
+        block = max(1, min(int(left.min()), BLOCK_CELLS // len(left)))
         gains = self._gains(regime, left, int(min(block, limit)))
         gains = gains[:, : iterations_until_done(gains, left, room_tokens)]
         self._walked(gains.shape[1])

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from tltlab.arrays import Floats
 from tltlab.policies.policy import Policy
@@ -43,10 +42,6 @@ class JudgedPolicy:
     ratio_high: float | None
     regret: float
     regret_to_bound: float | None
-
-    def json(self) -> dict[str, Any]:
-        """The row as JSON types."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

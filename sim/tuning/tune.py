@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from tltlab.errors import ConfigError
@@ -52,7 +52,7 @@ class TuneResult(Judged):
             "name": self.name,
             "worth_it": self.worth_it,
             "verdict": self.verdict,
-            "candidates": [row.json() for row in self.candidates],
+            "candidates": [asdict(row) for row in self.candidates],
             "oracle_s": self.oracle_s,
             "bound_s": self.bound_s,
             "buckets": list(self.buckets),

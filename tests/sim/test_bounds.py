@@ -29,6 +29,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Manifest, Trace
 
 from ..traces_of_lengths import of_lengths
+from .workloads import FREE
 
 CHAIN = Strategy.chain("ngram", 3)
 SHORT = Strategy.chain("ngram", 1)
@@ -197,14 +198,7 @@ def simulated(small: Small, rule: str = "last", placement: str = "round_robin") 
 
 def costs(**terms: float | int | None) -> LinearCosts:
     """A cost model in which what is not named is free."""
-    free: dict[str, float | int | None] = dict.fromkeys(
-        (
-            "base_s", "per_request_s", "per_token_s", "per_context_s", "sd_base_s", "sd_idle_s", "draft_level_s",
-            "draft_level_per_request_s", "prefill_per_token_s",
-        ),
-        0.0,
-    )  # fmt: skip
-    return LinearCosts.model_validate(free | terms)
+    return FREE.model_copy(update=terms)
 
 
 def small(*lengths: int, workers: int = 1, prompt: int = 2, mode: str = "fluid", **terms: float | int | None) -> Small:
@@ -309,9 +303,7 @@ def test_a_lone_response_meets_the_path(terms: dict[str, float]):
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 20), st.sampled_from([(CHAIN,), BOTH, (SHORT, CHAIN)]))
-def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(
-    length: int, seed: int, strategies: tuple[Strategy, ...]
-):
+def test_a_lone_replayed_response_meets_the_path_with_the_best_choices(length, seed, strategies):
     instance = Small(
         prompts=(3,), lengths=(length,), strategies=strategies, workers=1, acceptance="trace", mode="fluid", seed=seed,
         costs=costs(base_s=1e-2, per_token_s=1e-3, per_context_s=1e-4, draft_level_s=2e-3, prefill_per_token_s=1e-3),
@@ -345,10 +337,7 @@ def test_an_uneven_split_leaves_the_optimum_above_the_area():
     assert simulated(instance)[1] == pytest.approx(0.03, rel=1e-6)
 
 
-PER_REQUEST = LinearCosts(
-    base_s=1.0, per_request_s=0.5, per_token_s=0.0, per_context_s=0.0, sd_base_s=0.0, sd_idle_s=0.0,
-    draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0,
-)  # fmt: skip
+PER_REQUEST = FREE.model_copy(update={"base_s": 1.0, "per_request_s": 0.5})
 
 
 @settings(max_examples=80, deadline=None)
@@ -359,9 +348,7 @@ PER_REQUEST = LinearCosts(
     st.booleans(),
     st.one_of(st.none(), st.integers(1, 6)),
 )
-def test_no_placement_and_no_policy_beats_the_shared_bound(
-    lengths: list[int], workers: int, placement: str, speculates: bool, seats: int | None
-) -> None:
+def test_no_placement_and_no_policy_beats_the_shared_bound(lengths, workers, placement, speculates, seats):
     costs = COSTS.model_copy(update={"max_num_seqs": seats})
     policy = example_table() if speculates else load_policy("none")
     trace = of_lengths(lengths, workers=workers)

@@ -3,8 +3,6 @@
 from fractions import Fraction
 from itertools import pairwise
 
-import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,15 +10,8 @@ from hypothesis import strategies as st
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.errors import ConfigError
-from tltlab.policies.simple import NoSpeculation
-from tltlab.sim.engine.batch import FluidBatch
-from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.idle_training import SimulatedSpotTrainer
-from tltlab.sim.scenario import Scenario
-from tltlab.strategy import NO_SPECULATION
-from tltlab.traces.schema import SPAN_KINDS, Manifest
-from tltlab.traces.trace import Trace
+from tltlab.traces.schema import SPAN_KINDS
 
 SIMPLE = SpotTraining(
     padded_samples_per_s=4, packed=False, samples_per_update=8, sample_tokens=100, scaling_efficiency=1,
@@ -144,13 +135,6 @@ def test_yielding_exactly_at_the_bound_is_in_time():
     assert (result.release_delay_s, result.trained.updates_lost) == (3.0, 0)
 
 
-def test_the_same_rollout_gives_the_same_result():
-    ends_s = np.random.default_rng(0).lognormal(3, 1, 16).tolist()
-    first, second = (rollout(SimulatedSpotTrainer(SpotTraining(start_s=0.5)), ends_s) for _ in range(2))
-    assert first == second
-    assert first.trained.updates > 0
-
-
 EIGHTHS = st.integers(0, 400).map(lambda n: n / 8)
 
 
@@ -224,27 +208,3 @@ def test_time_is_neither_made_nor_lost(ends_s, yield_s, on_stop):
         own = [s for s in result.spans if s.lane == lane]
         assert all(s.end_s > s.start_s for s in own)
         assert all(after.start_s >= before.end_s - 1e-9 for before, after in pairwise(own))
-
-
-def test_the_engine_trains_on_its_idle_workers_and_the_rollout_does_not_change():
-    tokens = np.random.default_rng(0).lognormal(5, 1, 64).astype(int) + 1
-    key = pd.DataFrame({"rl_step": np.arange(64) // 32, "prompt_id": np.arange(64).astype(str), "sample": 0, "turn": 0})
-    work = key.assign(epoch=0, prompt_tokens=20, max_response_tokens=5000, policy_version=0)
-    tables = {"workload": work, "outcomes": key.assign(response_tokens=tokens, finish_reason="stop")}
-    trace = Trace.from_tables(Manifest(kind="synthetic", num_workers=4), tables)
-    scenario = Scenario.of(trace, costs="cpu-small")
-
-    def run(**idle_use):
-        engine = RolloutSimulator(
-            costs=scenario.costs,
-            selectors=[NoSpeculation() for _ in range(4)],
-            **idle_use,
-        ).prepare(Regimes((NO_SPECULATION,), scenario.costs, None), FluidBatch)
-        return [engine.rollout(step, queues) for step, queues in zip(scenario.steps, scenario.queues, strict=True)]
-
-    spot = SimulatedSpotTrainer(changed(start_s=0.1, join_s=0.1, padded_samples_per_s=100))
-    alone, beside = run(), run(idle_use=spot)
-    assert [r.finish_s.tolist() for r in alone] == [r.finish_s.tolist() for r in beside]
-    last = beside[-1]
-    assert spot.result.idle_worker_s == pytest.approx(sum(last.makespan_s - end_s for end_s in last.worker_end_s))
-    assert spot.drafter.updates > spot.result.trained.updates > 0

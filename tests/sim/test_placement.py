@@ -1,6 +1,7 @@
 """Where each request goes."""
 
-import pandas as pd
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,19 +10,12 @@ from tltlab.errors import ConfigError
 from tltlab.sim.engine.requests import Requests
 from tltlab.sim.placement import PLACEMENTS, place
 
+from .workloads import requests_of
 
-def requests(lengths: list[int], prompts: list[int] | None = None) -> Requests:
-    n = len(lengths)
-    return Requests(
-        rl_step=0,
-        policy_version=0,
-        keys=[(0, f"p{i}", 0, 0) for i in range(n)],
-        prompt_tokens=prompts or [10] * n,
-        max_response_tokens=[100] * n,
-        response_tokens=lengths,
-        recorded_worker=[None if i == 3 else i % 2 for i in range(n)],
-        rows=pd.DataFrame(),
-    )
+
+def requests(lengths: list[int], prompts: list[int] | int = 10) -> Requests:
+    made = requests_of(lengths, prompts, cap=100)
+    return replace(made, recorded_worker=[None if i == 3 else w for i, w in enumerate(made.recorded_worker)])
 
 
 def test_contiguous_splits_the_workload_in_order():

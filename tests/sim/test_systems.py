@@ -294,9 +294,7 @@ def test_a_system_brings_its_own_policy(argv: list[str], capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("option", [["--systems", "verl,tlt-base"], ["--policies", "none, table"]])
-def test_a_comparison_says_what_made_it_and_its_report_too(
-    option: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_a_comparison_says_what_made_it_and_its_report_too(option, tmp_path, capsys):
     out = tmp_path / "compared.json"
     argv = ["compare", str(TINY), *option, "--costs", "cpu-small", "--out", str(out)]
     run(capsys, *argv)

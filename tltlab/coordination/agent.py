@@ -1,6 +1,6 @@
 """The worker's side of the worker coordinator, without its wires: what it reports and which order its trainer is under.
 
-`WorkerAgent` keeps the rules of `coordinator_messages`. It stands between three parties: the engine, which tells what
+`WorkerAgent` keeps the rules of `messages`. It stands between three parties: the engine, which tells what
 requests are left; the coordinator, whose commands it receives; and the trainer, which follows `order`, takes the device
 with `trainer(term)` before it does anything with it and gives it back with `trainer(None)`.
 """
@@ -19,7 +19,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainIn:
-    """Train in this group; fields as in `coordinator_messages.Train`.
+    """Train in this group; fields as in `messages.Train`.
 
     Another `group` under the same term: go on with other members from the next optimizer step on.
     """

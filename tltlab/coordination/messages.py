@@ -12,7 +12,7 @@ A worker
   None;
 - after `StopTraining` finishes at most the optimizer step under way, and reports `term` None once its device is free.
 
-`coordinator_agent.WorkerAgent` keeps them.
+`agent.WorkerAgent` keeps them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RolloutEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
-    """Time has passed; due at `coordinator.wakeup_s`."""
+    """Time has passed; due at `machine.wakeup_s`."""
 
 
 Event = WorkerReport | WorkerGone | RolloutStarted | RolloutEnded | Tick

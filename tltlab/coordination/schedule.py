@@ -75,7 +75,6 @@ class DriftSummary:
     low: float
     high: float
     num_rollouts: int
-    num_trainings: int
     ages: tuple[int, int]
     drift_kl: float | None
     sentence: str
@@ -163,7 +162,6 @@ class TrainingSchedule:
             low=low,
             high=high,
             num_rollouts=len(used),
-            num_trainings=len(self.trainings),
             ages=ages,
             drift_kl=drift_kl,
             sentence=_sentence(change, low, high, len(used), ages, drift_kl),

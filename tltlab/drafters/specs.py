@@ -2,73 +2,41 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Annotated, Literal
 
 from pydantic import Field
-from pydantic import model_validator as validator
 
-from tltlab.config import FiniteModel
-from tltlab.errors import ConfigError
+from tltlab.config import Built, FiniteModel
 
-from . import ngram, suffix
+from . import suffix
 from .base import Draft, Drafter
+from .ngram import NgramDrafter
 
 
-class _ModelFreeSpec(FiniteModel, ABC):
-    """Settings of a drafter without a network. What its constructor would refuse is refused when they are read."""
-
-    @abstractmethod
-    def build(self) -> Drafter:
-        """A fresh drafter; ConfigError where it needs an extra that is not installed."""
-
-    @abstractmethod
-    def check(self) -> None:
-        """ConfigError for settings that make no sense."""
-
-    @validator(mode="after")
-    def _make_sense(self) -> _ModelFreeSpec:
-        try:
-            self.check()
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-
-class NgramSpec(_ModelFreeSpec):
-    """Settings of `NgramDrafter`."""
-
+class NgramSpec(Built, builds=NgramDrafter, init=False):
     kind: Literal["ngram"] = "ngram"
-    min_match: int = 2
-    max_match: int = 5
-    scope: ngram.Scope = "group"
+    min_match: int
+    max_match: int
 
     def build(self) -> Drafter:
-        return ngram.NgramDrafter(self.min_match, self.max_match, self.scope)
+        """A fresh drafter."""
+        drafter: Drafter = self.make()
+        return drafter
 
-    def check(self) -> None:
-        self.build()
 
-
-class SuffixSpec(_ModelFreeSpec):
+class SuffixSpec(Built, builds=suffix.SuffixDrafter, init=False):
     """Settings of `SuffixDrafter`; they can be read without the library that the drafter itself needs."""
 
     kind: Literal["suffix"] = "suffix"
     scopes: tuple[suffix.Scope, ...] = ("problem",)
-    window: int | None = 32
-    max_match: int = 16
-    max_draft: int = 16
-    min_match: int = 2
-    min_token_prob: float = 0.1
-    length: suffix.Length = "depth"
-    match_factor: float = 1.0
-    live: bool = True
 
     def build(self) -> Drafter:
-        return suffix.SuffixDrafter(**self.model_dump(exclude={"kind"}))
+        """A fresh drafter; ConfigError where the library is not installed."""
+        drafter: Drafter = self.make()
+        return drafter
 
     def check(self) -> None:
-        suffix.check_settings(**self.model_dump(exclude={"kind", "live"}))
+        suffix.check_settings(**{name: value for name, value in self.arguments().items() if name != "live"})
 
 
 class LearnedSpec(FiniteModel):

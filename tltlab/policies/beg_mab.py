@@ -75,23 +75,6 @@ class BegMab(Selector):
                     f"such arm: add no speculation to {', '.join(map(str, arms))}, or give plain_rate"
                 )
 
-    @classmethod
-    def from_paper(
-        cls,
-        strategies: Sequence[Strategy],
-        thresholds: Sequence[int],
-        *settings: Any,
-        rng: np.random.Generator,
-        **named: Any,
-    ) -> BegMab:
-        """Over the `paper_buckets` of the strategies; `settings` are what the constructor takes beside buckets.
-
-        >>> trees = [Strategy("learned", 8, 4, 48), Strategy("learned", 6, 4, 48), Strategy("learned", 4, 4, 16)]
-        >>> [len(arms) for arms in BegMab.from_paper(trees, [1, 8], rng=np.random.default_rng(0)).arms]
-        [2, 1]
-        """
-        return cls(paper_buckets(strategies, thresholds), *settings, rng=rng, **named)
-
     def choose(self, state: StepState) -> Strategy:
         bucket = self.bucket_ = bucket_of(self.thresholds, state.batch)
         arms = self.arms[bucket]
@@ -149,6 +132,10 @@ def paper_buckets(strategies: Sequence[Strategy], thresholds: Sequence[int]) -> 
 
     There must be one threshold per group, else ConfigError. Chain drafts of different depth differ in
     tokens_to_verify, so this grouping leaves them one arm a bucket, and so nothing to choose.
+
+    >>> trees = [Strategy("learned", 8, 4, 48), Strategy("learned", 6, 4, 48), Strategy("learned", 4, 4, 16)]
+    >>> [(min_batch, len(arms)) for min_batch, arms in paper_buckets(trees, [1, 8])]
+    [(1, 2), (8, 1)]
     """
     groups: dict[int, list[Strategy]] = {}
     for strategy in sorted(strategies, key=lambda s: -s.tokens_to_verify):

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 from pydantic import model_validator as validator
 
-from tltlab.config import faults_in
+from tltlab.config import Built, faults_in
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
@@ -24,7 +24,6 @@ from .selector import Selector
 from .specs import (
     BegMabSpec,
     Bucket,
-    Built,
     CustomSpec,
     EpsilonGreedySpec,
     ExploreSpec,

@@ -7,11 +7,10 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     ValidationInfo,
@@ -21,7 +20,7 @@ from pydantic import (
 )
 from pydantic import model_validator as validator
 
-from tltlab.config import FiniteModel
+from tltlab.config import Built, FiniteModel
 from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -50,55 +49,6 @@ class Settings(FiniteModel):
     """A part of a policy file."""
 
 
-class Built(Settings):
-    """Settings of a class of ours: the parameters of its constructor, which alone says their types and defaults.
-
-    A subclass names the class that it `builds` and declares only what a file writes in another way than the constructor
-    takes it. `init=False` tells type checkers that there are more fields. Whatever the constructor refuses is refused
-    when the settings are read.
-
-    >>> sorted(ExploreSpec.model_fields)
-    ['hold_iterations', 'kind', 'strategies']
-    """
-
-    _class: ClassVar[type]
-    _settings: ClassVar[list[str]]
-    _draws: ClassVar[bool]
-
-    if TYPE_CHECKING:
-
-        def __init__(self, **settings: Any) -> None: ...
-
-    def __init_subclass__(cls, builds: type | None = None, init: bool = True, **config: Unpack[ConfigDict]) -> None:
-        super().__init_subclass__(**config)
-        if builds is None:
-            return
-        parameters = dict(inspect.signature(builds, eval_str=True).parameters)
-        # The generator that a selector draws from is no setting.
-        cls._draws = parameters.pop("rng", None) is not None
-        cls._class, cls._settings = builds, list(parameters)
-        for name, parameter in parameters.items():
-            cls.__annotations__.setdefault(name, parameter.annotation)
-            if name not in cls.__dict__ and parameter.default is not parameter.empty:
-                setattr(cls, name, parameter.default)
-
-    def arguments(self) -> dict[str, Any]:
-        """What the constructor is given, by name; ConfigError where that cannot be said."""
-        return {name: getattr(self, name) for name in self._settings}
-
-    def make(self, rng: np.random.Generator | None = None) -> Any:
-        """A fresh object of the class; it draws from `rng` if it draws."""
-        return self._class(**self.arguments(), **({"rng": rng} if self._draws else {}))
-
-    @validator(mode="after")
-    def _can_be_built(self) -> Self:
-        try:
-            self.make(np.random.default_rng(0))
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-        return self
-
-
 class _Spec(Built, init=False):
     """Settings of one selector."""
 
@@ -106,6 +56,9 @@ class _Spec(Built, init=False):
         """A fresh selector that draws from `rng`."""
         selector: Selector = self.make(rng)
         return selector
+
+    def check(self) -> None:
+        self.build(np.random.default_rng(0))
 
 
 class NoneSpec(_Spec, builds=NoSpeculation):

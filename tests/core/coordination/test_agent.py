@@ -13,6 +13,14 @@ def idle_agent(first_seq=1000, **settings):
     return agent
 
 
+def training_agent():
+    """Its trainer has the device, for term 3."""
+    agent = idle_agent()
+    agent.receive(train(seq=7), 2.0)
+    agent.trainer(3, 2.1)
+    return agent
+
+
 def train(seq=7, term=3, **changes):
     fields = {"worker": 1, "group": seq, "rl_step": 0, "leader": 1, "members": (1, 2), "incarnation": 1000}
     return Train(seq=seq, term=term, **(fields | changes))
@@ -89,9 +97,7 @@ def test_a_doubled_order_is_acknowledged_again_and_an_older_one_does_not_undo_a_
 
 
 def test_after_a_stop_the_device_is_reported_free_only_once_the_trainer_gave_it_back():
-    agent = idle_agent()
-    agent.receive(train(), 2.0)
-    agent.trainer(3, 2.1)
+    agent = training_agent()
     (report,) = agent.receive(stop(), 3.0)
     assert (report.term, agent.order) == (3, Hold())
     (report,) = agent.trainer(None, 3.2)
@@ -107,9 +113,7 @@ def test_a_trainer_that_comes_too_late_does_not_get_the_device():
 
 
 def test_requests_that_arrive_take_the_device_back_without_the_coordinator():
-    agent = idle_agent()
-    agent.receive(train(), 2.0)
-    agent.trainer(3, 2.1)
+    agent = training_agent()
     (report,) = agent.requests(0, True, 3.0)
     assert (report.busy, report.term, agent.order) == (True, 3, Hold())
 
@@ -123,17 +127,13 @@ def test_a_new_rollout_ends_the_order_of_the_last_and_news_of_older_ones_is_igno
 
 
 def test_a_change_of_the_group_reaches_a_trainer_that_is_at_work():
-    agent = idle_agent()
-    agent.receive(train(seq=7), 2.0)
-    agent.trainer(3, 2.1)
+    agent = training_agent()
     agent.receive(train(seq=9, members=(1, 2, 0)), 3.0)
     assert (agent.order.group, agent.order.members, agent.held) == (9, (1, 2, 0), 3)
 
 
 def test_a_trainer_that_still_yields_is_not_started_again():
-    agent = idle_agent()
-    agent.receive(train(seq=7), 2.0)
-    agent.trainer(3, 2.1)
+    agent = training_agent()
     agent.receive(stop(seq=8), 3.0)
     (report,) = agent.receive(train(seq=9, term=4), 3.1)
     assert (report.term, report.acked, agent.order) == (3, 9, Hold())
@@ -150,8 +150,6 @@ def test_a_trainer_that_fails_reports_a_free_device(took_the_device):
 
 
 def test_a_trainer_that_ends_by_itself_gives_the_order_up():
-    agent = idle_agent()
-    agent.receive(train(), 2.0)
-    agent.trainer(3, 2.1)
+    agent = training_agent()
     agent.trainer(None, 3.0)
     assert agent.order == Hold()

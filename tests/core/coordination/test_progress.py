@@ -79,13 +79,6 @@ def one_by_one(model, groups, end_s, data, kill):
     return (done, 0, checkpoints + (unsaved + done - updates > 0))
 
 
-@pytest.mark.parametrize("idle_s", [0.0, 4.0, 5.0, 6.999, 7.0, 24.999, 25.0, 25.4, 27.5, 1000.0])
-def test_an_uninterrupted_period_does_as_many_updates_as_fit_behind_its_set_up(idle_s):
-    without_checkpoints = changed(checkpoint_every=None)
-    rate = 4 / 8
-    assert train(without_checkpoints, [(100.0, 1)], 100.0 + idle_s).updates == max(0, math.floor((idle_s - 5) * rate))
-
-
 def test_a_checkpoint_blocks_after_every_tenth_update():
     assert train(SIMPLE, [(0.0, 1)], 25.0) == Trained(updates=10, checkpoints=1, tokens=8000)
     assert train(SIMPLE, [(0.0, 1)], 27.0).updates == 10, "the eleventh ends at 27.5"
@@ -101,20 +94,6 @@ def test_stopped_it_loses_nothing_and_killed_what_its_last_checkpoint_lacks():
 def test_a_checkpoint_that_is_still_being_written_does_not_save():
     assert train(SIMPLE, [(0.0, 1)], 25.25, kill=True) == Trained(updates_lost=10)
     assert train(SIMPLE, [(0.0, 1)], 25.5, kill=True) == Trained(updates=10, checkpoints=1, tokens=8000)
-
-
-def test_without_checkpoints_a_kill_loses_everything():
-    assert train(changed(checkpoint_every=None), [(0.0, 1)], 105.0, kill=True) == Trained(updates_lost=50)
-
-
-def test_a_second_member_halves_the_update_but_pauses_the_group_once():
-    alone = train(changed(checkpoint_every=None), [(0.0, 1)], 25.0).updates
-    joined = train(changed(checkpoint_every=None), [(0.0, 1), (15.0, 2)], 25.0).updates
-    assert (alone, joined) == (10, 14)
-
-
-def test_who_joins_during_set_up_does_not_lengthen_it():
-    assert train(changed(checkpoint_every=None), [(0.0, 1), (2.0, 2)], 25.0).updates == 20
 
 
 def test_packing_is_worth_its_factor():
@@ -138,12 +117,6 @@ def test_scaling_efficiency_is_the_worth_of_each_further_member():
 def test_an_empty_buffer_trains_nothing_and_data_that_arrive_start_it():
     assert train(SIMPLE, [(0.0, 1)], 25.0, data=[]) == Trained()
     assert train(SIMPLE, [(0.0, 1)], 25.0, data=[(15.0, 1.0)]).updates == 5
-
-
-def test_no_token_is_trained_more_than_max_epochs_times():
-    model = changed(max_epochs=2)
-    assert train(model, [(0.0, 1)], 1000.0, data=[(0.0, 1200.0)]).updates == 3
-    assert train(model, [(0.0, 1)], 1000.0, data=[(0.0, 1200.0), (500.0, 1600.0)]).updates == 4
 
 
 def test_the_time_without_data_is_no_training():

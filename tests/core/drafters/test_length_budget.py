@@ -43,17 +43,6 @@ def pushed_to(passes, lengths, reach, efficiency) -> np.ndarray:
 # The optimum
 
 
-def test_bisection_finds_what_a_grid_search_finds():
-    case = tail()
-    lengths, reach, _ = case
-    grid = np.linspace(((1 - reach) * lengths).max() * 1.001, lengths.max(), 20_000)
-    best = min(objective(pushed_to(passes, *case), *case) for passes in grid)
-    passes, drafts = optimal_budget(*case, BASE_S, TOKEN_S)
-    assert passes_of(drafts, *case) == pytest.approx(passes)
-    assert objective(drafts, *case) <= best
-    assert objective(drafts, *case) == pytest.approx(best, rel=1e-4)
-
-
 def test_the_printed_equations_are_worse_and_right_with_the_reciprocal_of_k():
     """Eq. 7 prints ln(1 - k (1 - N/l)): at its best N it costs more, with 1/k for k it is the optimum."""
     case = lengths, reach, efficiency = tail()

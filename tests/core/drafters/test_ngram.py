@@ -15,11 +15,15 @@ from tltlab.testing import check_drafter
 A, B, OTHER = (0, "p", 0, 0), (0, "p", 1, 0), (0, "q", 0, 0)
 
 
-def drafter_of(tokens, **settings):
-    drafter = NgramDrafter(**settings)
-    drafter.open(A, [])
-    drafter.extend(A, tokens)
+def told(drafter, key, response, prompt=()):
+    """The drafter after `key` was opened and generated `response`."""
+    drafter.open(key, prompt)
+    drafter.extend(key, response)
     return drafter
+
+
+def drafter_of(tokens, **settings):
+    return told(NgramDrafter(**settings), A, tokens)
 
 
 @pytest.mark.parametrize("scope", ["group", "request"])
@@ -27,48 +31,38 @@ def test_it_keeps_the_contract_of_drafters(scope):
     check_drafter(lambda: NgramDrafter(scope=scope))
 
 
-def test_a_repetition_is_continued():
-    assert drafter_of([1, 2, 3, 1, 2]).propose(A, 4).tokens == [3, 1, 2, 3]
+# "2 3" was followed by 8 twice, but "1 2 3" by 4.
+LONGER = [9, 2, 3, 8, 7, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
 
 
-def test_nothing_is_proposed_where_nothing_matches():
-    assert drafter_of([1, 2, 3, 4, 5]).propose(A, 4).tokens == []
-    assert drafter_of([1]).propose(A, 4).tokens == []
-    assert drafter_of([]).propose(A, 4).tokens == []
-
-
-def test_a_match_needs_min_match_tokens():
-    tokens = [1, 9, 5, 7, 9]
-    assert drafter_of(tokens, min_match=2).propose(A, 1).tokens == []
-    assert drafter_of(tokens, min_match=1).propose(A, 1).tokens == [5]
+@pytest.mark.parametrize(
+    ("tokens", "settings", "depth", "draft"),
+    [
+        pytest.param([1, 2, 3, 1, 2], {}, 4, [3, 1, 2, 3], id="a repetition is continued"),
+        pytest.param([1, 2, 3, 4, 5], {}, 4, [], id="nothing matches"),
+        pytest.param([1], {}, 4, [], id="a single token"),
+        pytest.param([], {}, 4, [], id="no text"),
+        pytest.param([1, 9, 5, 7, 9], {"min_match": 2}, 1, [], id="a match of fewer than min_match"),
+        pytest.param([1, 9, 5, 7, 9], {"min_match": 1}, 1, [5], id="a match of min_match"),
+        pytest.param(LONGER, {"max_match": 3}, 1, [4], id="the longest match wins"),
+        pytest.param(LONGER, {"max_match": 2}, 1, [8], id="the longest match within max_match"),
+        pytest.param([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], {"max_match": 2}, 1, [5], id="the most frequent wins"),
+        pytest.param([1, 2, 5, 1, 2, 6, 1, 2], {"max_match": 2}, 1, [6], id="then the most recent"),
+    ],
+)
+def test_it_drafts_what_most_often_followed_the_longest_match(tokens, settings, depth, draft):
+    assert drafter_of(tokens, **settings).propose(A, depth).tokens == draft
 
 
 def test_a_draft_ends_where_the_text_is_unknown():
     # After 1 2 came 3 4, and what follows "3 4 9" was never seen.
-    drafter = NgramDrafter(min_match=2, max_match=3)
-    drafter.open(A, [])
-    drafter.extend(A, [1, 2, 3])
-    drafter.open(B, [])
-    drafter.extend(B, [1, 2])
+    drafter = told(NgramDrafter(min_match=2, max_match=3), A, [1, 2, 3])
+    told(drafter, B, [1, 2])
     assert drafter.propose(B, 8).tokens == [3]
 
 
-def test_the_longest_match_wins_over_a_more_frequent_shorter_one():
-    # "2 3" was followed by 8 twice, but "1 2 3" by 4.
-    tokens = [9, 2, 3, 8, 7, 2, 3, 8, 1, 2, 3, 4, 1, 2, 3]
-    assert drafter_of(tokens, max_match=3).propose(A, 1).tokens == [4]
-    assert drafter_of(tokens, max_match=2).propose(A, 1).tokens == [8]
-
-
-def test_the_most_frequent_continuation_wins_then_the_most_recent():
-    assert drafter_of([1, 2, 5, 1, 2, 6, 1, 2, 5, 1, 2], max_match=2).propose(A, 1).tokens == [5]
-    assert drafter_of([1, 2, 5, 1, 2, 6, 1, 2], max_match=2).propose(A, 1).tokens == [6]
-
-
 def test_the_second_sample_drafts_the_firsts_continuation():
-    drafter = NgramDrafter()
-    drafter.open(A, [1, 2, 3])
-    drafter.extend(A, [10, 11, 12, 13])
+    drafter = told(NgramDrafter(), A, [10, 11, 12, 13], [1, 2, 3])
     drafter.open(B, [1, 2, 3])
     assert drafter.propose(B, 8).tokens == [10, 11, 12, 13]
     drafter.extend(B, [10])
@@ -76,9 +70,7 @@ def test_the_second_sample_drafts_the_firsts_continuation():
 
 
 def test_prompt_tokens_are_drafted_from_too():
-    drafter = NgramDrafter()
-    drafter.open(A, [5, 6, 7, 8])
-    drafter.extend(A, [1, 5, 6])
+    drafter = told(NgramDrafter(), A, [1, 5, 6], [5, 6, 7, 8])
     assert drafter.propose(A, 2).tokens == [7, 8]
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tltlab.errors import ConfigError
-from tltlab.policies.beg_mab import BegMab
+from tltlab.policies.beg_mab import BegMab, paper_buckets
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
@@ -110,14 +110,6 @@ def test_iterations_with_prefill_teach_nothing():
     assert mab.choose(at(4)) == D8, "still unseen"
 
 
-def test_the_window_forgets():
-    mab = bandit([(1, [D8, D2])], epsilon=0.0, window=3)
-    for rate in (900.0, 900.0, 900.0, 100.0, 100.0):
-        mab.observe(D8, ran(D8, 4, rate))
-    mab.observe(D2, ran(D2, 4, 200.0))
-    assert mab.choose(at(4)) == D2
-
-
 def test_a_bucket_with_one_arm_needs_no_randomness():
     mab = bandit([(1, [D8])], epsilon=1.0)
     before = mab.state_dict()["rng"]
@@ -213,20 +205,20 @@ TREES = [Strategy("learned", 8, 4, v) for v in (8, 48, 16, 32)]
 
 def test_the_papers_grouping_gives_most_tokens_to_the_smallest_batches():
     """The released settings: 48 / 32 / 16 / 8 tokens at batches 1 / 2-4 / 5-20 / 21 and up."""
-    mab = BegMab.from_paper(TREES, [1, 2, 5, 21], rng=np.random.default_rng(0))
+    mab = BegMab(paper_buckets(TREES, [1, 2, 5, 21]), rng=np.random.default_rng(0))
     tokens = [mab.choose(at(batch)).tokens_to_verify for batch in (1, 2, 4, 5, 20, 21, 300)]
     assert tokens == [48, 32, 32, 16, 16, 8, 8]
 
 
 def test_the_papers_grouping_keeps_strategies_with_equal_tokens_together():
     deep, shallow = Strategy("learned", 10, 4, 48), Strategy("learned", 6, 4, 48)
-    mab = BegMab.from_paper([deep, *TREES, shallow], [1, 2, 5, 21], rng=np.random.default_rng(0))
+    mab = BegMab(paper_buckets([deep, *TREES, shallow], [1, 2, 5, 21]), rng=np.random.default_rng(0))
     assert mab.arms[0] == (deep, TREES[1], shallow)
 
 
 def test_the_papers_grouping_needs_a_threshold_per_group_and_says_what_it_got():
     with pytest.raises(ConfigError, match=r"got 4 of the former \(48, 32, 16, 8\) and 2 of the latter \(1, 5\)"):
-        BegMab.from_paper(TREES, [1, 5], rng=np.random.default_rng(0))
+        BegMab(paper_buckets(TREES, [1, 5]), rng=np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -376,18 +375,15 @@ def test_what_is_not_there_or_no_selector_is_refused(own):
     assert "cannot import" in error_of(f"broken_{own}:Oops")
 
 
-def test_a_policy_file_may_name_the_papers_grouping(tmp_path: Path) -> None:
+def test_a_policy_file_may_name_the_papers_grouping(tmp_path):
     trees = [
         {"drafter": "learned", "draft_depth": depth, "top_k": 4, "tokens_to_verify": verify}
         for depth, verify in ((8, 48), (6, 48), (4, 16))
     ]
     selector = {"kind": "beg-mab", "strategies": trees, "thresholds": [1, 8]}
     path = tmp_path / "policy.json"
-    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, "selector": selector}))
-    assert len(load_policy(path).strategies) == 3
-    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, "selector": selector | {"thresholds": [1]}}))
-    with pytest.raises(ConfigError, match=r"got 2 of the former \(48, 16\) and 1 of the latter \(1\)"):
-        load_policy(path)
-    path.write_text(json.dumps({"format": "tltlab-policy", "version": 1, "selector": {"kind": "beg-mab"}}))
-    with pytest.raises(ConfigError, match="either buckets, or strategies and thresholds"):
-        load_policy(path)
+    assert len(load_policy(write(path, selector=selector)).strategies) == 3
+    message = error_of(write(path, selector=selector | {"thresholds": [1]}))
+    assert "got 2 of the former (48, 16) and 1 of the latter (1)" in message
+    message = error_of(write(path, selector={"kind": "beg-mab"}))
+    assert "either buckets, or strategies and thresholds" in message

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,16 +32,13 @@ from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from ..workloads import COSTS, requests_of
 from .slow_oracle import finish_times
 
 CHAINS = (Strategy.chain("ngram", 5), Strategy("ngram", 4, 1, 3))
 CURVE = RequestCurve(keep_logits=(0.2, 0.6, 0.9), drift=0.3, spread=0.7)
 CURVES = CurveAcceptance(curves={"ngram": CURVE})
 SIBLINGS = SiblingAcceptance(alone=0.3, most=0.8, exponent=0.6, own_tokens=300)
-COSTS = LinearCosts(
-    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
-)  # fmt: skip
 
 
 class Deep(Selector):
@@ -54,20 +50,6 @@ class Deep(Selector):
 
     def choose(self, state: StepState) -> Strategy:
         return self.chain if state.batch <= self.most else NO_SPECULATION
-
-
-def group(lengths: list[int], prompt_tokens: int = 20, size: int = 4) -> Requests:
-    n = len(lengths)
-    return Requests(
-        rl_step=0,
-        policy_version=0,
-        keys=[(0, f"p{i // size}", i % size, 0) for i in range(n)],
-        prompt_tokens=[prompt_tokens] * n,
-        max_response_tokens=[8192] * n,
-        response_tokens=lengths,
-        recorded_worker=[None] * n,
-        rows=pd.DataFrame(),
-    )
 
 
 def nominal(chain: Strategy, costs: LinearCosts = COSTS) -> Regimes:
@@ -152,7 +134,7 @@ def test_asked_at_every_iteration_it_takes_the_time_of_its_iterations(
     capacity: int | None,
     asks: int,
 ) -> None:
-    requests, costs = group(lengths), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
+    requests, costs = requests_of(lengths, group=4), COSTS.model_copy(update={"kv_capacity_tokens": capacity})
     rates = Rates(model=model, costs=costs, seed=3, sampled=sampled, refresh=1)
     fast = run(requests, rates, chain, most=most, costs=costs, asks=asks)
     slow = slowly(requests, model, chain, sampled=sampled, most=most, costs=costs)
@@ -162,11 +144,9 @@ def test_asked_at_every_iteration_it_takes_the_time_of_its_iterations(
 
 @pytest.mark.parametrize("model", [CURVES, SIBLINGS], ids=["curves", "siblings"])
 @pytest.mark.parametrize("sampled", [False, True])
-def test_held_for_many_iterations_the_chances_stay_close_to_those_of_each(
-    model: RequestAcceptance, sampled: bool
-) -> None:
+def test_held_for_many_iterations_the_chances_stay_close_to_those_of_each(model, sampled):
     lengths = np.random.default_rng(1).lognormal(6.3, 0.8, 24).astype(int).clip(1, 4000).tolist()
-    requests = group(lengths)
+    requests = requests_of(lengths, group=4)
     fast = run(requests, Rates(model=model, costs=COSTS, seed=3, sampled=sampled), CHAINS[0])
     slow = slowly(requests, model, CHAINS[0], sampled=sampled, most=99, costs=COSTS)
     error = np.array([fast.finish_s[r] / t - 1 for r, t in slow.items()])
@@ -181,7 +161,7 @@ def test_held_for_many_iterations_the_chances_stay_close_to_those_of_each(
 )
 def test_fluid_is_within_one_percent_of_the_mean_of_sampled_runs(model, budget: DraftBudget | None) -> None:
     lengths = np.random.default_rng(2).lognormal(7.0, 0.7, 24).astype(int).clip(1, 8000).tolist()
-    requests = group(lengths)
+    requests = requests_of(lengths, group=4)
     chain = Strategy("ngram", 8, 1, 5) if budget else CHAINS[0]
     # Levels are drawn from the seed too: they are made known, so that only the luck of the drafts differs.
     if isinstance(model, CurveAcceptance):
@@ -207,7 +187,7 @@ def known(model: CurveAcceptance, requests: Requests) -> CurveAcceptance:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_without_differences_it_is_the_plain_batch(sampled: bool) -> None:
     model = GeometricAcceptance(alpha=0.7)
-    requests = group([30, 700, 90, 210, 3, 400])
+    requests = requests_of([30, 700, 90, 210, 3, 400], group=4)
     regimes = Regimes((NO_SPECULATION, CHAINS[0]), COSTS, model)
     plain: Callable[[Requests], FluidBatch | SampledBatch] = (lambda r: SampledBatch(r, 5)) if sampled else FluidBatch
     queue = [list(range(6))]
@@ -219,12 +199,12 @@ def test_without_differences_it_is_the_plain_batch(sampled: bool) -> None:
 def test_a_request_that_is_easier_to_draft_for_finishes_first() -> None:
     rows = tuple(KnownLevel(rl_step=0, prompt_id="p0", sample=s, level=level) for s, level in ((0, -2.0), (1, 2.0)))
     model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"known": rows})})
-    finish = run(group([500, 500]), Rates(model=model, costs=COSTS), CHAINS[0]).finish_s
+    finish = run(requests_of([500, 500], group=4), Rates(model=model, costs=COSTS), CHAINS[0]).finish_s
     assert finish[1] < 0.7 * finish[0]
 
 
 def test_what_finished_on_another_worker_helps_only_after_it_did() -> None:
-    requests = group([40, 400], size=2)
+    requests = requests_of([40, 400], group=2)
     rates = Rates(model=SIBLINGS, costs=COSTS)
     first, second = rates(requests), rates(requests)
     first.admit(0, 0.0)
@@ -232,7 +212,7 @@ def test_what_finished_on_another_worker_helps_only_after_it_did() -> None:
     regime = nominal(CHAINS[0]).at(CHAINS[0], 1)
     while len(first):
         first.advance(regime, np.inf, np.inf)
-    alone = rates(group([40, 400], size=2))
+    alone = rates(requests_of([40, 400], group=2))
     alone.admit(1, 0.0)
     expected = alone.advance(regime, 1, np.inf).tokens
     assert second.advance(regime, 1, np.inf).tokens == expected
@@ -254,7 +234,7 @@ class Fixed(DraftBudget):
 def test_a_budget_cuts_drafts_and_is_paid_for_by_the_tokens_it_verifies(sampled: bool) -> None:
     chain = Strategy("ngram", 6, 1, 4)
     rates = Rates(model=GeometricAcceptance(alpha=1.0), costs=COSTS, budgets=[Fixed(0, 1, 5)], sampled=sampled)
-    batch = rates(group([900, 900, 900]))
+    batch = rates(requests_of([900, 900, 900], group=4))
     for request in range(3):
         batch.admit(request, 0.0)
     macro = batch.advance(nominal(chain).at(chain, 3), 1, np.inf)
@@ -273,7 +253,7 @@ def test_a_budget_sees_what_was_accepted_lately() -> None:
             seen.append([request.recent_acceptance for request in state.requests])
             return super().allot(state, strategy)
 
-    run(group([300, 300]), Rates(model=CURVES, costs=COSTS, budgets=[Watching()]), CHAINS[0])
+    run(requests_of([300, 300], group=4), Rates(model=CURVES, costs=COSTS, budgets=[Watching()]), CHAINS[0])
     assert seen[0] == [None, None]
     first, second = seen[1]
     assert first is not None
@@ -287,7 +267,7 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
     model = CurveAcceptance(curves={"ngram": CURVE.model_copy(update={"spread": 1.5, "drift": 0.0})})
 
     def first_hundred(budget: DraftBudget) -> float:
-        batch = Rates(model=model, costs=COSTS, budgets=[budget])(group([8000] * 24))
+        batch = Rates(model=model, costs=COSTS, budgets=[budget])(requests_of([8000] * 24, group=4))
         for request in range(24):
             batch.admit(request, 0.0)
         return sum(batch.advance(nominal(chain).at(chain, 24), 10, np.inf).tokens for _ in range(10))
@@ -297,7 +277,7 @@ def test_drafts_given_by_acceptance_yield_more_than_even_ones() -> None:
 
 @pytest.mark.parametrize("tokens", [(1,), (1, 9), (-1, 2)])
 def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -> None:
-    batch = Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)])(group([50, 50]))
+    batch = Rates(model=CURVES, costs=COSTS, budgets=[Fixed(*tokens)])(requests_of([50, 50], group=4))
     batch.admit(0, 0.0)
     batch.admit(1, 0.0)
     with pytest.raises(ConfigError, match="the budget gave"):
@@ -307,7 +287,7 @@ def test_a_budget_that_breaks_its_contract_is_refused(tokens: tuple[int, ...]) -
 def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
     tree = Strategy("eagle", 8, 4, 48)
     model = load_acceptance("tlt-qwen2.5-32b")
-    batch = Rates(model=model, costs=COSTS, budgets=[UniformBudget()])(group([50]))
+    batch = Rates(model=model, costs=COSTS, budgets=[UniformBudget()])(requests_of([50], group=4))
     batch.admit(0, 0.0)
     regimes = Regimes((NO_SPECULATION, tree), COSTS, model)
     with pytest.raises(ConfigError, match="trees"):
@@ -318,7 +298,7 @@ def test_trees_have_no_budget_and_refresh_is_a_number_of_iterations() -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_the_same_seed_gives_the_same_run(sampled: bool) -> None:
-    requests = group([30, 700, 90, 210])
+    requests = requests_of([30, 700, 90, 210], group=4)
     runs = [run(requests, Rates(model=CURVES, costs=COSTS, seed=s, sampled=sampled), CHAINS[0]) for s in (1, 1, 2)]
     assert runs[0].finish_s.tolist() == runs[1].finish_s.tolist()
     assert runs[0].finish_s.tolist() != runs[2].finish_s.tolist()

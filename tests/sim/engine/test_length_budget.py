@@ -7,7 +7,6 @@ import pytest
 
 import tltlab
 from tltlab.acceptance.load import GeometricAcceptance
-from tltlab.costs.base import LinearCosts
 from tltlab.drafters.budget import UniformBudget
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import generate, log_normal
@@ -21,11 +20,14 @@ from tltlab.sim.scenario import tell_each_other
 from tltlab.state import RequestState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from ..workloads import FREE
+
 TRACES = Path(__file__).resolve().parents[3] / "traces"
 # Verified tokens are dear: 80 of them take as long as all else.
-COSTS = LinearCosts(
-    base_s=4e-3, per_request_s=4e-5, per_token_s=1e-4, per_context_s=2e-8, sd_base_s=0.0, sd_idle_s=0.0,
-    draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=1e-6,
+COSTS = FREE.model_copy(
+    update={
+        "base_s": 4e-3, "per_request_s": 4e-5, "per_token_s": 1e-4, "per_context_s": 2e-8, "prefill_per_token_s": 1e-6
+    }
 )  # fmt: skip
 
 

@@ -16,11 +16,9 @@ from tltlab.sim.scenario import Scenario
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from ...traces_of_lengths import of_lengths
+from .. import workloads
 
-COSTS = LinearCosts(
-    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-6, far_token_s=1e-5,
-)  # fmt: skip
+COSTS = workloads.COSTS.model_copy(update={"prefill_per_token_s": 1e-6, "far_token_s": 1e-5})
 CHAIN = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4)))
 TABLE = Policy(
     selector=TableSpec(

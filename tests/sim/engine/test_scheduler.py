@@ -4,28 +4,18 @@ from __future__ import annotations
 
 import math
 
-import pandas as pd
-
 from tltlab.bench.simulator import COSTS
 from tltlab.sim.engine.batch import FluidBatch
 from tltlab.sim.engine.regime import Regimes
-from tltlab.sim.engine.requests import Requests
 from tltlab.sim.engine.scheduler import Scheduler
 from tltlab.strategy import NO_SPECULATION
+
+from ..workloads import requests_of
 
 
 def scheduler(prompts: list[int], length: int = 50, **limits: int) -> Scheduler:
     """One over requests 0, 1, ... with these prompts, all waiting."""
-    requests = Requests(
-        rl_step=0,
-        policy_version=0,
-        keys=[(0, f"p{i}", 0, 0) for i in range(len(prompts))],
-        prompt_tokens=prompts,
-        max_response_tokens=[length] * len(prompts),
-        response_tokens=[length] * len(prompts),
-        recorded_worker=[None] * len(prompts),
-        rows=pd.DataFrame(),
-    )
+    requests = requests_of([length] * len(prompts), prompts)
     made = Scheduler(prompts, FluidBatch(requests), COSTS.model_copy(update=limits))
     made.waiting.extend((i, 0.0) for i in range(len(prompts)))
     return made

@@ -22,8 +22,8 @@ from tltlab.sim.engine.worker import RolloutSimulator
 from tltlab.sim.placement import PLACEMENTS, place
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
-from tltlab.traces.trace import Trace
 
+from ..workloads import COSTS, requests_of
 from .slow_oracle import expected, finish_times
 
 SECONDS = st.floats(0, 1e-2)
@@ -49,16 +49,7 @@ class Threshold(Selector):
 def requests(draw: st.DrawFn) -> Requests:
     lengths = draw(st.lists(st.integers(1, 60), min_size=1, max_size=12))
     n = len(lengths)
-    return Requests(
-        rl_step=0,
-        policy_version=0,
-        keys=[(0, f"p{i}", 0, 0) for i in range(n)],
-        prompt_tokens=draw(st.lists(st.integers(0, 30), min_size=n, max_size=n)),
-        max_response_tokens=[64] * n,
-        response_tokens=lengths,
-        recorded_worker=[i % 2 for i in range(n)],
-        rows=pd.DataFrame(),
-    )
+    return requests_of(lengths, draw(st.lists(st.integers(0, 30), min_size=n, max_size=n)), cap=64)
 
 
 @st.composite
@@ -103,9 +94,7 @@ def assert_agree(
 
 @settings(max_examples=150, deadline=None)
 @given(requests(), costs(), st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
-def test_plain_decoding_takes_the_time_of_its_iterations(
-    req: Requests, cost: LinearCosts, workers: int, placement: str
-) -> None:
+def test_plain_decoding_takes_the_time_of_its_iterations(req, cost, workers, placement):
     found = Regimes([NO_SPECULATION], cost, None)
     assert_agree(req, cost, found, FluidBatch, lambda: Plain(), workers, placement)
 
@@ -120,18 +109,14 @@ class Plain(Selector):
 
 @settings(max_examples=150, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 3))
-def test_fluid_speculation_takes_the_time_of_its_iterations(
-    req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, workers: int
-) -> None:
+def test_fluid_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, workers):
     found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
     assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin")
 
 
 @settings(max_examples=100, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
-def test_sampled_speculation_takes_the_time_of_its_iterations(
-    req: Requests, cost: LinearCosts, alpha: float, deep: int, shallow: int, memoryless: bool, seed: int
-) -> None:
+def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, seed):
     found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
     seeds = request_seeds(seed, req.keys)
 
@@ -171,9 +156,7 @@ def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
 
 @settings(max_examples=100, deadline=None)
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
-def test_replayed_acceptance_takes_the_time_of_its_iterations(
-    req: Requests, cost: LinearCosts, deep: int, shallow: int, memoryless: bool, seed: int
-) -> None:
+def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, deep, shallow, memoryless, seed):
     table = counterfactuals(req, seed)
     acceptance = TraceAcceptance(table)
     found = Regimes((NO_SPECULATION, *CHAINS), cost, acceptance)
@@ -202,21 +185,7 @@ def counterfactuals(req: Requests, seed: int) -> pd.DataFrame:
 
 
 def test_a_long_rollout_agrees_too() -> None:
-    trace: Trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
-    out = trace.outcomes
-    req = Requests(
-        rl_step=0,
-        policy_version=0,
-        keys=[(0, p, s, 0) for p, s in zip(out["prompt_id"], out["sample"], strict=True)],
-        prompt_tokens=[128] * 16,
-        max_response_tokens=[4000] * 16,
-        response_tokens=out["response_tokens"].tolist(),
-        recorded_worker=[None] * 16,
-        rows=out,
-    )
-    cost = LinearCosts(
-        base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
-        draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
-    )  # fmt: skip
-    found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=0.7))
-    assert_agree(req, cost, found, FluidBatch, lambda: Threshold(2, 5, True), 2, "longest_first")
+    trace = log_normal(prompts=4, group_size=4, rl_steps=1, median=900, cap=4000, workers=2)
+    req = requests_of(trace.outcomes["response_tokens"].tolist(), 128, cap=4000, group=4)
+    found = Regimes((NO_SPECULATION, *CHAINS), COSTS, GeometricAcceptance(alpha=0.7))
+    assert_agree(req, COSTS, found, FluidBatch, lambda: Threshold(2, 5, True), 2, "longest_first")

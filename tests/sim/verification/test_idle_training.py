@@ -69,9 +69,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                         "accept_if_drafted": kept.tolist(),
                     }
                 )  # fmt: skip
-        assert made.iterations is not None
-        ends = (made.iterations["t_start"] + made.iterations["duration"]).groupby(made.iterations["worker"]).max()
-        rows = spot_rows(QUICK, step, ends.tolist(), float(ends.max()), rng, noise=0.1) if TRAINED[step] else []
+        ends = ends_of(made)
+        rows = spot_rows(QUICK, step, ends, max(ends), rng, noise=0.1) if TRAINED[step] else []
         training += rows
         gained = max((row["updates"] for row in rows), default=0)
         age, updates = (0 if gained else age + 1), updates + gained
@@ -89,6 +88,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     policies = [{"rl_step": 0, "name": "chain", "policy": CHAIN.model_dump(mode="json")}]
     (out / "policies.json").write_text(json.dumps({"seed": 0, "policies": policies}))
     return out
+
+
+def copied(run: Path, folder: Path, **tables: pd.DataFrame | None) -> Path:
+    """The same RUN in `folder`, with other tables."""
+    read(run).replace(**tables).write(folder / "trace")
+    (folder / "policies.json").write_text((run / "policies.json").read_text())
+    return folder
+
+
+def planted(trace: Trace, **settings: int) -> pd.DataFrame:
+    """Training rows for every RL step of a trace."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in trace.rl_steps:
+        ends = ends_of(trace.select([step]))
+        rows += spot_rows(QUICK, step, ends, max(ends), rng, **settings)
+    return frame(rows)
+
+
+def ends_of(trace: Trace) -> list[float]:
+    """When each worker of an RL step had nothing left."""
+    assert trace.iterations is not None
+    return (
+        (trace.iterations["t_start"] + trace.iterations["duration"]).groupby(trace.iterations["worker"]).max().tolist()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -125,10 +149,7 @@ def test_the_figures_are_in_the_json_and_in_the_text(run: Path, found, capsys: p
 def test_acceptance_follows_the_drafter_s_state(run: Path, found, tmp_path: Path):
     """The first steps' drafter is untrained: rates of its neighbours, taken as they are, would be too fast."""
     first = found.rows.set_index("rl_step").loc[0]
-    trace = read(run)
-    trace.replace(acceptance=None).write(tmp_path / "trace")
-    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
-    blind = verify(tmp_path, rl_steps=[0], samples=4).rows.iloc[0]
+    blind = verify(copied(run, tmp_path, acceptance=None), rl_steps=[0], samples=4).rows.iloc[0]
     assert abs(first["error"]) < 0.06
     assert blind["error"] < -0.08
     assert found.median_error < 0.05
@@ -148,29 +169,13 @@ def test_the_drafter_s_state_must_be_told_by_every_step_that_counts(run: Path):
 def test_training_begins_with_as_many_idle_workers_as_in_the_other_steps(run: Path):
     trace = read(run)
     assert SpotRun(trace=trace).coordinator(0).min_idle_workers == 1
-    rng = np.random.default_rng(0)
-    rows = []
-    for step in trace.rl_steps:
-        one = trace.select([step]).iterations
-        assert one is not None
-        ends = (one["t_start"] + one["duration"]).groupby(one["worker"]).max()
-        rows += spot_rows(QUICK, step, ends.tolist(), float(ends.max()), rng, min_idle=2)
-    later = SpotRun(trace=trace.replace(spot_training=frame(rows)))
+    later = SpotRun(trace=trace.replace(spot_training=planted(trace, min_idle=2)))
     assert later.coordinator(0).min_idle_workers == 2
 
 
 def test_workers_that_stop_by_themselves_bound_the_prediction(run: Path, tmp_path: Path):
-    trace = read(run)
-    rng = np.random.default_rng(0)
-    rows = []
-    for step in trace.rl_steps:
-        one = trace.select([step]).iterations
-        assert one is not None
-        ends = (one["t_start"] + one["duration"]).groupby(one["worker"]).max()
-        rows += spot_rows(QUICK, step, ends.tolist(), float(ends.max()), rng, max_updates=15)
-    trace.replace(spot_training=frame(rows)).write(tmp_path / "trace")
-    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
-    rows_found = verify(tmp_path, rl_steps=[1], samples=1).rows
+    bounded = copied(run, tmp_path, spot_training=planted(read(run), max_updates=15))
+    rows_found = verify(bounded, rl_steps=[1], samples=1).rows
     assert rows_found["updates"].tolist() == [15]
     assert rows_found["predicted_updates"].tolist() == pytest.approx([15], rel=0.01)
 
@@ -189,9 +194,7 @@ def test_an_update_that_outlasts_the_rollout_uses_no_more_than_the_idle_time(run
 
 
 def test_a_run_without_training_rows_looks_as_before(run: Path, tmp_path: Path):
-    read(run).replace(spot_training=None).write(tmp_path / "trace")
-    (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
-    bare = verify(tmp_path, rl_steps=[1], samples=1)
+    bare = verify(copied(run, tmp_path, spot_training=None), rl_steps=[1], samples=1)
     assert "spot_median_error" not in bare.json()
     assert "updates" not in bare.json()["steps"][0]
     assert "updates" not in text(bare)

@@ -154,9 +154,7 @@ def test_a_garbled_file_of_the_run_is_named(run: Path, tmp_path: Path, file: str
         verify(tmp_path, rl_steps=[2], samples=1)
 
 
-def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_costs_of_an_older_runs_policy_are_looked_for_from_the_run_on(run, tmp_path, monkeypatch):
     read(run / "trace").write(tmp_path / "runs" / "first" / "trace")
     selector = {"kind": "goodput", "strategies": [asdict(Strategy.chain("ngram", 4))], "costs": "costs.json"}
     policy = {"format": "tltlab-policy", "version": 1, "selector": selector}

@@ -1,0 +1,22 @@
+"""Options that several commands of the simulator have."""
+
+from typing import Annotated
+
+import typer
+
+Workers = Annotated[int | None, typer.Option(help="Rollout workers. [default: the manifest's]")]
+Costs = Annotated[
+    str | None, typer.Option(help="Cost file or preset. [default: the trace's costs.json, else cpu-small]")
+]
+Acceptance = Annotated[
+    str | None,
+    typer.Option(help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has]"),
+]
+Mode = Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")]
+RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")]
+DecisionBlock = Annotated[int, typer.Option(help="Iterations per decision of a learning policy; more is faster.")]
+GpusPerWorker = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --stages: GPUs of a rollout worker. [default: the costs' tp, else 1]"),
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of policies, of searches and of what is sampled.")]

@@ -1,0 +1,35 @@
+"""Requests and costs that the simulator's tests share."""
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from tltlab.costs.base import LinearCosts
+from tltlab.sim.engine.requests import Requests
+
+COSTS = LinearCosts(
+    base_s=4e-3, per_request_s=1e-4, per_token_s=2e-5, per_context_s=2e-8, sd_base_s=1e-3, sd_idle_s=1e-4,
+    draft_level_s=3e-4, draft_level_per_request_s=1e-5, prefill_per_token_s=1e-5,
+)  # fmt: skip
+FREE = LinearCosts(
+    base_s=0.0, per_request_s=0.0, per_token_s=0.0, per_context_s=0.0, sd_base_s=0.0, sd_idle_s=0.0,
+    draft_level_s=0.0, draft_level_per_request_s=0.0, prefill_per_token_s=0.0,
+)  # fmt: skip
+"""Nothing costs anything: what a test means to cost it names with `model_copy`."""
+
+
+def requests_of(
+    lengths: Sequence[int], prompts: Sequence[int] | int = 20, *, cap: int = 8192, group: int = 1
+) -> Requests:
+    """RL step 0 with responses of these lengths; `group` of them to a prompt, recorded on workers 0 and 1 in turn."""
+    n = len(lengths)
+    return Requests(
+        rl_step=0,
+        policy_version=0,
+        keys=[(0, f"p{i // group}", i % group, 0) for i in range(n)],
+        prompt_tokens=[prompts] * n if isinstance(prompts, int) else list(prompts),
+        max_response_tokens=[cap] * n,
+        response_tokens=list(lengths),
+        recorded_worker=[i % 2 for i in range(n)],
+        rows=pd.DataFrame(),
+    )
