@@ -21,7 +21,7 @@ from tltlab.acceptance.load import (
     load_acceptance,
 )
 from tltlab.arrays import Floats
-from tltlab.costs.stage_files import load_stages
+from tltlab.costs.load import load_stages
 from tltlab.costs.stages import StageCosts
 from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind

@@ -11,8 +11,7 @@ from tltlab.acceptance.load import Acceptance
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.console import Json, emit
 from tltlab.costs.base import LinearCosts
-from tltlab.costs.load import load_costs
-from tltlab.costs.stage_files import load_stages
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy

@@ -8,8 +8,7 @@ import pytest
 
 from tltlab.acceptance.load import load_acceptance
 from tltlab.config import shown
-from tltlab.costs.load import load_costs
-from tltlab.costs.stage_files import load_stages
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError, TraceError
 from tltlab.hardware import model, per_gpu_heads
 from tltlab.lengths.model import LengthModel

@@ -17,7 +17,6 @@ from tltlab.costs.stages import (
     StageCosts,
     SyncCosts,
     TrainCosts,
-    end_to_end_speedup,
 )
 from tltlab.errors import ConfigError
 from tltlab.sim import simulate
@@ -126,7 +125,7 @@ def test_a_faster_rollout_speeds_up_the_step_by_its_share():
     stages = StageCosts(train=TrainCosts(base_s=15.0))
     slow, fast = run_steps(rollouts([85.0]), stages), run_steps(rollouts([85.0 / 2.44]), stages)
     assert slow.rollout_share == 0.85
-    assert slow.step_s / fast.step_s == pytest.approx(end_to_end_speedup(0.85, 2.44))
+    assert slow.step_s / fast.step_s == pytest.approx(1.0 / (1.0 - 0.85 + 0.85 / 2.44))
 
 
 seconds = st.floats(0.01, 50)

@@ -1,4 +1,4 @@
-"""Cost models by name or file: the presets that ship with the package, and JSON files of any kind."""
+"""Costs by name or file: the presets that ship with the package, and JSON files of any kind."""
 
 from __future__ import annotations
 
@@ -15,15 +15,25 @@ from tltlab.files import read_json
 
 from .base import CostModel, LinearCosts
 from .roofline import RooflineCosts
+from .stages import RooflineStages, StageCosts
 from .table import TableCosts
 
-_File = Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
-_FILE: TypeAdapter[LinearCosts | RooflineCosts | TableCosts] = TypeAdapter(_File)
+_COSTS: TypeAdapter[LinearCosts | RooflineCosts | TableCosts] = TypeAdapter(
+    Annotated[LinearCosts | RooflineCosts | TableCosts, Field(discriminator="kind")]
+)
+_STAGES: TypeAdapter[StageCosts | RooflineStages] = TypeAdapter(
+    Annotated[StageCosts | RooflineStages, Field(discriminator="kind")]
+)
 
 
 def presets() -> list[str]:
     """Names of the cost models that ship with the package."""
-    return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / "presets").iterdir())
+    return _shipped("presets")
+
+
+def stage_presets() -> list[str]:
+    """Names of the stage costs that ship with the package."""
+    return _shipped("stage_presets")
 
 
 def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
@@ -34,24 +44,49 @@ def load_costs(source: CostModel | dict[str, Any] | str | Path) -> CostModel:
     """
     if isinstance(source, CostModel):
         return source
-    where = "costs"
-    value: Any = source
-    if isinstance(source, str | Path):
-        where = str(source)
-        value = _read(source)
+    where, value = _read(source, "presets", "costs", "cost model")
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: a cost model is an object with 'kind' and terms, not {type(value).__name__}")
     # The first part of a place is the kind.
     with faults_in(where, lambda place: dotted(place[1:])):
         try:
-            return _FILE.validate_python({"kind": "linear"} | value)
+            return _COSTS.validate_python({"kind": "linear"} | value)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
 
 
-def _read(source: str | Path) -> Any:
-    if isinstance(source, str) and source in presets():
-        return json.loads((files("tltlab.costs") / "presets" / f"{source}.json").read_text())
+def load_stages(source: StageCosts | dict[str, Any] | str | Path) -> StageCosts:
+    """Return stage costs from themselves, a dict, the name of a preset or a JSON file; ConfigError for a bad one.
+
+    >>> load_stages({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8}).num_gpus
+    8
+    """
+    if isinstance(source, StageCosts):
+        return source
+    where, value = _read(source, "stage_presets", "stages", "stage costs")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: stage costs are an object with the stages' terms, not {type(value).__name__}")
+    with faults_in(where):
+        try:
+            costs = _STAGES.validate_python({"kind": "linear"} | value)
+            return costs.build() if isinstance(costs, RooflineStages) else costs
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+
+
+def _shipped(folder: str) -> list[str]:
+    return sorted(f.name.removesuffix(".json") for f in (files("tltlab.costs") / folder).iterdir())
+
+
+def _read(source: dict[str, Any] | str | Path, folder: str, name: str, what: str) -> tuple[str, Any]:
+    """What errors call a source, and its value."""
+    if isinstance(source, dict):
+        return name, source
+    if isinstance(source, str) and source in _shipped(folder):
+        return source, json.loads((files("tltlab.costs") / folder / f"{source}.json").read_text())
+    if not isinstance(source, str | Path):
+        return name, source
     if not Path(source).exists():
-        raise ConfigError(f"no cost model at {source}: give a JSON file or one of the presets {', '.join(presets())}")
-    return read_json(Path(source))
+        known = ", ".join(_shipped(folder))
+        raise ConfigError(f"no {what} at {source}: give a JSON file or one of the presets {known}")
+    return str(source), read_json(Path(source))

@@ -9,21 +9,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from tltlab.arrays import Flags, Floats, Ints
-from tltlab.config import FrozenModel, faults_in
+from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.hardware import BYTES_PER_VALUE, Gpu, ModelShape
+from tltlab.hardware import BYTES_PER_VALUE, gpu, model
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 GpuCount = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Trained = Literal["all", "informative"]
 
 STAGES = ("inference_s", "reward_s", "train_s", "sync_s")
@@ -105,11 +106,7 @@ def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> Flag
     return np.asarray(differ | unknown, dtype=bool)
 
 
-class Record(FrozenModel):
-    """Frozen; unknown fields are errors."""
-
-
-class InferenceCosts(Record):
+class InferenceCosts(FrozenModel):
     """Log-probs of all responses under the policy, and under a reference where there is one."""
 
     base_s: Seconds = 0.0
@@ -120,7 +117,7 @@ class InferenceCosts(Record):
         return self.base_s + self.per_token_s * work.num_tokens + self.per_pair_s * work.num_pairs
 
 
-class RewardCosts(Record):
+class RewardCosts(FrozenModel):
     """Grading, one response after the other: `after` the rollout, or `overlapped`, each as soon as it is finished.
 
     `per_token_s` is per response token. Where graders work in parallel the terms are those of all of them together.
@@ -145,7 +142,7 @@ class RewardCosts(Record):
         return self.base_s + float(np.max(finish_s[order] + still_to_grade_s) - finish_s[order[-1]])
 
 
-class TrainCosts(Record):
+class TrainCosts(FrozenModel):
     """Forward, backward and optimizer. `trains`: all responses, or those of groups whose rewards differ."""
 
     base_s: Seconds = 0.0
@@ -162,7 +159,7 @@ class TrainCosts(Record):
         return fixed_s + self.per_token_s * tokens + self.per_pair_s * pairs
 
 
-class SyncCosts(Record):
+class SyncCosts(FrozenModel):
     """The new weights' way to the engines: a latency and `num_bytes` at `bytes_per_s`."""
 
     base_s: Seconds = 0.0
@@ -173,7 +170,7 @@ class SyncCosts(Record):
         return self.base_s + self.num_bytes / self.bytes_per_s
 
 
-class StageCosts(Record):
+class StageCosts(FrozenModel):
     """The stages of an RL step on the trainer's GPUs; None is a stage that the data did not identify.
 
     `num_gpus` is how many GPUs the figures hold for (None: not counted in GPUs). `sleep_s` and `wake_s` are what an
@@ -191,88 +188,60 @@ class StageCosts(Record):
     wake_s: Seconds = 0.0
     provenance: str | None = None
 
-    @classmethod
-    def from_roofline(
-        cls,
-        gpu: Gpu,
-        model: ModelShape,
-        *,
-        num_gpus: int,
-        mfu_inference: float = 0.4,
-        mfu_train: float = 0.35,
-        inference_passes: int = 1,
-        recompute: bool = True,
-        sync_bytes_per_s: float | None = None,
-        reward: RewardCosts | None = None,
-        trains: Trained = "all",
-        sleep_s: float = 0.0,
-        wake_s: float = 0.0,
-        provenance: str | None = None,
-    ) -> StageCosts:
-        """Costs from FLOPs: 2P per token forward, 6P to train, 8P with all activations recomputed.
-
-        P is `model.weight_params`; attention adds 4 * layers * heads * head_dim FLOPs per pair forward, times 3 or 4
-        to train. `mfu_*` are the shares of peak FLOPs that a stage reaches: assumptions, as is everything below, where
-        nothing was measured. `inference_passes` is 2 with a reference model. An update streams 28 bytes per parameter
-        of Adam's state through HBM, sharded. The sync moves the bf16 weights once at `sync_bytes_per_s` (default: a
-        GPU's link; receivers are fed in a pipeline). Not in it: offloading, padding, communication beyond the MFU.
-        Raises ConfigError for counts below 1 and shares outside (0, 1].
-        """
-        if min(num_gpus, inference_passes) < 1:
-            raise ConfigError(
-                f"num_gpus {num_gpus}, inference_passes {inference_passes}: a roofline needs at least 1 of each"
-            )
-        if not (0 < mfu_inference <= 1 and 0 < mfu_train <= 1):
-            raise ConfigError(f"mfu_inference {mfu_inference}, mfu_train {mfu_train}: both must be in (0, 1]")
-        flops_per_token = 2.0 * model.weight_params
-        flops_per_pair = 4.0 * model.layers * model.heads * model.head_dim
-        forward = inference_passes / (num_gpus * gpu.peak_flops * mfu_inference)
-        training = (4 if recompute else 3) / (num_gpus * gpu.peak_flops * mfu_train)
-        terms = {
-            "num_gpus": num_gpus,
-            "inference": {"per_token_s": flops_per_token * forward, "per_pair_s": flops_per_pair * forward},
-            "reward": reward or RewardCosts(),
-            "train": {
-                "per_token_s": flops_per_token * training,
-                "per_pair_s": flops_per_pair * training,
-                "per_update_s": _ADAM_BYTES * model.stored_params / (num_gpus * gpu.hbm_bytes_per_s),
-                "trains": trains,
-            },
-            "sync": {
-                "num_bytes": BYTES_PER_VALUE * model.stored_params,
-                "bytes_per_s": gpu.link_bytes_per_s if sync_bytes_per_s is None else sync_bytes_per_s,
-            },
-            "sleep_s": sleep_s,
-            "wake_s": wake_s,
-            "provenance": provenance or f"roofline: {model.name} on {num_gpus} x {gpu.name}",
-        }
-        built: StageCosts = checked(TypeAdapter(cls), terms, "roofline")
-        return built
-
     def write(self, path: str | Path) -> Path:
         """Write the JSON file that `load_stages` reads."""
         write_json(Path(path), self.model_dump(mode="json"))
         return Path(path)
 
 
-def end_to_end_speedup(rollout_share: float, rollout_speedup: float) -> float:
-    """How much shorter a sequential RL step gets when its rollout does: 1 / (1 - share + share / speed-up).
+class RooflineStages(FrozenModel):
+    """Stage costs from FLOPs: 2P per token forward, 6P to train, 8P with all activations recomputed.
 
-    With a rollout of 85 % of the step, twice as fast a rollout makes the step 1.74 times as fast, and none more than
-    6.67 times.
+    `gpu` and `model` are names that `tltlab.hardware` knows. P is the model's `weight_params`; attention adds
+    4 * layers * heads * head_dim FLOPs per pair forward, times 3 or 4 to train. `mfu_*` are the shares of peak FLOPs
+    that a stage reaches: assumptions, as is everything below, where nothing was measured. `inference_passes` is 2 with
+    a reference model. An update streams 28 bytes per parameter of Adam's state through HBM, sharded. The sync moves the
+    bf16 weights once at `sync_bytes_per_s` (default: a GPU's link; receivers are fed in a pipeline). Not in it:
+    offloading, padding, communication beyond the MFU.
     """
-    if not 0 <= rollout_share <= 1 or not rollout_speedup > 0:
-        raise ConfigError(
-            f"rollout_share {rollout_share}, rollout_speedup {rollout_speedup}: the share is in [0, 1], the speed-up "
-            "positive"
+
+    kind: Literal["roofline"]
+    gpu: str
+    model: str
+    num_gpus: GpuCount
+    mfu_inference: Share = 0.4
+    mfu_train: Share = 0.35
+    inference_passes: Annotated[int, Field(gt=0)] = 1
+    recompute: bool = True
+    sync_bytes_per_s: Positive | None = None
+    reward: RewardCosts = RewardCosts()
+    trains: Trained = "all"
+    sleep_s: Seconds = 0.0
+    wake_s: Seconds = 0.0
+    provenance: str | None = None
+
+    def build(self) -> StageCosts:
+        """The costs by the data sheets; ConfigError for a name that is not known."""
+        device, shape = gpu(self.gpu), model(self.model)
+        flops_per_token = 2.0 * shape.weight_params
+        flops_per_pair = 4.0 * shape.layers * shape.heads * shape.head_dim
+        forward = self.inference_passes / (self.num_gpus * device.peak_flops * self.mfu_inference)
+        training = (4 if self.recompute else 3) / (self.num_gpus * device.peak_flops * self.mfu_train)
+        return StageCosts(
+            num_gpus=self.num_gpus,
+            inference=InferenceCosts(per_token_s=flops_per_token * forward, per_pair_s=flops_per_pair * forward),
+            reward=self.reward,
+            train=TrainCosts(
+                per_token_s=flops_per_token * training,
+                per_pair_s=flops_per_pair * training,
+                per_update_s=_ADAM_BYTES * shape.stored_params / (self.num_gpus * device.hbm_bytes_per_s),
+                trains=self.trains,
+            ),
+            sync=SyncCosts(
+                num_bytes=BYTES_PER_VALUE * shape.stored_params,
+                bytes_per_s=device.link_bytes_per_s if self.sync_bytes_per_s is None else self.sync_bytes_per_s,
+            ),
+            sleep_s=self.sleep_s,
+            wake_s=self.wake_s,
+            provenance=self.provenance or f"roofline: {shape.name} on {self.num_gpus} x {device.name}",
         )
-    return 1.0 / (1.0 - rollout_share + rollout_share / rollout_speedup)
-
-
-def checked(adapter: TypeAdapter[Any], value: dict[str, Any], where: str) -> Any:
-    """Validate a dict; ConfigError lists all that is wrong with it, each with its path."""
-    with faults_in(where):
-        try:
-            return adapter.validate_python(value)
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error

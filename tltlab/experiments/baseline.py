@@ -28,9 +28,8 @@ from pydantic import Field
 
 from tltlab.charts import COLORS, draw_bars
 from tltlab.costs.base import CostModel
-from tltlab.costs.load import load_costs
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import RooflineCosts
-from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import gpu as find_gpu
@@ -40,7 +39,7 @@ from tltlab.lengths.generate import generate, log_normal
 from tltlab.lengths.model import REGIMES
 from tltlab.traces.trace import Trace
 
-from .models import own_model
+from .models import Count, own_model
 from .result import ExperimentResult
 
 SYSTEMS = "verl,open-r1,tlt-base,tlt"
@@ -51,7 +50,6 @@ LONG_TAIL = "long-tail"
 """Log-normal around the median of the regime "reasoning", sigma 1: one response in a hundred reaches 32,768 tokens."""
 _TENSOR_PARALLEL = {"Qwen2.5-7B": 2, "Qwen2.5-32B": 4}
 _INFINIBAND_BYTES_PER_S = 5e10
-Count = Annotated[int, Field(ge=1)]
 Part = Literal["measured", "predicted"]
 _ENOUGH_ROUNDS = 10
 _LEVEL = 0.05

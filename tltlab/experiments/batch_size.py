@@ -28,7 +28,7 @@ from tltlab.policies.simple import Fixed
 from tltlab.stats import mean_of_few
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .models import own_model
+from .models import Count, own_model
 from .result import ExperimentResult, with_interval
 
 TEMPERATURE = 1.0
@@ -36,7 +36,6 @@ _UNSETTLED = 2
 """Iterations after a prefill that do not count: the first has nothing to verify yet."""
 _STALL = 3.0
 """An iteration that takes longer than so many medians waited for something else on the machine."""
-Count = Annotated[int, Field(ge=1)]
 _FEWEST = 4
 """Rounds below which no interval is given: Student's would hold anything."""
 

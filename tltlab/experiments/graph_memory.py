@@ -35,10 +35,10 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
 from . import graph_readings as tlt
+from .models import Count
 from .result import ExperimentResult
 
 GIB = tlt.GIB
-Count = Annotated[int, Field(ge=1)]
 Rows = tuple[tuple[int, Strategy], ...]
 
 

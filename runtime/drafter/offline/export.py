@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -227,9 +228,10 @@ def compare(
     if most < 2:
         raise ConfigError(f"the prompts leave no room in the model's context of {positions} tokens")
     # vLLM wants KV memory for its whole context, which for many models is more than there is.
-    with StockEngine(
+    engine = StockEngine(
         target, folder, method=head.method, depth=config.depth, max_model_len=beside + most, seed=config.seed
-    ) as engine:
+    )
+    with closing(engine):
         for temperature in (0.0, config.temperature):
             runs.append((temperature, engine.generate(prompts, temperature=temperature, max_tokens=most)))
     model, frozen = load_target(target)

@@ -17,9 +17,8 @@ from tltlab.calibration.measurements import checked, read_step_times
 from tltlab.calibration.roofline import Hardware
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts
-from tltlab.costs.load import load_costs
+from tltlab.costs.load import load_costs, load_stages
 from tltlab.costs.roofline import Constants, RooflineCosts
-from tltlab.costs.stage_files import load_stages
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import Activation, FixedSpec, Policy

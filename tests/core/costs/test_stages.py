@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tltlab.calibration.stages import fit_stages, workloads
-from tltlab.costs.stage_files import load_stages, stage_presets
+from tltlab.costs.load import load_stages, stage_presets
 from tltlab.costs.stages import (
     InferenceCosts,
     RewardCosts,
@@ -18,15 +18,19 @@ from tltlab.costs.stages import (
     StepWorkload,
     SyncCosts,
     TrainCosts,
-    end_to_end_speedup,
 )  # fmt: skip
 from tltlab.errors import ConfigError, TraceError
-from tltlab.hardware import gpu, model
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
 
 TRACES = Path(__file__).resolve().parents[3] / "traces"
-H100_7B = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8)
+
+
+def roofline(**fields: object) -> StageCosts:
+    return load_stages({"kind": "roofline", "gpu": "H100", "model": "Qwen2.5-7B", "num_gpus": 8} | fields)
+
+
+H100_7B = roofline()
 
 
 def recorded(costs: StageCosts, *, rl_steps: int = 12, noise: float = 0.0, rewards: bool = True) -> Trace:
@@ -107,9 +111,7 @@ def test_overlapped_grading_is_a_queue(responses, per_response_s, per_token_s):
 
 def test_the_roofline_counts_two_flops_per_weight_and_token():
     work = StepWorkload.of([0], [1000])
-    costs = StageCosts.from_roofline(
-        gpu("H100"), model("Qwen2.5-7B"), num_gpus=8, mfu_inference=0.5, mfu_train=0.5, recompute=False
-    )
+    costs = roofline(mfu_inference=0.5, mfu_train=0.5, recompute=False)
     forward = (2 * 7.07e9 * 1000 + 4 * 28 * 3584 * 1000**2 / 2) / (8 * 989e12 * 0.5)
     assert costs.inference is not None
     assert costs.train is not None
@@ -125,8 +127,8 @@ def test_at_32k_tokens_attention_is_half_of_what_the_weights_cost():
 
 
 def test_recomputed_activations_and_a_reference_model_cost_a_forward_each():
-    plain = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8, recompute=False)
-    twice = StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), num_gpus=8, inference_passes=2)
+    plain = roofline(recompute=False)
+    twice = roofline(inference_passes=2)
     assert twice.train.per_token_s / plain.train.per_token_s == pytest.approx(4 / 3)
     assert twice.inference.per_token_s / plain.inference.per_token_s == pytest.approx(2)
 
@@ -134,7 +136,7 @@ def test_recomputed_activations_and_a_reference_model_cost_a_forward_each():
 @pytest.mark.parametrize("wrong", [{"num_gpus": 0}, {"num_gpus": 8, "mfu_train": 1.5}, {"num_gpus": 8, "sleep_s": -1}])
 def test_an_impossible_roofline_is_refused(wrong):
     with pytest.raises(ConfigError):
-        StageCosts.from_roofline(gpu("H100"), model("Qwen2.5-7B"), **wrong)
+        roofline(**wrong)
 
 
 def test_costs_come_back_from_their_file(tmp_path):
@@ -172,13 +174,6 @@ def test_wrong_costs_are_named(costs, named):
 def test_an_rl_step_without_responses_is_refused():
     with pytest.raises(ConfigError, match="without responses"):
         StepWorkload.of([], [])
-
-
-def test_a_faster_rollout_helps_its_share_of_the_step():
-    assert end_to_end_speedup(0.85, 2.0) == pytest.approx(1.739, abs=1e-3)
-    assert end_to_end_speedup(0.85, 1e12) == pytest.approx(6.667, abs=1e-3)
-    with pytest.raises(ConfigError, match="share"):
-        end_to_end_speedup(1.2, 2.0)
 
 
 def test_a_fit_finds_the_costs_that_made_the_times():

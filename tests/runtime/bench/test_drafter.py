@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -35,28 +34,12 @@ from tltlab.runtime.drafter.offline.runs import (
 from tltlab.runtime.models.runs import prompts_of, recipe_of, written
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import interval_json, mean_of_few, mean_over_orders
-from tltlab.traces.schema import TABLES
-from tltlab.traces.trace import Manifest, Trace
+from tltlab.traces.trace import Trace
+
+from .made_traces import trace_of
 
 
 def quiet(_: str) -> None: ...
-
-
-def trace_of(num_workers: int = 2, **tables: list[dict]) -> Trace:
-    """A trace of some tables' rows; columns that a row leaves out are 0, or unknown where they may be."""
-    steps = sorted({row["rl_step"] for rows in tables.values() for row in rows})
-    key = [{"rl_step": step, "prompt_id": "p", "sample": 0, "turn": 0} for step in steps]
-    tables = {
-        "workload": [k | {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": 0} for k in key],
-        "outcomes": [k | {"response_tokens": 6, "finish_reason": "stop"} for k in key],
-        **tables,
-    }
-    frames = {}
-    for name, rows in tables.items():
-        schema = TABLES[name]
-        empty = {f.name: None if f.nullable else 0 for f in schema}
-        frames[name] = pd.DataFrame([empty | row for row in rows], columns=schema.names)
-    return Trace.from_tables(Manifest(kind="recorded", num_workers=num_workers), frames)
 
 
 def iteration(rl_step: int, accepted: list[int], *, drafted: int | None = None, worker: int = 0, **more) -> dict:

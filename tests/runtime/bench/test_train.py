@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -33,8 +32,8 @@ from tltlab.bench.train.run import (
 from tltlab.bench.train.texts import Setting, recipe_text, script_text, written_lines
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.traces.schema import TABLES
-from tltlab.traces.trace import Manifest, Trace
+
+from .made_traces import trace_of
 
 SETTING = Setting(
     model=Path("/models/of our own"), reward="tltlab.runtime.models.tasks:subset_sum_reward", steps=5,
@@ -189,22 +188,15 @@ def test_equal_rewards_of_few_prompts_do_not_make_a_narrow_interval():
 def test_a_step_of_ours_lasts_until_the_next_one_starts(tmp_path: Path):
     starts, rollouts = [0.5, 5.0, 8.0], [2.0, 1.0, 1.5]
     keys = [{"rl_step": step, "prompt_id": "p", "sample": n, "turn": 0} for step in range(3) for n in range(2)]
-    tables = {
-        "workload": [
-            k | {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": 0} for k in keys
-        ],
-        "outcomes": [k | {"response_tokens": 2 + 4 * k["sample"], "finish_reason": "stop"} for k in keys],
-        "steps": [
+    trace_of(
+        workload=[k | {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 9, "policy_version": 0} for k in keys],
+        outcomes=[k | {"response_tokens": 2 + 4 * k["sample"], "finish_reason": "stop"} for k in keys],
+        steps=[
             {"rl_step": n, "t_start": start, "policy_version": n, "rollout_s": rollout, "train_s": 1.0,
              "reward_mean": 0.5}
             for n, (start, rollout) in enumerate(zip(starts, rollouts, strict=True))
         ],
-    }  # fmt: skip
-    frames = {}
-    for name, rows in tables.items():
-        empty = {f.name: None if f.nullable else 0 for f in TABLES[name]}
-        frames[name] = pd.DataFrame([empty | row for row in rows], columns=TABLES[name].names)
-    Trace.from_tables(Manifest(kind="recorded", num_workers=1), frames).write(tmp_path / "trace")
+    ).write(tmp_path / "trace")  # fmt: skip
     found = ours_of_trace(tmp_path / "trace", seed=3, responses=2)
     assert found.seconds == [4.5, 3.0, 2.5]
     assert found.stages["rest_s"] == [1.5, 1.0, 0.0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares  # type: ignore[import-untyped, unused-ignore]
@@ -32,63 +30,6 @@ def fit_requests(drafts: pd.DataFrame) -> CurveAcceptance:
     if not curves:
         raise ConfigError("there are no drafts to fit acceptance to")
     return CurveAcceptance(curves=curves)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockError:
-    """Mean absolute error of mean tokens per draft, over blocks of a request's positions that no fit saw.
-
-    `pooled` predicts every block by the mean of all other drafts, `drift` by the curve without the request's own level,
-    `levels` with it; each relative to the mean tokens per draft, blocks weighted by their drafts. A model with the true
-    chances would not reach 0: a block holds few drafts.
-    """
-
-    pooled: float
-    drift: float
-    levels: float
-    num_blocks: int
-
-
-def held_out_error(drafts: pd.DataFrame, drafter: str, block_tokens: int = 128) -> BlockError:
-    """Fit to every other block of positions, predict the blocks between, and the other way round."""
-    mine = drafts[drafts["drafter"] == drafter]
-    block = mine["generated_tokens"].to_numpy(np.int64) // block_tokens
-    errors, weights = [], []
-    for parity in (0, 1):
-        train, held = mine[block % 2 == parity], mine[block % 2 != parity]
-        model = fit_requests(train)
-        curve = model.curves[drafter]
-        depth = int(held["reach"].max())
-        keys = [tuple(row) for row in held[list(KEY)].itertuples(index=False, name=None)]
-        known = curve.known_levels()
-        level = np.array([known.get(key, 0.0) for key in keys])
-        at = held["generated_tokens"].to_numpy(np.float64)
-        inside = np.arange(depth)[None, :] < held["reach"].to_numpy()[:, None]
-        # The curve of the average request is not the average of curves: levels are averaged over, not set to 0.
-        unknown = np.mean(
-            [(curve.survival(depth, curve.spread * z + 0.0 * at, at) * inside).sum(axis=1) for z in _QUANTILES], axis=0
-        )
-        predicted = pd.DataFrame(
-            {
-                "pooled": train["accepted"].mean(),
-                "drift": unknown,
-                "levels": (curve.survival(depth, level, at) * inside).sum(axis=1),
-                "accepted": held["accepted"].to_numpy(np.float64),
-            }
-        )
-        names = [held[c].to_numpy() for c in KEY] + [block[block % 2 != parity]]
-        cells = predicted.groupby(names)
-        means, counts = cells.mean(), cells.size().to_numpy()
-        errors.append(means[["pooled", "drift", "levels"]].sub(means["accepted"], axis=0).abs().to_numpy())
-        weights.append(counts)
-    weight = np.concatenate(weights)
-    mean_tokens = 1.0 + float(mine["accepted"].mean())
-    found = (np.concatenate(errors) * weight[:, None]).sum(axis=0) / weight.sum() / mean_tokens
-    return BlockError(pooled=float(found[0]), drift=float(found[1]), levels=float(found[2]), num_blocks=len(weight))
-
-
-_QUANTILES = (-1.6449, -1.0364, -0.6745, -0.3853, -0.1257, 0.1257, 0.3853, 0.6745, 1.0364, 1.6449)
-"""Midpoints of ten equally likely slices of the standard normal."""
 
 
 def _check(drafts: pd.DataFrame) -> None:
