@@ -132,8 +132,7 @@ class Control:
     Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
     opens a rollout, `end` closes it and returns its rows; see `Ledger`, also for `overlapped`. An iteration calls
     `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`; each but the
-    first takes O(batch). `inside` runs while the ledger is kept and the policy decides, `seat.deciding` during the
-    latter alone.
+    first takes O(batch). `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class Control:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds spent in all: keeping the ledger and deciding, and of these deciding."""
+        """Seconds spent inside in all, and of these deciding."""
         return self.inside.seconds, self.seat.deciding.seconds
 
     def state_dict(self) -> dict[str, Any]:

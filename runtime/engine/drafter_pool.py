@@ -34,9 +34,9 @@ class DrafterReport:
     """How the drafters of an engine do; `dataclasses.asdict` of it is JSON.
 
     `drafter` is the learned one, "" where there is none: its `age` in RL steps and `updates`, whether the canary has
-    `trusted` it and whether it `serves` (it is trained, fresh and trusted), what training `predicted` and what chance
-    each draft position was `measured` to have since the last swap, both given that the tokens before were kept.
-    `positions` are the counts behind it of every drafter that drafted since then, `verdicts` the canary's newest.
+    `trusted` it and whether it `serves` (it is trained, fresh and trusted), the chance that training `predicted` for
+    each draft position, given that the tokens before were kept, and the one `measured` since the last swap.
+    `positions` are the counts since then of every drafter, `verdicts` the canary's newest.
     """
 
     drafter: str
@@ -67,7 +67,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._fresh = True
         self.specs = dict(DEFAULT_DRAFTERS if drafters is None else drafters)
         self._model_free: dict[str, Drafter] = {}
-        self._states: dict[str, DrafterState] = {}
+        self._weights = DrafterState()
         self._lately: dict[str, float] = {}
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
@@ -112,24 +112,22 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Raise ConfigError where this engine cannot run `strategy`."""
         if not strategy.speculates:
             return
+        complaint = ""
         if strategy.top_k != 1:
-            raise ConfigError(
-                f"strategy {strategy}: vLLM drafts chains only and has no tree attention; top_k must be 1 "
-                "(trees run in the simulator)"
+            complaint = (
+                "vLLM drafts chains only and has no tree attention; top_k must be 1 (trees run in the simulator)"
             )
-        if strategy.drafter not in self.specs:
-            raise ConfigError(f"strategy {strategy}: this engine has the drafters {', '.join(self.specs) or 'none'}")
-        if strategy.draft_depth > self.max_depth:
-            raise ConfigError(
-                f"strategy {strategy}: the engine is built for draft depths up to {self.max_depth}; "
-                "raise max_draft_depth"
+        elif strategy.drafter not in self.specs:
+            complaint = f"this engine has the drafters {', '.join(self.specs) or 'none'}"
+        elif strategy.draft_depth > self.max_depth:
+            complaint = f"the engine is built for draft depths up to {self.max_depth}; raise max_draft_depth"
+        elif not self.runs(strategy.drafter):
+            complaint = (
+                "with asynchronous scheduling or vLLM's V2 model runner drafts stay on the device, so only a learned "
+                "drafter without a fallback serves; leave async_scheduling off and set VLLM_USE_V2_MODEL_RUNNER=0"
             )
-        if not self.runs(strategy.drafter):
-            raise ConfigError(
-                f"strategy {strategy}: with asynchronous scheduling or vLLM's V2 model runner drafts stay on the "
-                "device, so only a learned drafter without a fallback serves; leave async_scheduling off and set "
-                "VLLM_USE_V2_MODEL_RUNNER=0"
-            )
+        if complaint:
+            raise ConfigError(f"strategy {strategy}: {complaint}")
 
     def runs(self, name: str) -> bool:
         """Whether drafter `name` can be asked: model-free drafts must reach the engine from `beside` it."""
@@ -180,9 +178,8 @@ class DrafterPool(Mapping[str, DrafterState]):
             drafter.begin(rl_step)
         later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
         if later and self.learned is not None:
-            state = self._state(self.learned)
             # The first rollout under new weights finds them of age 0.
-            self._states[self.learned] = replace(state, age=0 if self._fresh else state.age + 1)
+            self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
     def open(self, key: Key, tokens: Sequence[int]) -> None:
@@ -216,8 +213,8 @@ class DrafterPool(Mapping[str, DrafterState]):
             "drafters": {name: self._drafter(name).state_dict() for name in self._in_use},
             "lately": dict(self._lately),
             "canary": self.canary.state_dict(),
-            "updates": self._updates,
-            "age": self._state(self.learned).age,
+            "updates": self._weights.updates,
+            "age": self._weights.age,
             "fresh": self._fresh,
             "rl_step": self._rl_step,
             "counts": {name: counts.state_dict() for name, counts in self._counts.items()},
@@ -233,7 +230,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately = dict(state["lately"])
         # What was found out about weights says nothing about others, but these may be on their way.
         self._of_other_weights = None
-        if state["updates"] == self._updates:
+        if state["updates"] == self._weights.updates:
             self._recall(state)
         else:
             self._of_other_weights = state
@@ -243,7 +240,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         self.canary.load_state_dict(state["canary"])
         self._fresh, self._rl_step = state["fresh"], state["rl_step"]
         if self.learned is not None:
-            self._states[self.learned] = replace(self._state(self.learned), age=state["age"])
+            self._weights = replace(self._weights, age=state["age"])
         self._counts.clear()
         for name, counts in state["counts"].items():
             self._counts[name].load_state_dict(counts)
@@ -259,8 +256,8 @@ class DrafterPool(Mapping[str, DrafterState]):
         """
         assert self.learned is not None
         check_chances(predicted)
-        updates = self._updates + 1 if updates is None else updates
-        self._states[self.learned] = DrafterState(age=0, updates=updates)
+        updates = self._weights.updates + 1 if updates is None else updates
+        self._weights = DrafterState(updates=updates)
         self._fresh = True
         self._lately.pop(self.learned, None)
         self._counts.clear()
@@ -285,12 +282,12 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def report(self) -> DrafterReport:
         """How the drafters do."""
-        name, state = self.learned or "", self._state(self.learned)
+        name = self.learned or ""
         positions = {drafter: counts.positions for drafter, counts in self._counts.items()}
         return DrafterReport(
             drafter=name,
-            age=state.age,
-            updates=state.updates,
+            age=self._weights.age,
+            updates=self._weights.updates,
             trusted=self.canary.trusted,
             serves=self._serves(),
             predicted=self.canary.predicted,
@@ -302,7 +299,8 @@ class DrafterPool(Mapping[str, DrafterState]):
     def __getitem__(self, name: str) -> DrafterState:
         if name not in self.specs:
             raise KeyError(name)
-        return self._state(name)
+        weights = self._weights if name == self.learned else DrafterState()
+        return replace(weights, accept_estimate=self._lately.get(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -327,21 +325,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         if self._learned_spec is None or not self.canary.trusted:
             return False
         trained, max_age = self._learned_spec.trained, self._learned_spec.max_age
-        state = self._state(self.learned)
-        return (trained or state.updates > 0) and (max_age is None or state.age <= max_age)
+        return (trained or self._weights.updates > 0) and (max_age is None or self._weights.age <= max_age)
 
     def _when(self) -> str:
         return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
-
-    @property
-    def _updates(self) -> int:
-        return self._state(self.learned).updates
-
-    def _state(self, name: str | None) -> DrafterState:
-        """The state of a drafter, that of no drafter for None."""
-        if name is None:
-            return DrafterState()
-        return replace(self._states.get(name) or DrafterState(), accept_estimate=self._lately.get(name))
 
     def _fed(self) -> list[Drafter]:
         return [self._drafter(name) for name in self._in_use]

@@ -6,8 +6,8 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 
@@ -69,8 +69,7 @@ class Response:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` is the time spent keeping the book, `policy_s` the time spent choosing, sharing out and learning, and
-    on what the policy is shown for it; drafting is in neither.
+    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning; drafting is in neither.
     """
 
     responses: list[Response]
@@ -94,13 +93,12 @@ class EngineDied(RunError):
 
 
 class Engine:
-    """A vLLM engine with the policy's seam attached.
+    """A vLLM engine under a policy; close it, since it owns threads and memory.
 
-    `drafters` are the drafters by the names strategies use, at most one of them learned; by default `ngram` and
-    `suffix`. `max_draft_depth` is the deepest draft it is built for; with 0 there is no speculation. With
-    `own_process` vLLM runs its core in another process, and policies are given as `Policy`, not as objects. `vllm_args`
-    pass through to `vllm.LLM` under vLLM's own names and win over the defaults. Close it: it owns threads and memory.
-    Without `own_process` it seeds this process's random generators and draws from them, as vLLM does.
+    `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
+    built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
+    another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
+    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults.
     """
 
     def __init__(
@@ -177,12 +175,10 @@ class Engine:
     def warm_up(self, temperature: float) -> None:
         """Run plain and speculative iterations once, so that no rollout pays for what happens only at first.
 
-        Sets no policy; whatever was set before must be set again.
+        Afterwards no policy is set.
         """
-        requests = [
-            GenerationRequest(key=(-1, "warm-up", n, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
-            for n in range(4)
-        ]
+        first = GenerationRequest(key=(-1, "warm-up", 0, 0), prompt_token_ids=[1, 2] * 4, max_response_tokens=8)
+        requests = [replace(first, key=(-1, "warm-up", n, 0)) for n in range(4)]
         serving = [name for name in self.drafters if self.max_draft_depth and self._pool.runs(name)]
         for strategy in (NO_SPECULATION, *(Strategy.chain(name, self.max_draft_depth) for name in serving)):
             self.set_policy(Policy(selector=FixedSpec(strategy=strategy)))
@@ -202,17 +198,17 @@ class Engine:
             self._call("resume")
 
     def capture(self, sink: Sink | None, *, max_bytes: int = 1 << 30) -> None:
-        """Hand `sink` each response of later rollouts that ends by itself, once, as soon as it ends; None for no more.
+        """Hand `sink` each response of later rollouts that ends by itself, as soon as it ends; None for no more.
 
         A `TrainingSequence` has the hidden states of the passes that generated it: the last layer's after the final
         norm and, with an EAGLE-3 drafter, those that vLLM hands it, in the engine's dtype, on the host. It begins where
-        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come. Running requests hold
-        at most `max_bytes`; what finds no room is counted in `captured` and not handed over. A sink that raises ends
-        the capture, not the rollout. ConfigError with `own_process` or parallelism.
+        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come. What finds no room
+        in `max_bytes` is counted in `captured`. A sink that raises ends the capture, not the rollout. ConfigError with
+        `own_process` or parallelism.
         """
         self._capture.stop()
         if sink is not None:
-            self._capture = adapter.capture(self.llm, sink, max_bytes)
+            self._capture = adapter.start_capture(self.llm, sink, max_bytes)
 
     @property
     def captured(self) -> Captured:
@@ -239,11 +235,10 @@ class Engine:
         """Generate every request to its end; top_k 0 and min_p 0 keep the whole vocabulary.
 
         `until` is asked after each iteration with the keys of the responses that have ended, in that order; at its
-        first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no room
-        or two requests of one key, and for what vLLM refuses. EngineDied, with what came back whole, when the engine
-        fails or loses a request, and ever after. DrafterCollapsed, a RunError, when the drafter's canary stops the run,
-        and again until there are new draft weights; the engine is none the worse. A call that was interrupted leaves
-        nothing behind.
+        first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no
+        room, two requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine
+        fails or loses a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there
+        are new draft weights. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
         if self._dead:
@@ -338,36 +333,29 @@ class Engine:
     def reseed(self, seed: Sequence[int]) -> None:
         """From now on everything random in the engine, in all its processes, follows from `seed`: ints of at least 0.
 
-        An engine core of this process draws from this process's global generators, so these are seeded too. One in a
-        process of its own begins with the first of several requests that reaches it, so what each of them draws there
-        still depends on the clock.
+        This process's global generators are seeded too where its core is here. A core in a process of its own begins
+        with the first request that reaches it, so which one draws what there still depends on the clock.
         """
         self._call("reseed", [int(part) for part in seed])
 
     def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Make the choices of a trace again, and after its last RL step choose by the policy in force.
+        """Make the choices of `rows`, this worker's of a trace's `decisions`; after their last RL step the policy's.
 
-        `rows` are this worker's of the table `decisions`. Tokens come out the same where all else is: policy, seeds,
-        requests, weights (a learned drafter's too) and what drafters and budget knew. ConfigError where the policy
-        never makes such choices; a rollout that runs otherwise than the recorded one ends in a RunError.
+        Tokens come out the same where all else is: policy, seeds, requests, weights (a learned drafter's too) and what
+        drafters and budget knew. ConfigError where the policy never makes such choices; a rollout that runs otherwise
+        than the recorded one ends in a RunError.
         """
         self._call("seat.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """All that policy, budget and drafters have learned, as JSON types; of what runs nothing.
-
-        A learned drafter's weights are not in it, only how they did. Loading it makes any two engines of the same
-        policy draft alike: see `load_state_dict`.
-        """
-        state: dict[str, Any] = json.loads(json.dumps(self._call("state_dict"), allow_nan=False))
-        return state
+        """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did."""
+        return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict"), allow_nan=False)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, with nothing cached; nothing may be running.
 
         The policy must be set and draft weights be loaded before. Suffix trees order equally frequent continuations by
-        how texts came, so an engine that is to go on like another has to load the state too, the other one itself
-        included.
+        how texts came: two engines go on alike once both, the one that gave the state included, have loaded it.
         """
         self._call("load_state_dict", state)
         self.llm.reset_prefix_cache()
@@ -375,8 +363,7 @@ class Engine:
     def snapshot(self) -> tuple[Any, dict[str, Any]]:
         """What a rollout depends on besides requests and weights: the random state, and what has been learned.
 
-        That is by the policy, its budget and the model-free drafters. Nothing may be running. ConfigError with
-        `own_process`: the random state that matters is then a worker's.
+        Nothing may be running. ConfigError with `own_process`: the random state that matters is then a worker's.
         """
         if self.own_process:
             raise ConfigError("an engine core in its own process keeps its random state to itself: no snapshots")
@@ -405,10 +392,10 @@ class Engine:
     ) -> None:
         """Load new weights into the learned drafter, between iterations; requests may run.
 
-        `predicted` is what training measured, best on data it did not train on: the chance that draft token i is kept
-        given those before it, at the rollout's temperature. The canary holds the drafter to it; without it nothing is
-        expected. `updates` are the optimizer updates that made the weights, by default one more than the last.
-        ConfigError where the engine has no learned drafter or these are no chances: the old weights stay.
+        `predicted` is the chance that draft token i is kept given those before it, as training measured it at the
+        rollout's temperature; the canary holds the drafter to it. `updates` are the optimizer updates that made the
+        weights, by default one more than the last. ConfigError where the engine has no learned drafter or these are no
+        chances: the old weights stay.
         """
         if self._pool.learned is None:
             raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
@@ -424,8 +411,7 @@ class Engine:
 
     def drafter_report(self) -> DrafterReport:
         """How the drafters do, and what the canary found."""
-        report: DrafterReport = self._call("drafters.report")
-        return report
+        return cast(DrafterReport, self._call("drafters.report"))
 
     def sleep(self, level: int = 1) -> None:
         """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running."""

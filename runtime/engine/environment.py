@@ -20,13 +20,13 @@ def run_json(recipe: Recipe) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
-    found = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": installed_vllm()}
+    installed = {"python": ".".join(map(str, sys.version_info[:3])), "vllm": installed_vllm()}
     for name in ("tltlab", "torch", "ray", "transformers", "simpy", "numpy"):
         try:
-            found[name] = version(name)
+            installed[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def hardware() -> str:

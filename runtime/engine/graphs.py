@@ -1,18 +1,17 @@
 """A policy as vLLM's own settings: which K at which batch, and which CUDA graphs are captured for it.
 
-vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. Two things are vLLM's
-own (0.32, `CudaGraphManager` of the V2 model runner) and reproduced here: every capture size is rounded up to each K+1
-of the schedule, so each K gets graphs of all sizes, not of its own bucket alone; and a batch runs in a full graph only
-if the next larger captured number of tokens, of whatever K, is one of its own K. Other batches run in piecewise graphs,
-which go by tokens. The V1 model runner captures full graphs for a K that never varies, else piecewise ones only.
+vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. As in vLLM 0.32
+(`CudaGraphManager` of the V2 model runner) every capture size is rounded up to each K+1 of the schedule, so each K gets
+graphs of all sizes, and a batch runs in a full graph only if the next larger captured number of tokens, of whatever K,
+is one of its own K. Other batches run in piecewise graphs, which go by tokens. The V1 model runner captures full graphs
+for a K that never varies, else piecewise ones only.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
@@ -24,7 +23,6 @@ from tltlab.strategy import Strategy
 GIB = 2**30
 _TOKEN_BUDGET = 2048
 """vLLM's smallest default of max_num_batched_tokens, which capture sizes must not exceed."""
-_KEPT = "tltlab_captured_bytes"
 
 BatchDepth = tuple[int, int]
 """Requests in the batch, and K."""
@@ -97,24 +95,21 @@ class GraphPlan:
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
-        found: dict[str, Any] = {"max_num_seqs": self.max_num_seqs}
+        settings: dict[str, Any] = {"max_num_seqs": self.max_num_seqs}
         if self.depths[-1]:
-            found["speculative_config"] = {**self.drafts, "num_speculative_tokens": self.depths[-1]}
-        if self.schedule:
-            found["speculative_config"]["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
+            speculative = {**self.drafts, "num_speculative_tokens": self.depths[-1]}
+            if self.schedule:
+                speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
+            settings["speculative_config"] = speculative
         sizes = list(self.capture_sizes)
-        found["compilation_config"] = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
-        return found
+        settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
+        return settings
 
     def full_graphs(self) -> tuple[tuple[int, int], ...]:
         """(tokens, K) of each full graph that vLLM captures for decoding under these settings, ascending."""
-        found = set()
-        for size in self.capture_sizes:
-            for k in self.depths:
-                batch = -(-size // (k + 1))
-                if batch <= self.max_num_seqs and batch * (k + 1) <= self.capture_sizes[-1]:
-                    found.add((batch * (k + 1), k))
-        return tuple(sorted(found))
+        rounded = {(-(-size // (k + 1)), k) for size in self.capture_sizes for k in self.depths}
+        graphs = [(n * (k + 1), k) for n, k in rounded if n <= self.max_num_seqs]
+        return tuple(sorted(graph for graph in graphs if graph[0] <= self.capture_sizes[-1]))
 
     def without_full_graph(self) -> tuple[BatchDepth, ...]:
         """What the policy may run and vLLM has no full graph for; it runs in piecewise graphs."""
@@ -125,10 +120,9 @@ class GraphPlan:
 
     def captured(self) -> CapturePlan:
         """The graphs as `GraphPool` counts them; piecewise ones, one per capture size, are a runner of one token."""
-        batches: dict[int, list[int]] = {k: [] for k in self.depths}
-        for tokens, k in self.full_graphs():
-            batches[k].append(tokens // (k + 1))
-        target = [TargetRunner(tokens_to_verify=k + 1, batches=tuple(own)) for k, own in batches.items()]
+        full = self.full_graphs()
+        batches = {k: tuple(tokens // (k + 1) for tokens, depth in full if depth == k) for k in self.depths}
+        target = [TargetRunner(tokens_to_verify=k + 1, batches=own) for k, own in batches.items()]
         # Every capture size that is a batch is one of a drafter's levels.
         levels = tuple(n for n in self.capture_sizes if n <= self.max_num_seqs)
         drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
@@ -158,10 +152,9 @@ def plan_graphs(policy: Policy, max_batch: int, *, fill: bool = False) -> GraphP
             )
     drafters = tuple(dict.fromkeys(s.drafter for s in strategies if s.speculates))
     specs = DEFAULT_DRAFTERS | policy.drafters
-    may_run = _graphs(policy, max_batch, range(1, max_batch + 1))
     plan = GraphPlan(
         max_num_seqs=max_batch,
-        may_run=may_run,
+        may_run=_graphs(policy, max_batch, range(1, max_batch + 1)),
         asked=_graphs(policy, max_batch, vllm_batches(max_batch)),
         drafters=drafters,
         networks=tuple(name for name in drafters if not isinstance(specs.get(name), NgramSpec | SuffixSpec)),
@@ -207,44 +200,12 @@ def check_memory(pool: GraphPool, plan: GraphPlan, cap_bytes: float) -> float:
     """`memory_bytes`; ConfigError where that is more than `cap_bytes`."""
     needed = memory_bytes(pool, plan)
     if not needed <= cap_bytes:
-        num = len(plan.full_graphs()), len(plan.capture_sizes)
+        full, piecewise = len(plan.full_graphs()), len(plan.capture_sizes)
         raise ConfigError(
-            f"the policy's {num[0]} full and {num[1]} piecewise graphs take {needed / GIB:.2f} GiB, more than "
+            f"the policy's {full} full and {piecewise} piecewise graphs take {needed / GIB:.2f} GiB, more than "
             f"{cap_bytes / GIB:.2f}: give fewer depths, or fewer batch sizes (--max-batch, now {plan.max_num_seqs})"
         )
     return needed
-
-
-def keep_captured_bytes(runner: type) -> None:
-    """Have model runners of this class keep what their `capture_model` returns; call it before the engine starts.
-
-    vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
-    """
-    capture: Callable[..., int] = runner.capture_model  # type: ignore[attr-defined]
-
-    @wraps(capture)
-    def kept(self: Any, *args: Any, **kwargs: Any) -> int:
-        taken = capture(self, *args, **kwargs)
-        setattr(self, _KEPT, taken)
-        return taken
-
-    runner.capture_model = kept  # type: ignore[attr-defined]
-
-
-def measured_graph_bytes(worker: Any) -> int | None:
-    """Bytes of device memory that a vLLM worker's graph capture took; None where nothing was captured or kept.
-
-    Not run on CUDA: on CPU there are no graphs.
-    """
-    taken = getattr(worker.model_runner, _KEPT, None)
-    return taken or None
-
-
-def compare(pool: GraphPool, plan: GraphPlan, worker: Any) -> dict[str, float | None]:
-    """Predicted and measured bytes of a worker's graphs, and predicted / measured - 1; None where not measured."""
-    predicted, measured = memory_bytes(pool, plan), measured_graph_bytes(worker)
-    error = None if measured is None else predicted / measured - 1.0
-    return {"predicted_bytes": predicted, "measured_bytes": measured, "relative_error": error}
 
 
 def _graphs(policy: Policy, max_batch: int, batches: Sequence[int]) -> tuple[BatchDepth, ...]:

@@ -37,10 +37,7 @@ _PREFILLS = 3
 
 
 class ForcedDrafter(Drafter):
-    """Drafts exactly as deep as it is asked to, whatever was generated: the start of the prompt over and over.
-
-    A model-free draft takes nothing of the device, and verifying one costs the same whatever is in it.
-    """
+    """Drafts exactly as deep as it is asked to, at no cost to the device: the start of the prompt over and over."""
 
     def __init__(self) -> None:
         self._prompts: dict[Key, list[int]] = {}
@@ -128,9 +125,9 @@ class Profile:
     """What was measured.
 
     `table` has the columns of `tltlab.calibration.iterations`, `drafter`, and of each row `draft_seconds`,
-    `num_samples` and `spread`, the interquartile range of its seconds. `skipped` has cells that were not measured, with
-    `why`. `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians
-    are apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
+    `num_samples` and `spread`, the interquartile range of its seconds. `skipped` says `why` a cell was not measured.
+    `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians are
+    apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.
     """
 
     table: pd.DataFrame
@@ -215,21 +212,21 @@ class _Profiler:
         if not any(not cell.prefill for cell in cells):
             raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(why.values()))}")
         self.engine.warm_up(TEMPERATURE)
-        found: dict[Cell, list[list[dict[str, Any]]]] = {cell: [] for cell in cells}
+        timed: dict[Cell, list[list[dict[str, Any]]]] = {cell: [] for cell in cells}
         for visit in range(VISITS):
             for number, at in enumerate(self.rng.permutation(len(cells))):
-                found[cells[at]].append(self._visit(cells[at]))
+                timed[cells[at]].append(self._visit(cells[at]))
                 if number % max(1, len(cells) // 4) == 0:
                     self.say(f"visit {visit + 1} of {VISITS}: {number + 1} of {len(cells)} cells")
         fewest = min(_FEWEST, self.grid.iterations)
-        for cell, visits in found.items():
+        for cell, visits in timed.items():
             if (num := sum(map(len, visits))) < (VISITS if cell.prefill else fewest):
                 why[cell] = f"{num} iterations were of this cell alone"
         kept = [cell for cell in cells if why[cell] is None]
         if all(cell.prefill for cell in kept):
             raise RunError(f"no cell was measured; the first: {why[cells[0]]}")
-        table = pd.DataFrame([self._row(cell, [row for rows in found[cell] for row in rows]) for cell in kept])
-        medians = [[np.median([r["duration"] for r in rows]) for rows in found[cell] if rows] for cell in kept]
+        table = pd.DataFrame([self._row(cell, [row for rows in timed[cell] for row in rows]) for cell in kept])
+        medians = [[np.median([r["duration"] for r in rows]) for rows in timed[cell] if rows] for cell in kept]
         apart = [abs(both[1] / both[0] - 1.0) for both in medians if len(both) == VISITS]
         return Profile(
             table=table,
@@ -283,14 +280,12 @@ class _Profiler:
         self, cell: Cell, prompts: list[list[int]], until: Callable[[Sequence[Key]], bool] | None = None
     ) -> Rollout:
         self.visits += 1
-        cap = self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
+        step, cap = self.visits, self.grid.response_tokens(cell, self.settings["max_num_batched_tokens"])
         requests = [
-            GenerationRequest(
-                key=(self.visits, "profile", n, 0), prompt_token_ids=prompt, max_response_tokens=cap, ignore_eos=True
-            )
-            for n, prompt in enumerate(prompts)
+            GenerationRequest(key=(step, "profile", n, 0), prompt_token_ids=p, max_response_tokens=cap, ignore_eos=True)
+            for n, p in enumerate(prompts)
         ]
-        return self.engine.generate(requests, rl_step=self.visits, temperature=TEMPERATURE, until=until)
+        return self.engine.generate(requests, rl_step=step, temperature=TEMPERATURE, until=until)
 
     def _row(self, cell: Cell, rows: list[dict[str, Any]]) -> dict[str, Any]:
         seconds = np.array([row["duration"] for row in rows])

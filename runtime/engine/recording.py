@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,7 @@ class LiveRecording:
         self._epochs: dict[tuple[int, str], int] = {}
         self._arrived_s: dict[Key, float] = {}
         self._seen: set[Key] = set()
-        self._num_rows = 0
-        self._num_decisions = 0
+        self._written: Counter[str] = Counter()
         self._recorder = Recorder(
             path,
             Manifest(
@@ -56,11 +54,11 @@ class LiveRecording:
         """A request is about to enter, with the rl_step of its key if it has one; an idle engine begins a rollout."""
         if self.control.live:
             return
-        following = self.control.ledger.rl_step + (1 if self._seen else 0) if rl_step is None else rl_step
+        following = self.control.ledger.rl_step + bool(self._seen) if rl_step is None else rl_step
         if following != self.control.ledger.rl_step or not self._seen:
             self.flush()
             self.control.begin(following)
-            self._num_rows = self._num_decisions = 0
+            self._written.clear()
 
     def arrived(self, live: Live) -> None:
         """A request has entered."""
@@ -71,49 +69,30 @@ class LiveRecording:
             self._visits[prompt_id] += 1
         self._seen.add(live.key)
         self._arrived_s[live.key] = time.perf_counter() - self.control.ledger.origin
-        self._recorder.append(
+        self._append(
             "workload",
-            [
-                _key(live.key)
-                | {
-                    "epoch": epoch,
-                    "prompt_tokens": len(live.prompt),
-                    "max_response_tokens": live.max_response_tokens,
-                    "policy_version": self.policy_version,
-                }
-            ],
+            live.key,
+            epoch=epoch,
+            prompt_tokens=len(live.prompt),
+            max_response_tokens=live.max_response_tokens,
+            policy_version=self.policy_version,
         )
 
     def left(self, live: Live, finish_reason: str) -> None:
         """A request has left, for good."""
-        now = time.perf_counter() - self.control.ledger.origin
         tokens = list(live.output)
-        key = _key(live.key)
-        self._recorder.append(
+        self._append(
             "outcomes",
-            [
-                key
-                | {
-                    "response_tokens": len(tokens),
-                    "finish_reason": finish_reason,
-                    "worker": self.control.ledger.worker,
-                    "t_submit": self._arrived_s.pop(live.key),
-                    "t_first_token": self.control.ledger.first_token_s.get(live.key),
-                    "t_finish": now,
-                }
-            ],
+            live.key,
+            response_tokens=len(tokens),
+            finish_reason=finish_reason,
+            worker=self.control.ledger.worker,
+            t_submit=self._arrived_s.pop(live.key),
+            t_first_token=self.control.ledger.first_token_s.get(live.key),
+            t_finish=time.perf_counter() - self.control.ledger.origin,
         )
-        self._recorder.append(
-            "tokens",
-            [
-                key
-                | {
-                    "prompt_token_ids": list(live.prompt),
-                    "token_ids": tokens,
-                    "token_versions": [self.policy_version] * len(tokens),
-                }
-            ],
-        )
+        versions = [self.policy_version] * len(tokens)
+        self._append("tokens", live.key, prompt_token_ids=list(live.prompt), token_ids=tokens, token_versions=versions)
 
     def is_new(self, key: Key) -> bool:
         """Whether no request had this key before: a trace has one response to a key."""
@@ -121,9 +100,11 @@ class LiveRecording:
 
     def flush(self) -> None:
         """Make everything so far durable."""
-        self._take("iterations", self.control.ledger.iterations[self._num_rows :])
-        self._take("decisions", self.control.ledger.decisions[self._num_decisions :])
-        self._num_rows, self._num_decisions = len(self.control.ledger.iterations), len(self.control.ledger.decisions)
+        ledger = self.control.ledger
+        for table, rows in (("iterations", ledger.iterations), ("decisions", ledger.decisions)):
+            if new := rows[self._written[table] :]:
+                self._recorder.append(table, new)
+            self._written[table] = len(rows)
         self._recorder.flush()
 
     def close(self) -> None:
@@ -132,10 +113,8 @@ class LiveRecording:
         self.flush()
         self._recorder.close()
 
-    def _take(self, table: str, rows: Sequence[dict[str, Any]]) -> None:
-        if rows:
-            self._recorder.append(table, rows)
-
-
-def _key(key: Key) -> dict[str, Any]:
-    return dict(zip(("rl_step", "prompt_id", "sample", "turn"), key, strict=True))
+    def _append(self, table: str, key: Key, **columns: Any) -> None:
+        rl_step, prompt_id, sample, turn = key
+        self._recorder.append(
+            table, [{"rl_step": rl_step, "prompt_id": prompt_id, "sample": sample, "turn": turn, **columns}]
+        )

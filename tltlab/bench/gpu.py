@@ -153,9 +153,9 @@ def _graphs(
     from tltlab.policies.simple import Fixed
     from tltlab.runtime.cli.export_policy import graph_pool
     from tltlab.runtime.engine.engine import Engine, GenerationRequest
-    from tltlab.runtime.engine.graphs import chain_policies, compare, plan_graphs
+    from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs
     from tltlab.runtime.engine.profile import ForcedDrafter
-    from tltlab.runtime.engine.vllm.dispatch import count_dispatches
+    from tltlab.runtime.engine.vllm.dispatch import captured_bytes, count_dispatches
     from tltlab.strategy import Strategy
 
     dispatched = count_dispatches()
@@ -175,7 +175,7 @@ def _graphs(
             "used_runner": "V2" if config.use_v2_model_runner else "V1",
             "depths": graphs.depths, "mode": config.compilation_config.cudagraph_mode.name, "started_s": started_s,
             "sizes": config.compilation_config.cudagraph_capture_sizes, "expected_full": graphs.full_graphs(),
-            "memory": compare(graph_pool(model, 1, 1e6), graphs, worker), "cells": cells,
+            "memory": _memory(memory_bytes(graph_pool(model, 1, 1e6), graphs), captured_bytes(worker)), "cells": cells,
         }  # fmt: skip
         for visit, (batch, depth) in enumerate((b, k) for b in batches for k in graphs.depths):
             engine.set_policy(Fixed(Strategy.chain("ngram", depth)))
@@ -196,6 +196,12 @@ def _graphs(
     finally:
         engine.close()
     return row
+
+
+def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
+    """Bytes of an engine's graphs, and predicted / measured - 1; None where not measured."""
+    error = None if measured is None else predicted / measured - 1.0
+    return {"predicted_bytes": predicted, "measured_bytes": measured, "relative_error": error}
 
 
 def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:

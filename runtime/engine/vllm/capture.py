@@ -20,6 +20,7 @@ from torch import Tensor
 from tltlab.arrays import Ints
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.control import Live
+from tltlab.runtime.engine.ledger import Stopwatch
 
 from .row_store import Rows, RowStore
 
@@ -90,9 +91,8 @@ class Capture(NoCapture):
         self._way = _DirectWay() if runner.device.type == "cpu" else _PinnedWay(runner.device, max_tokens)
         self._on = True
         self._paused = False
-        self._sequences = 0
-        self._rows = 0
-        self._seconds = 0.0
+        self._sequences = self._rows = 0
+        self._stopwatch = Stopwatch(time.perf_counter)
         self._failure = ""
 
     def attach(self) -> None:
@@ -100,10 +100,8 @@ class Capture(NoCapture):
         runner, stock = self._runner, self._runner.sample_tokens
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            before = time.perf_counter()
-            batch = _batch_of(runner) if self._store else None
-            self._way.leave(self._store, batch)
-            self._seconds += time.perf_counter() - before
+            with self._stopwatch:
+                self._way.leave(self._store, _batch_of(runner) if self._store else None)
             try:
                 return stock(*args, **kwargs)
             finally:
@@ -117,19 +115,17 @@ class Capture(NoCapture):
             self._store.open(request_id)
 
     def landed(self) -> None:
-        before = time.perf_counter()
-        self._way.land(self._store)
-        self._seconds += time.perf_counter() - before
+        with self._stopwatch:
+            self._way.land(self._store)
 
     def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
-        before = time.perf_counter()
-        total = len(live.prompt) + len(live.output)
-        whole = finish_reason in ("stop", "length")
-        self._way.settle(self._store)
-        rows = self._store.close(request_id, total - 1 if whole else 0)
-        if rows is not None:
-            self._hand_over(live, rows)
-        self._seconds += time.perf_counter() - before
+        with self._stopwatch:
+            total = len(live.prompt) + len(live.output)
+            whole = finish_reason in ("stop", "length")
+            self._way.settle(self._store)
+            rows = self._store.close(request_id, total - 1 if whole else 0)
+            if rows is not None:
+                self._hand_over(live, rows)
 
     def _hand_over(self, live: Live, rows: Rows) -> None:
         tokens = torch.tensor([*live.prompt, *live.output])
@@ -173,7 +169,7 @@ class Capture(NoCapture):
             skipped=self._store.skipped,
             lost=self._store.lost,
             peak_bytes=self._store.peak_bytes,
-            seconds=self._seconds,
+            seconds=self._stopwatch.seconds,
             failure=self._failure,
         )
 

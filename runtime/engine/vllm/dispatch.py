@@ -1,18 +1,17 @@
-"""Which kind of CUDA graph vLLM's iterations run in: its own dispatchers, counted."""
+"""Which kind of CUDA graph vLLM's iterations run in, and the memory of the graphs: for measurements on a GPU."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
-
-from ..graphs import keep_captured_bytes
 
 
 def count_dispatches() -> Counter[str]:
     """Count what both of vLLM's dispatchers choose in this process from now on, as "FULL, 16 tokens".
 
-    Model runners also keep the bytes that their capture took (`graphs.measured_graph_bytes`). Call it once, before an
+    Model runners also keep the bytes that their capture took (`captured_bytes`). Call it once, before an
     engine starts, in a process that makes nothing else: vLLM's classes stay as they are made here.
     """
     from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -38,3 +37,23 @@ def count_dispatches() -> Counter[str]:
     for runner in (V1Runner, V2Runner):
         keep_captured_bytes(runner)
     return dispatched
+
+
+def keep_captured_bytes(runner: Any) -> None:
+    """Have model runners of this class keep what their `capture_model` returns; call it before the engine starts.
+
+    vLLM 0.32 logs that number ("Graph capturing finished in ... secs, took ... GiB") and forgets it.
+    """
+    capture = runner.capture_model
+
+    @wraps(capture)
+    def kept(self: Any, *args: Any, **kwargs: Any) -> int:
+        self.tltlab_captured_bytes = taken = int(capture(self, *args, **kwargs))
+        return taken
+
+    runner.capture_model = kept
+
+
+def captured_bytes(worker: Any) -> int | None:
+    """Bytes of device memory that a vLLM worker's graph capture took; None where nothing was captured or kept."""
+    return getattr(worker.model_runner, "tltlab_captured_bytes", None) or None

@@ -53,10 +53,9 @@ def start(
 
     `vllm_args` win over the defaults here. With `beside` drafts are made beside the scheduler too, which only the V1
     model runner takes: others keep their own on the device. With a tensor_parallel_size above 1 the model runs in as
-    many processes below the engine core's, the scheduler and the policy stay where they are. `enable_sleep_mode` is
-    ignored on CPU, where `sleep` does nothing. The process's environment, `sys.path` and torch's settings of
-    compilation are afterwards as before; vLLM's own modules stay patched (`plugin`), and an engine core of this process
-    seeds and draws from its random generators.
+    many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing. The
+    process's environment, `sys.path` and torch's settings of compilation are afterwards as before; vLLM's own modules
+    stay patched (`plugin`).
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
@@ -180,7 +179,7 @@ def set_control(llm: Any, control: Control) -> None:
     _core(llm).scheduler.control = control
 
 
-def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
+def start_capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
     """Hand `sink` every request that ends, with its hidden states; running ones hold at most `max_bytes` of them.
 
     ConfigError where the engine's model does not run in this process, or verifies fewer tokens than were scheduled.
@@ -192,16 +191,11 @@ def capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
     if getattr(runner, "adaptive_verification", None) is not None:
         raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
     config = llm.llm_engine.vllm_config
-    made = Capture(
-        runner,
-        sink,
-        max_bytes=max_bytes,
-        max_positions=config.model_config.max_model_len,
-        max_tokens=config.scheduler_config.max_num_batched_tokens,
-    )
-    made.attach()
-    _core(llm).scheduler.capture = made
-    return made
+    positions, tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
+    capture = Capture(runner, sink, max_bytes=max_bytes, max_positions=positions, max_tokens=tokens)
+    capture.attach()
+    _core(llm).scheduler.capture = capture
+    return capture
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:
@@ -280,8 +274,8 @@ def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], versio
             llm.update_weights({"update_info": info})
         llm.finish_weight_update(version)
     except Exception as error:
-        said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise RunError(f"vLLM cannot load these weights and is left with half of them ({said})") from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise RunError(f"vLLM cannot load these weights and is left with half of them ({why})") from error
     llm.reset_prefix_cache()
 
 

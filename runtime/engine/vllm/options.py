@@ -58,18 +58,17 @@ def vllm_options(
 
     `policy` is a shipped name, a policy file or a Policy; `drafters` add to, or replace, the ones it names. The engine
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
-    most so many requests at a time and captures the CUDA graphs of `graph_plan.plan_graphs`, whose memory
+    most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. With `async_scheduling` (CUDA) only a learned drafter serves. Engines that share a
-    run differ by `worker`. With `record` the engine writes a trace into that folder. ConfigError for what vLLM cannot
-    run.
+    run differ by `worker`. With `record` the engine writes a trace there. ConfigError for what vLLM cannot run.
 
     >>> sorted(vllm_options("beg-mab"))
     ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
     """
     chosen = load_policy(policy)
     pool_specs = {**DEFAULT_DRAFTERS, **chosen.drafters, **(drafters or {})}
-    speculating = [s for s in chosen.strategies if s.speculates]
-    depth = max((s.draft_depth for s in speculating), default=0) if max_draft_depth is None else max_draft_depth
+    deepest = max((strategy.draft_depth for strategy in chosen.strategies), default=0)
+    depth = deepest if max_draft_depth is None else max_draft_depth
     pool = DrafterPool(pool_specs, depth)
     pool.use(chosen.strategies)
     if async_scheduling and pool.feeds:
@@ -77,14 +76,9 @@ def vllm_options(
             "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
             "names model-free ones: leave async_scheduling off"
         )
-    attachment = Attachment(
-        policy=chosen,
-        drafters=pool_specs,
-        max_draft_depth=depth,
-        worker=worker,
-        seed=seed,
-        record=str(record) if record is not None else None,
-    )
+    attachment = Attachment(policy=chosen, drafters=pool_specs, max_draft_depth=depth, worker=worker, seed=seed)
+    if record is not None:
+        attachment = attachment.model_copy(update={"record": str(record)})
     options: dict[str, Any] = {
         "scheduler_cls": scheduler_cls(async_scheduling),
         "async_scheduling": async_scheduling,
@@ -168,5 +162,5 @@ def _config(model: str) -> dict[str, Any] | None:
     path = Path(model) / "config.json"
     if not path.is_file():
         return None
-    found = read_json(path)
-    return found if isinstance(found, dict) else None
+    config = read_json(path)
+    return config if isinstance(config, dict) else None

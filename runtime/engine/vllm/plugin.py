@@ -1,9 +1,8 @@
 """What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
 
 Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
-registered; drafting is timed; and an engine core, in whatever process it runs, can be asked about its policy. On CUDA
-the mends do not apply. All this changes vLLM's own modules for as long as the process lives: engines share them, and
-what no engine of ours uses is only mended or added.
+registered; drafting is timed; and an engine core, in whatever process it runs, can be asked about its policy. All this
+changes vLLM's own modules for as long as the process lives.
 """
 
 from __future__ import annotations

@@ -65,12 +65,9 @@ class PolicyScheduler(Scheduler):
         self.control = attachment.control(overlapped=overlapped, beside=beside)
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
+            model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
             self.recording = LiveRecording(
-                attachment.record,
-                self.control,
-                model=self.vllm_config.model_config.model,
-                hardware=hardware(),
-                engine=f"vllm {vllm.__version__}",
+                attachment.record, self.control, model=model, hardware=hardware(), engine=engine
             )
         self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
@@ -91,13 +88,8 @@ class PolicyScheduler(Scheduler):
         self._enter(request, given or self._new_key(request))
 
     def _enter(self, request: Request, key: Key) -> None:
-        live = self.control.add(
-            request.request_id,
-            key,
-            list(request.prompt_token_ids or ()),
-            request._output_token_ids,
-            request.max_tokens,
-        )
+        prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
+        live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
         self.capture.enter(request.request_id)
         if self.recording is not None:
             self.recording.arrived(live)

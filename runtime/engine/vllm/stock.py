@@ -6,7 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
@@ -14,7 +13,6 @@ from tltlab.errors import ConfigError, RunError
 from . import on_cpu, starting, uncompiled
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
-_ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
 
 
@@ -45,21 +43,14 @@ class StockRun:
 
 
 class StockEngine:
-    """A `vllm.LLM` of a target and a drafter's checkpoint, in this process. A context manager; leaving it frees all.
+    """A `vllm.LLM` of a target and a drafter's checkpoint, in this process; close it.
 
     `method` is vLLM's name of the drafter's kind, `depth` the tokens it drafts, `max_model_len` the tokens that a
     prompt and its response may have. RunError where vLLM does not start.
     """
 
     def __init__(
-        self,
-        target: str | Path,
-        drafter: str | Path,
-        *,
-        method: str,
-        depth: int,
-        max_model_len: int,
-        seed: int = 0,
+        self, target: str | Path, drafter: str | Path, *, method: str, depth: int, max_model_len: int, seed: int = 0
     ) -> None:
         self._cpu = cpu = on_cpu()
         # As for our own engines: 92 % of the memory, and minutes of compiling, are not worth ten prompts.
@@ -80,15 +71,9 @@ class StockEngine:
                     **(on_a_cpu if cpu else {}),
                 )
             except Exception as error:  # vLLM raises what its loaders raise, from KeyError to AttributeError
-                said = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-                raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {said}") from error
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                raise RunError(f"stock vLLM does not start on {target} with the drafter {drafter}: {why}") from error
         self.depth = depth
-
-    def __enter__(self) -> StockEngine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the engine's memory and threads."""
@@ -109,16 +94,13 @@ class StockEngine:
             raise ConfigError(f"vLLM refuses these prompts: {' '.join(str(error).split())[:300]}") from error
         after = self._counters()
         drafts, *accepted = (now - then for now, then in zip(after, before, strict=True))
-        return StockRun(
-            token_ids=[list(output.outputs[0].token_ids) for output in outputs],
-            num_drafts=drafts,
-            accepted=accepted,
-        )
+        token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+        return StockRun(token_ids=token_ids, num_drafts=drafts, accepted=accepted)
 
     def _counters(self) -> list[int]:
         """Drafts, and accepted tokens by position, since the engine started."""
-        found: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
-        accepted = found.get(_PER_POSITION)
+        metrics: dict[str, Any] = {metric.name: metric for metric in self._llm.get_metrics()}
+        accepted = metrics.get(_PER_POSITION)
         if accepted is None:
             return [0] * (1 + self.depth)
-        return [found[_DRAFTS].value, *accepted.values[: self.depth]]
+        return [metrics[_DRAFTS].value, *accepted.values[: self.depth]]

@@ -26,19 +26,19 @@ def time_drafting() -> None:
 
 
 class _Stopwatch:
-    """Seconds between start() and stop(), on the device where there is one."""
+    """Seconds within `with`, on the device where there is one."""
 
     def __init__(self) -> None:
         self.events: tuple[Any, Any] | None = None
         self.seconds = 0.0
 
-    def start(self) -> None:
+    def __enter__(self) -> None:
         if torch.cuda.is_available():
             self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             self.events[0].record()
         self.seconds = -time.perf_counter()
 
-    def stop(self) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.seconds += time.perf_counter()
         if self.events is not None:
             self.events[1].record()
@@ -56,12 +56,8 @@ class _Stopwatch:
 def _timed(function: Any, watch_of: Callable[[tuple[Any, ...]], _Stopwatch]) -> Any:
     @wraps(function)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        watch = watch_of(args)
-        watch.start()
-        try:
+        with watch_of(args):
             return function(*args, **kwargs)
-        finally:
-            watch.stop()
 
     timed.timed_by_tltlab = True  # type: ignore[attr-defined]
     return timed

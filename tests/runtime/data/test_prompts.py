@@ -40,50 +40,53 @@ def chat_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", chat_template=CHAT)
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def stored(folder: Path, kind: str, rows: list[dict[str, Any]]) -> str:
+    """These rows as a file or a folder of this kind."""
+    path = folder / f"data.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "json":
+        path.write_text(json.dumps(rows))
+    elif kind == "parquet":
+        pd.DataFrame(rows).to_parquet(path)
+    elif kind == "csv":
+        pd.DataFrame(rows).to_csv(path, index=False)
+    elif kind == "folder":
+        path.mkdir()
+        Path(stored(path, "jsonl", rows)).rename(path / "train.jsonl")
+    else:
+        datasets = pytest.importorskip("datasets")
+        saved = datasets.Dataset.from_list(rows)
+        (saved if kind == "saved" else datasets.DatasetDict({"train": saved})).save_to_disk(str(path))
     return str(path)
 
 
 def loaded(path: Path, rows: list[dict[str, Any]], tokenizer: Any = None, **config: Any) -> list:
     """Prompts of a JSONL file of `rows`."""
-    source = written(path / "data.jsonl", rows)
-    return load_prompts(source, DataConfig(train=source, **config), tokenizer or Words())
+    return load_prompts(stored(path, "jsonl", rows), DataConfig(train="x", **config), tokenizer or Words())
+
+
+@pytest.fixture(autouse=True)
+def cached_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv", "json", "saved", "splits", "folder"])
-def test_prompts_come_from_files_and_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
-    path = tmp_path / f"data.{kind}"
-    if kind not in ("jsonl", "parquet"):
-        datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    if kind == "jsonl":
-        written(path, ROWS)
-    elif kind == "parquet":
-        pd.DataFrame(ROWS).to_parquet(path)
-    elif kind == "csv":
-        pd.DataFrame(ROWS).to_csv(path, index=False)
-    elif kind == "json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "folder":
-        path.mkdir()
-        written(path / "train.jsonl", ROWS)
-    else:
-        saved = datasets.Dataset.from_list(ROWS)
-        (saved if kind == "saved" else datasets.DatasetDict({"train": saved})).save_to_disk(str(path))
-    prompts = load_prompts(str(path), DataConfig(train=str(path)), Words())
+def test_prompts_come_from_files_and_from_folders(tmp_path: Path, kind: str):
+    prompts = load_prompts(stored(tmp_path, kind, ROWS), DataConfig(train="x"), Words())
     assert [(p.prompt_id, p.text, p.answer, p.token_ids) for p in prompts] == [
         ("0", "a bb", "1", [1, 2]),
         ("1", "ccc", "2", [3]),
     ]
 
 
-def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path):
+    import datasets
+
     (tmp_path / "files").mkdir()
     for split, row in zip(("train", "test"), ROWS, strict=True):
-        written(tmp_path / "files" / f"{split}.jsonl", [row])
+        Path(stored(tmp_path, "jsonl", [row])).rename(tmp_path / "files" / f"{split}.jsonl")
     parts = {split: datasets.Dataset.from_list([row]) for split, row in zip(("train", "test"), ROWS, strict=True)}
     datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
     config = DataConfig(train="x")
@@ -95,9 +98,8 @@ def test_a_split_is_one_of_those_a_folder_has(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch):
-    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="nobody/nothing is not in the cache, and HF_HUB_OFFLINE forbids"):
         load_prompts("nobody/nothing", DataConfig(train="x", subset="main"), Words())
 
@@ -105,18 +107,12 @@ def test_a_dataset_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved"])
 def test_a_dotted_column_is_a_field_of_a_struct(tmp_path: Path, kind: str):
     rows = [{"extra": {"q": {"text": "a bb"}}, "reward_model": {"ground_truth": 7, "style": "rule"}}]
-    path = tmp_path / f"data.{kind}"
-    if kind == "saved":
-        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(str(path))
-    elif kind == "parquet":
-        pd.DataFrame(rows).to_parquet(path)
-    else:
-        written(path, rows)
+    source = stored(tmp_path, kind, rows)
     names = {"prompt_column": "extra.q.text", "answer_column": "reward_model.ground_truth"}
-    (prompt,) = load_prompts(str(path), DataConfig(train="x", **names), Words())
+    (prompt,) = load_prompts(source, DataConfig(train="x", **names), Words())
     assert (prompt.text, prompt.answer) == ("a bb", "7")
     with pytest.raises(ConfigError, match=r"'reward_model.truth'.*extra.q.text, reward_model.ground_truth"):
-        load_prompts(str(path), DataConfig(train="x", **names | {"answer_column": "reward_model.truth"}), Words())
+        load_prompts(source, DataConfig(train="x", **names | {"answer_column": "reward_model.truth"}), Words())
 
 
 def test_a_column_may_have_a_dot_in_its_name(tmp_path: Path):
@@ -149,21 +145,15 @@ def test_a_chat_template_wraps_a_prompt_and_puts_the_system_before_it(tmp_path: 
 def test_a_list_of_messages_is_a_chat_whose_last_question_is_the_text(tmp_path: Path, chat_tokenizer: Any, kind: str):
     said = [("system", "be kind"), ("user", "hello"), ("assistant", "bb"), ("user", "a")]
     rows = [{"prompt": [{"role": role, "content": content} for role, content in said], "answer": "1"}]
-    path = tmp_path / f"data.{kind}"
-    if kind == "saved":
-        pytest.importorskip("datasets").Dataset.from_list(rows).save_to_disk(str(path))
-    elif kind == "parquet":
-        pd.DataFrame(rows).to_parquet(path)
-    else:
-        written(path, rows)
-    (prompt,) = load_prompts(str(path), DataConfig(train="x", chat=True, system="unused"), chat_tokenizer)
+    source = stored(tmp_path, kind, rows)
+    (prompt,) = load_prompts(source, DataConfig(train="x", chat=True, system="unused"), chat_tokenizer)
     assert (
         chat_tokenizer.decode(prompt.token_ids)
         == "system : be kind ; user : hello ; assistant : bb ; user : a ; assistant :"
     )
     assert prompt.text == "a"
     with pytest.raises(ConfigError, match=r"list of messages: set data\.chat = true"):
-        load_prompts(str(path), DataConfig(train="x"), chat_tokenizer)
+        load_prompts(source, DataConfig(train="x"), chat_tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +192,7 @@ def test_half_a_surrogate_pair_is_no_text(tmp_path: Path, column: str):
 
 
 def test_prompts_that_are_too_long_are_left_out_and_counted(tmp_path: Path):
-    source = written(tmp_path / "data.jsonl", ROWS)
+    source = stored(tmp_path, "jsonl", ROWS)
     found = read_prompts(source, DataConfig(train="x", max_prompt_tokens=1), Words())
     assert ([p.prompt_id for p in found.prompts], found.num_dropped) == (["1"], 1)
     assert read_prompts(source, DataConfig(train="x"), Words()).num_dropped == 0

@@ -1,117 +1,46 @@
-"""The canary on real engines: broken drafter weights cost speed, never a token, and never go unnoticed."""
+"""The canary on a real engine: broken drafter weights cost speed, never a token, and never go unnoticed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
-from tltlab.drafters.specs import LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter.heads.eagle import random_head
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
-from tltlab.strategy import Strategy
+from tltlab.policies.policy import Policy
+from tltlab.runtime.engine.engine import Engine, Rollout
+
+from .asking import fixed, requests, texts
 
 pytestmark = pytest.mark.engine
-VLLM = {"max_model_len": 256, "max_num_seqs": 16, "kv_cache_memory_bytes": 32 << 20}
-LEARNED = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4)))
+LEARNED = fixed("learned")
 WATCH = CanaryConfig(min_drafts=50)
 Weights = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def good(random_model: Path) -> Weights:
-    from transformers import AutoModelForCausalLM
-
-    return dict(AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).state_dict())
-
-
-@pytest.fixture(scope="module")
-def bad(good: Weights) -> Weights:
-    """Weights of a drafter with a wrong LM head."""
-    return {name: -value if name == "lm_head.weight" else value for name, value in good.items()}
-
-
-@pytest.fixture(scope="module")
-def started(random_model: Path) -> Iterator[Engine]:
-    """The target is its own draft model: greedily, all it drafts is kept."""
-    learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
-    engine = Engine(
-        str(random_model),
-        drafters={"suffix": SuffixSpec(), "learned": learned},
-        max_draft_depth=4,
-        vllm_args=VLLM,
-    )
-    yield engine
-    engine.close()
-
-
 @pytest.fixture
-def engine(started: Engine, good: Weights) -> Engine:
-    """The engine with its own weights on both sides, a sound prediction, and nothing in its history."""
-    started.update_weights(good.items(), 0)
-    started.guard_drafter(WATCH)
-    started.update_draft_weights(good.items(), [0.95] * 4)
-    started.forget()
-    return started
+def engine(roomy: Engine, good: Weights) -> Iterator[Engine]:
+    """The engine with its own weights on both sides, and a sound prediction."""
+    roomy.guard_drafter(WATCH)
+    roomy.update_draft_weights(good.items(), [0.95] * 4)
+    yield roomy
+    roomy.update_weights(good.items(), 0)
+    roomy.update_draft_weights(good.items())
 
 
 def generate(engine: Engine, policy: Policy | None = LEARNED, **more: object) -> Rollout:
     engine.set_policy(policy)
-    requests = [
-        GenerationRequest(key=(0, f"p{n}", 0, 0), prompt_token_ids=[1, 4 + n], max_response_tokens=100, ignore_eos=True)
-        for n in range(8)
-    ]
-    return engine.generate(requests, rl_step=0, temperature=0.0, **more)  # type: ignore[arg-type]
+    return engine.generate(requests(8, 100), rl_step=0, temperature=0.0, **more)  # type: ignore[arg-type]
 
 
-def texts(rollout: Rollout) -> list[list[int]]:
-    return [response.token_ids for response in rollout.responses]
-
-
-@pytest.fixture(scope="module")
-def plain(started: Engine, good: Weights) -> list[list[int]]:
-    started.update_weights(good.items(), 0)
-    return texts(generate(started, None))
-
-
-def test_an_engine_core_in_its_own_process_is_watched_as_well(random_model: Path, tmp_path: Path):
-    """Here with a random EAGLE head, of which training is said to have predicted much.
-
-    The first test of the file: vLLM starts no such core while one of this process is open.
-    """
-    head = random_head(random_model, seed=1)
-    learned = LearnedSpec(method="eagle", model=str(head.save(tmp_path / "head")), fallback="suffix")
-    engine = Engine(
-        str(random_model),
-        drafters={"suffix": SuffixSpec(), "learned": learned},
-        max_draft_depth=4,
-        own_process=True,
-        vllm_args=VLLM,
-    )
-    try:
-        expected = texts(generate(engine, None))
-        engine.guard_drafter(WATCH)
-        engine.update_draft_weights(head.state_dict().items(), [0.8] * 4)
-        assert texts(generate(engine)) == expected
-        report = engine.drafter_report()
-        assert not report.serves
-        assert report.verdicts[-1].kind == "collapsed"
-        assert asdict(report)["positions"]["suffix"]["drafted"][0] > 0
-        engine.guard_drafter(WATCH.model_copy(update={"on_collapse": "stop"}))
-        engine.update_draft_weights(head.state_dict().items(), [0.8] * 4)
-        with pytest.raises(RunError, match="has collapsed"):
-            generate(engine)
-        engine.update_draft_weights(head.state_dict().items())
-        assert texts(generate(engine)) == expected
-    finally:
-        engine.close()
+@pytest.fixture
+def plain(engine: Engine) -> list[list[int]]:
+    found = texts(generate(engine, None))
+    engine.forget()
+    return found
 
 
 def test_a_sound_drafter_is_found_fine(engine: Engine, plain: list[list[int]]):
@@ -130,9 +59,8 @@ def test_when_it_collapses_the_fallback_serves_from_the_next_iteration_on(
     assert texts(generate(engine)) == plain
     report = engine.drafter_report()
     assert (report.trusted, report.serves) == (False, False)
-    (verdict,) = report.verdicts[-1:]
-    assert verdict.kind == "collapsed"
-    assert "swap" in verdict.why
+    assert report.verdicts[-1].kind == "collapsed"
+    assert "swap" in report.verdicts[-1].why
     assert report.positions["learned"].drafted[0] <= WATCH.min_drafts + 2 * 8
     assert report.positions["suffix"].drafted[0] > 100
     engine.update_draft_weights(good.items(), [0.95] * 4)

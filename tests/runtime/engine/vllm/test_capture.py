@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,25 +19,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedWay
 from tltlab.runtime.engine.vllm.row_store import RowStore
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.strategy import Strategy
 
-BLOCK = 32
-CONTEXT = 96
-
-
-def switching(drafter: str) -> Policy:
-    arms = (NO_SPECULATION, Strategy.chain(drafter, 6), Strategy.chain(drafter, 2))
-    return Policy(selector=ExploreSpec(strategies=arms, hold_iterations=3))
-
-
-def fixed(drafter: str) -> Policy:
-    return Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 6)))
+from ..asking import BLOCK, CONTEXT, fixed, groups_of_four, kept_and_refused, request, switching
 
 
 def load(folder: Path) -> LlamaForCausalLM:
@@ -50,34 +39,20 @@ def target(random_model: Path) -> LlamaForCausalLM:
     return load(random_model)
 
 
-@pytest.fixture(scope="module")
-def engine(random_model: Path) -> Iterator[Engine]:
-    """It shares prefixes, prefills in chunks, and its KV cache holds few requests, so that it preempts."""
-    engine = Engine(
-        str(random_model),
-        max_draft_depth=6,
-        vllm_args={
-            "max_model_len": CONTEXT,
-            "max_num_seqs": 16,
-            "max_num_batched_tokens": 40,
-            "block_size": BLOCK,
-            "num_gpu_blocks_override": 14,
-        },
-    )
-    yield engine
-    engine.close()
+@pytest.fixture
+def engine(cramped: Engine) -> Engine:
+    return cramped
+
+
+def changing(drafter: str) -> Policy:
+    return switching(Strategy.chain(drafter, 6), Strategy.chain(drafter, 2))
 
 
 def requests(num: int, tokens: int, prompt_tokens: int = 6) -> list[GenerationRequest]:
-    """Groups of four samples of one prompt."""
+    """Groups of four samples of one prompt; some may end by themselves, and not all at once."""
     return [
-        GenerationRequest(
-            key=(0, f"p{n // 4}", n % 4, 0),
-            prompt_token_ids=[1, *([4 + n // 4, 5, 6] * prompt_tokens)[: prompt_tokens - 1]],
-            max_response_tokens=tokens - n % 3,
-            ignore_eos=n % 2 == 0,
-        )
-        for n in range(num)
+        replace(asked, max_response_tokens=tokens - n % 3, ignore_eos=n % 2 == 0)
+        for n, asked in enumerate(groups_of_four(num, tokens, prompt_tokens))
     ]
 
 
@@ -86,7 +61,7 @@ def rollout_of(
 ) -> tuple[Rollout, list[TrainingSequence]]:
     found: list[TrainingSequence] = []
     engine.capture(found.append)
-    rollout = engine.generate(asked, rl_step=0, temperature=1.0, **more)
+    rollout = engine.generate(asked, rl_step=0, **{"temperature": 1.0} | more)
     engine.capture(None)
     return rollout, found
 
@@ -119,11 +94,6 @@ def check(
             assert s.aux is None
 
 
-def kept_and_refused(rollout: Rollout) -> tuple[int, int]:
-    kept = sum(row["num_accepted"] for row in rollout.iterations)
-    return kept, sum(row["num_drafted"] for row in rollout.iterations) - kept
-
-
 @pytest.mark.engine
 def test_the_test_could_fail_for_the_states_depend_on_what_came_before(target: LlamaForCausalLM):
     texts = torch.tensor([[1, 9, 5, 6, 7], [1, 8, 5, 6, 7]])
@@ -133,20 +103,10 @@ def test_the_test_could_fail_for_the_states_depend_on_what_came_before(target: L
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("policy", [None, fixed("suffix"), switching("ngram")])
+@pytest.mark.parametrize("policy", [None, fixed("suffix", 6), changing("ngram")])
 def test_states_are_hugging_faces_through_drafts_shared_prefixes_chunks_and_preemption(
-    engine: Engine, target: LlamaForCausalLM, policy: Policy | None, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, target: LlamaForCausalLM, policy: Policy | None, preempted: list[str]
 ):
-    preempted: list[str] = []
-    scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
-    stock = scheduler._preempt_request
-
-    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
-        preempted.append(request.request_id)
-        return stock(request, *args, **kwargs)
-
-    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
-    engine.forget()
     engine.set_policy(policy)
     asked = requests(16, 55, prompt_tokens=36)
     rollout, found = rollout_of(engine, asked)
@@ -168,7 +128,7 @@ def test_states_are_hugging_faces_through_drafts_shared_prefixes_chunks_and_pree
 def test_a_sequence_comes_with_the_iteration_that_ends_it_and_an_aborted_one_never(
     engine: Engine, target: LlamaForCausalLM
 ):
-    engine.set_policy(fixed("suffix"))
+    engine.set_policy(fixed("suffix", 6))
     found: list[TrainingSequence] = []
     ended: list[tuple[int, int]] = []
     engine.capture(found.append)
@@ -203,7 +163,7 @@ def test_neither_evaluation_nor_warming_up_is_captured_nor_anything_once_it_is_o
 
 @pytest.mark.engine
 def test_capture_changes_nothing_that_is_said(engine: Engine):
-    engine.set_policy(fixed("suffix"))
+    engine.set_policy(fixed("suffix", 6))
     asked = requests(12, 40)
     before = engine.snapshot()
     captured, found = rollout_of(engine, asked)
@@ -215,7 +175,7 @@ def test_capture_changes_nothing_that_is_said(engine: Engine):
 
 @pytest.mark.engine
 def test_after_a_weight_update_the_states_are_those_of_the_new_weights(engine: Engine, random_model: Path):
-    engine.set_policy(fixed("suffix"))
+    engine.set_policy(fixed("suffix", 6))
     model = load(random_model)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
@@ -238,7 +198,7 @@ def test_a_sink_that_fails_ends_the_capture_and_not_the_rollout(engine: Engine, 
             raise OSError("no space left on device")
         found.append(sequence)
 
-    engine.set_policy(fixed("suffix"))
+    engine.set_policy(fixed("suffix", 6))
     engine.capture(sink)
     rollout = engine.generate(requests(8, 30), rl_step=0, temperature=1.0)
     assert [len(r.token_ids) > 0 for r in rollout.responses] == [True] * 8
@@ -249,10 +209,8 @@ def test_a_sink_that_fails_ends_the_capture_and_not_the_rollout(engine: Engine, 
 
 @pytest.mark.engine
 def test_what_finds_no_room_is_counted_and_the_rest_is_whole(engine: Engine, target: LlamaForCausalLM):
-    engine.set_policy(fixed("suffix"))
-    asked = [GenerationRequest(key=(0, f"p{n}", 0, 0), prompt_token_ids=[1, 4 + n], max_response_tokens=80,
-                               ignore_eos=True) for n in range(12)]  # fmt: skip
-    rollout, _ = rollout_of(engine, asked)
+    engine.set_policy(fixed("suffix", 6))
+    asked = [request(f"p{n}", 0, [1, 4 + n], 80) for n in range(12)]
     found: list[TrainingSequence] = []
     room = 4 * 32 * 64 * 4
     engine.capture(found.append, max_bytes=room)
@@ -265,9 +223,7 @@ def test_what_finds_no_room_is_counted_and_the_rest_is_whole(engine: Engine, tar
     assert 0 < len(found) == counts.sequences
     assert counts.peak_bytes <= room
     there = {s.key for s in found}
-    part = Rollout(**{name: getattr(rollout, name) for name in Rollout.__slots__} | {
-        "responses": [r for r in rollout.responses if r.key in there]})  # fmt: skip
-    check(found, part, asked, target)
+    check(found, replace(rollout, responses=[r for r in rollout.responses if r.key in there]), asked, target)
 
 
 def head(folder: Path, target: Path, weights: dict[str, torch.Tensor], **more: Any) -> Path:
@@ -312,11 +268,10 @@ def learned_rollouts(model: Path, drafter: LearnedSpec) -> list[tuple[Rollout, l
 
 
 LEARNED = [
-    (fixed("learned"), requests(12, 50)),
-    (switching("learned"), requests(12, 25, prompt_tokens=70)),
-    (fixed("learned"), [GenerationRequest(key=(0, "long", n, 0), prompt_token_ids=[1, 4 + n], max_response_tokens=200,
-                                          ignore_eos=True) for n in range(3)]),
-]  # fmt: skip
+    (fixed("learned", 6), requests(12, 50)),
+    (changing("learned"), requests(12, 25, prompt_tokens=70)),
+    (fixed("learned", 6), [request("long", n, [1, 4 + n], 200) for n in range(3)]),
+]
 
 
 @pytest.mark.engine
@@ -352,47 +307,10 @@ def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(rando
         check(found, rollout, asked, model, aux_layers=[1, 2, 3])
 
 
-V2_PROGRAM = """
-import sys
-sys.path.insert(0, {tests!r})
-import triton_on_cpu
-import torch
-from test_capture import check, load, rollout_of, requests, switching
-from pathlib import Path
-from tltlab.drafters.specs import LearnedSpec
-from tltlab.runtime.engine.engine import Engine
-
-model = {model!r}
-engine = Engine(
-    model,
-    drafters={{"learned": LearnedSpec(method="draft_model", model=model)}},
-    max_draft_depth=6,
-    vllm_args={{"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 128,
-               "kv_cache_memory_bytes": 32 << 20}},
-)
-try:
-    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    assert any(".gpu.model_runner" in c.__module__ for c in type(runner).__mro__), "this is not the V2 runner"
-    engine.set_policy(switching("learned"))
-    asked = requests(3, 16)
-    rollout, found = rollout_of(engine, asked)
-finally:
-    engine.close()
-check(found, rollout, asked, load(Path(model)))
-"""
-
-
-@pytest.mark.engine
-def test_the_v2_runners_states_are_captured_too(random_model: Path):
-    program = V2_PROGRAM.format(tests=str(Path(__file__).parent), model=str(random_model))
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 def test_an_engine_whose_model_runs_elsewhere_cannot_capture():
     elsewhere: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
     with pytest.raises(ConfigError, match="leave out own_process"):
-        adapter.capture(elsewhere, print, 1 << 20)
+        adapter.start_capture(elsewhere, print, 1 << 20)
 
 
 class Stream:

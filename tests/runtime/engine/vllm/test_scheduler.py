@@ -6,16 +6,15 @@ The CPU platform turns asynchronous scheduling off, so no engine runs it here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.simple import Fixed
+from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import Engine
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -24,23 +23,15 @@ pytestmark = pytest.mark.engine
 LEARNED = Strategy.chain("learned", 4)
 
 
-@pytest.fixture(scope="module")
-def engine(random_model: Path) -> Iterator[Engine]:
-    engine = Engine(
-        str(random_model),
-        drafters={"learned": LearnedSpec(method="draft_model", model=str(random_model))},
-        max_draft_depth=4,
-        vllm_args={"max_model_len": 128, "kv_cache_memory_bytes": 32 << 20},
-    )
-    yield engine
-    engine.close()
+@pytest.fixture
+def engine(roomy: Engine) -> Engine:
+    return roomy
 
 
 class Overlapped:
     """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
 
     def __init__(self, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> None:
-        from tltlab.runtime.engine.control import Control
         from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler
 
         core = engine.llm.llm_engine.engine_core.engine_core
@@ -52,9 +43,9 @@ class Overlapped:
             block_size=stock.block_size,
             log_stats=False,
         )
-        assert isinstance(self.scheduler.control, Control)
         assert self.scheduler.control.overlapped
-        self.scheduler.control.drafters = engine._pool
+        learned = LearnedSpec(method="draft_model", model="the/target")
+        self.scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
         self.scheduler.control.set_selector(selector, budget)
         self.scheduler.control.begin(3)
         self.flight: deque = deque()
@@ -143,7 +134,7 @@ def test_the_depth_of_the_next_iteration_is_chosen_before_this_ones_tokens_are_k
 
 
 def test_a_budget_trims_each_requests_placeholders(engine: Engine):
-    worker = Overlapped(engine, Policy(selector=FixedSpec(strategy=LEARNED)).build(None), OneEach())  # type: ignore[arg-type]
+    worker = Overlapped(engine, Fixed(LEARNED), OneEach())
     for name in "abc":
         worker.add(name, 40)
     worker.schedule()

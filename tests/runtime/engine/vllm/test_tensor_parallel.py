@@ -11,20 +11,13 @@ from transformers import AutoModelForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.runtime.engine.vllm import llm as adapter
-from tltlab.strategy import Strategy
+
+from ..asking import fixed, kept_and_refused, requests, texts
 
 pytestmark = pytest.mark.engine
-REQUESTS = [
-    GenerationRequest(key=(0, f"p{n}", 0, 0), prompt_token_ids=[1, 4 + n, 5], max_response_tokens=24, ignore_eos=True)
-    for n in range(4)
-]
-
-
-def texts(rollout: Rollout) -> list[list[int]]:
-    return [response.token_ids for response in rollout.responses]
+REQUESTS = requests(4, 24)
 
 
 def greedy(model: Any, request: GenerationRequest) -> list[int]:
@@ -36,7 +29,9 @@ def greedy(model: Any, request: GenerationRequest) -> list[int]:
     return ids[len(request.prompt_token_ids) :]
 
 
-def test_two_ranks_generate_draft_and_take_weights_as_one(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_two_ranks_generate_draft_and_take_weights_as_one(
+    random_model: Path, bad: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+):
     # Several messages per update, as for a large model.
     monkeypatch.setattr(adapter, "CHUNK_BYTES", 64 << 10)
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype="float32")
@@ -56,15 +51,14 @@ def test_two_ranks_generate_draft_and_take_weights_as_one(random_model: Path, mo
     try:
         assert texts(engine.generate(REQUESTS, rl_step=0, temperature=0.0)) == whole
         for number, (name, depth) in enumerate({"suffix": 4, "learned": 2}.items(), 1):
-            engine.set_policy(Policy(selector=FixedSpec(strategy=Strategy.chain(name, depth))))
+            engine.set_policy(fixed(name, depth))
             drafted = engine.generate(REQUESTS, rl_step=number, temperature=0.0)
             assert texts(drafted) == whole
-            assert sum(row["num_accepted"] for row in drafted.iterations) > 20
+            assert kept_and_refused(drafted)[0] > 20
         engine.set_policy(None)
-        weights = model.state_dict()
-        engine.update_weights(((k, -v if k == "lm_head.weight" else v) for k, v in weights.items()), 1)
+        engine.update_weights(bad.items(), 1)
         assert texts(engine.generate(REQUESTS, rl_step=3, temperature=0.0)) != whole
-        engine.update_weights(weights.items(), 2)
+        engine.update_weights(model.state_dict().items(), 2)
         engine.sleep()
         engine.wake_up()
         assert texts(engine.generate(REQUESTS, rl_step=4, temperature=0.0)) == whole

@@ -12,21 +12,18 @@ import pytest
 
 PROGRAM = """
 import sys
-sys.path.insert(0, {tests!r})
-import triton_on_cpu
+sys.path.insert(0, {root!r})
+from tests.runtime.engine.vllm import triton_on_cpu
 import json
+from pathlib import Path
+from tests.runtime.engine.asking import groups_of_four, switching, texts
+from tests.runtime.engine.vllm.test_capture import check, load, rollout_of
 from tltlab.drafters.specs import LearnedSpec
-from tltlab.policies.policy import ExploreSpec, Policy
-from tltlab.runtime.engine.engine import Engine, GenerationRequest
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.runtime.engine.engine import Engine
+from tltlab.strategy import Strategy
 
 model = {model!r}
-arms = (Strategy.chain("learned", 3), NO_SPECULATION, Strategy.chain("learned", 1))
-policy = Policy(selector=ExploreSpec(strategies=arms, hold_iterations=1))
-requests = [
-    GenerationRequest(key=(0, "p", n, 0), prompt_token_ids=[1, 5, 6, 7 + n], max_response_tokens=16, ignore_eos=True)
-    for n in range(3)
-]
+requests = groups_of_four(3, 16)
 engine = Engine(
     model,
     drafters={{"learned": LearnedSpec(method="draft_model", model=model)}},
@@ -37,21 +34,21 @@ engine = Engine(
 try:
     runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     plain = engine.generate(requests, rl_step=0, temperature=0.0)
-    engine.set_policy(policy)
-    rollout = engine.generate(requests, rl_step=0, temperature=0.0)
+    engine.set_policy(switching(Strategy.chain("learned", 3), Strategy.chain("learned", 1), hold_iterations=1))
+    rollout, captured = rollout_of(engine, requests, temperature=0.0)
     takes_drafts = engine._pool.beside
 finally:
     engine.close()
-texts = [[r.token_ids for r in part.responses] for part in (plain, rollout)]
-print(json.dumps({{"runner": [c.__module__ for c in type(runner).__mro__], "same": texts[0] == texts[1],
+check(captured, rollout, requests, load(Path(model)))
+print(json.dumps({{"runner": [c.__module__ for c in type(runner).__mro__], "same": texts(plain) == texts(rollout),
                   "takes_drafts": takes_drafts,
                   "rows": rollout.iterations}}))
 """
 
 
 @pytest.mark.engine
-def test_the_v2_runner_drafts_what_the_policy_chose_and_says_the_same(random_model: Path):
-    program = PROGRAM.format(tests=str(Path(__file__).parent), model=str(random_model))
+def test_the_v2_runner_drafts_what_the_policy_chose_says_the_same_and_is_captured(random_model: Path):
+    program = PROGRAM.format(root=str(Path(__file__).parents[4]), model=str(random_model))
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -1,0 +1,77 @@
+"""What tests ask of an engine, and how they read the answer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+CONTEXT, BLOCK = 96, 32
+"""Tokens that a request and a page may have in the cramped engine."""
+
+
+def fixed(drafter: str, depth: int = 4) -> Policy:
+    return Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, depth)))
+
+
+def switching(*strategies: Strategy, hold_iterations: int = 3) -> Policy:
+    """Explores these and none."""
+    return Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *strategies), hold_iterations=hold_iterations))
+
+
+def request(
+    name: str, number: int, prompt: list[int], tokens: int, *, rl_step: int = 0, **more: Any
+) -> GenerationRequest:
+    """One that runs to its cap."""
+    settings = {"ignore_eos": True} | more
+    return GenerationRequest(
+        key=(rl_step, name, number, 0), prompt_token_ids=prompt, max_response_tokens=tokens, **settings
+    )
+
+
+def requests(num: int, tokens: int, *, rl_step: int = 0) -> list[GenerationRequest]:
+    """As many prompts of three tokens; each request runs to its cap."""
+    return [request(f"p{n}", 0, [1, 4 + n, 5], tokens, rl_step=rl_step) for n in range(num)]
+
+
+def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int = 0) -> list[GenerationRequest]:
+    """As many requests that run to their cap, four samples of each prompt."""
+    prompts = [[1, *([4 + n, 5, 6] * prompt_tokens)[: prompt_tokens - 1]] for n in range(-(-num // 4))]
+    return [request(f"p{n // 4}", n % 4, prompts[n // 4], tokens, rl_step=rl_step) for n in range(num)]
+
+
+def settings() -> dict[str, Any]:
+    """What of this process a user's program could notice that an engine changes."""
+    import torch._dynamo
+    import torch._inductor.config
+
+    return {
+        "environment": {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"},
+        "sys.path": list(sys.path),
+        "dynamo": torch._dynamo.config.get_config_copy(),
+        "inductor": {name: repr(value) for name, value in torch._inductor.config.get_config_copy().items()},
+    }
+
+
+def changed(since: dict[str, Any]) -> list[str]:
+    now = settings()
+    return [name for name in now if now[name] != since[name]]
+
+
+def texts(rollout: Rollout) -> list[list[int]]:
+    return [response.token_ids for response in rollout.responses]
+
+
+def kept_and_refused(rollout: Rollout) -> tuple[int, int]:
+    """Draft tokens."""
+    kept = sum(row["num_accepted"] for row in rollout.iterations)
+    return kept, sum(row["num_drafted"] for row in rollout.iterations) - kept
+
+
+def accept_length(rollout: Rollout) -> float:
+    rows = [row for row in rollout.iterations if row["num_drafted"]]
+    return 1 + sum(row["num_accepted"] for row in rows) / sum(row["batch"] for row in rows)

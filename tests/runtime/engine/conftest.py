@@ -1,0 +1,99 @@
+"""Two engines that many tests share, since starting one is what costs: a roomy one, and one that is short of memory.
+
+vLLM takes down what all engines of a process share when one of them closes, and starts no engine core in another
+process while one is open here. So tests of the same engine run in a row, and it is closed after the last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tltlab.coordination.canary import CanaryConfig
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, HybridSpec, LearnedSpec
+from tltlab.runtime.engine.engine import Engine
+
+from .asking import BLOCK, CONTEXT
+
+SHARED = ("roomy", "cramped")
+_open: dict[str, Engine] = {}
+
+
+def _shared_by(item: pytest.Item | None) -> str | None:
+    return next((name for name in SHARED if name in getattr(item, "fixturenames", ())), None)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: (*SHARED, None).index(_shared_by(item)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None]:
+    yield
+    if (name := _shared_by(item)) in _open and _shared_by(nextitem) != name:
+        _open.pop(name).close()
+
+
+def _shared(name: str, model: Path, **arguments: Any) -> Engine:
+    """The shared engine, without a policy, and with nothing in its history."""
+    if name not in _open:
+        _open[name] = Engine(str(model), **arguments)
+    engine = _open[name]
+    engine.set_policy(None)
+    engine.guard_drafter(CanaryConfig())
+    engine.forget()
+    return engine
+
+
+@pytest.fixture
+def roomy(random_model: Path) -> Engine:
+    """The target is its own draft model: greedily, every one of its drafts is kept."""
+    learned = LearnedSpec(method="draft_model", model=str(random_model), fallback="suffix")
+    return _shared(
+        "roomy",
+        random_model,
+        drafters={**DEFAULT_DRAFTERS, "learned": learned, "hybrid": HybridSpec(first="suffix", otherwise="learned")},
+        max_draft_depth=8,
+        vllm_args={"max_num_seqs": 512, "max_model_len": 256},
+    )
+
+
+@pytest.fixture
+def cramped(random_model: Path) -> Engine:
+    """It shares prefixes, prefills in chunks, and its KV cache holds few requests, so that it preempts."""
+    room = {"block_size": BLOCK, "num_gpu_blocks_override": 14, "max_num_batched_tokens": 40}
+    args = {"max_model_len": CONTEXT, "max_num_seqs": 16, **room}
+    return _shared("cramped", random_model, max_draft_depth=6, vllm_args=args)
+
+
+@pytest.fixture
+def preempted(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The requests that the cramped engine preempts."""
+    names: list[str] = []
+    scheduler = cramped.llm.llm_engine.engine_core.engine_core.scheduler
+    stock = scheduler._preempt_request
+
+    def preempt(request: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(request.request_id)
+        return stock(request, *args, **kwargs)
+
+    monkeypatch.setattr(scheduler, "_preempt_request", preempt)
+    return names
+
+
+@pytest.fixture(scope="module")
+def good(random_model: Path) -> dict[str, torch.Tensor]:
+    """The random model's weights."""
+    from transformers import AutoModelForCausalLM
+
+    return dict(AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32).state_dict())
+
+
+@pytest.fixture(scope="module")
+def bad(good: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same with a wrong LM head."""
+    return {name: -value if name == "lm_head.weight" else value for name, value in good.items()}
