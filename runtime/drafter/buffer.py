@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,12 @@ class DataBuffer:
 
     While a rollout runs only its short responses are there; the long ones come from earlier RL steps. Over `max_bytes`
     the oldest RL step gives way first, within a step the shortest sequences: long ones are in short supply. One thread
-    may add while another samples.
-
-    Counts since it was made: `evicted` sequences for want of bytes, `cut` ones that were larger than the whole buffer
-    and of which the end was kept, `refused` ones of which nothing can be learned (no token of the response follows two
-    states), or of which nothing would fit, or of an RL step that is over.
+    may add while another samples. Of a sequence larger than the whole buffer the end is kept; one of which nothing
+    can be learned (no token of the response follows two states) or would fit, or of an RL step that is over, is not.
     """
 
     def __init__(self, config: BufferConfig) -> None:
         self.config = config
-        self.evicted = 0
-        self.cut = 0
-        self.refused = 0
         self._held: dict[int, TrainingSequence] = {}
         self._first_out: list[tuple[int, int, int]] = []
         self._used: set[int] = set()
@@ -65,12 +59,6 @@ class DataBuffer:
     def nbytes(self) -> int:
         """Bytes held, at most `max_bytes`."""
         return self._nbytes
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens with a hidden state."""
-        with self._lock:
-            return sum(sequence.num_rows for sequence in self._held.values())
 
     def sequences(self) -> list[TrainingSequence]:
         """What is held, in the order in which it came: added to an empty buffer, that holds the same."""
@@ -89,21 +77,17 @@ class DataBuffer:
         """Keep a sequence; it is copied to the host where it is elsewhere or a view of something larger."""
         with self._lock:
             most = _rows_within(sequence, self.config.max_bytes)
-            too_large = most < sequence.num_rows
-            if too_large:
-                sequence = stretch(sequence, sequence.num_rows - max(most, 0), max(most, 0))
-            if not teaches(sequence) or self._too_old(sequence.rl_step):
-                self.refused += 1
+            if most < sequence.num_rows:
+                sequence = sequence.stretch(sequence.num_rows - max(most, 0), max(most, 0))
+            if not sequence.teaches or self._too_old(sequence.rl_step):
                 return
-            self.cut += too_large
             number = self._num_added
             self._num_added += 1
-            self._held[number] = sequence = _compact(sequence)
+            self._held[number] = sequence = sequence.on_host()
             self._nbytes += sequence.nbytes
             heapq.heappush(self._first_out, (sequence.rl_step, sequence.num_rows, number))
             while self._nbytes > self.config.max_bytes:
                 self._drop_first()
-                self.evicted += 1
 
     def sample(self, tokens: int, rng: np.random.Generator) -> list[TrainingSequence]:
         """Sequences of at most `tokens` rows in all, none twice; fewer rows only where no more are held.
@@ -138,7 +122,7 @@ class DataBuffer:
                 if sequence.num_rows > room:
                     if room < shortest:
                         continue
-                    sequence = stretch(sequence, _random_start(sequence, room, rng), room)
+                    sequence = sequence.stretch(_random_start(sequence, room, rng), room)
                 self._used.add(n)
                 drawn[n] = sequence
                 room -= sequence.num_rows
@@ -156,35 +140,6 @@ class DataBuffer:
         self._used.discard(number)
 
 
-def teaches(sequence: TrainingSequence) -> bool:
-    """Whether a drafter learns anything from it: two states, and a token of the response after them."""
-    return sequence.num_rows >= max(2, sequence.prompt_tokens)
-
-
-def stretch(sequence: TrainingSequence, start: int, rows: int) -> TrainingSequence:
-    """`rows` rows of a sequence from row `start` on: a view."""
-    stop = start + rows
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[start : stop + 1],
-        hidden=sequence.hidden[start:stop],
-        aux=None if sequence.aux is None else sequence.aux[start:stop],
-        first_position=sequence.first_position + start,
-        prompt_tokens=max(0, sequence.prompt_tokens - start),
-    )
-
-
-def prompt_of(sequence: TrainingSequence) -> TrainingSequence:
-    """A sequence's prompt, its states on their own: the response's are the buffer's to bound."""
-    rows = min(sequence.prompt_tokens, sequence.num_rows)
-    return replace(
-        sequence,
-        token_ids=sequence.token_ids[: rows + 1].clone(),
-        hidden=sequence.hidden[:rows].clone(),
-        aux=None if sequence.aux is None else sequence.aux[:rows].clone(),
-    )
-
-
 def _random_start(sequence: TrainingSequence, rows: int, rng: np.random.Generator) -> int:
     """Where a stretch of `rows` begins: anywhere, but at most half is prompt where the response is long enough."""
     last = sequence.num_rows - rows
@@ -196,22 +151,6 @@ def _rows_within(sequence: TrainingSequence, max_bytes: int) -> int:
     token = sequence.token_ids.element_size()
     row = token + sum(t[:1].numel() * t.element_size() for t in (sequence.hidden, sequence.aux) if t is not None)
     return (max_bytes - token) // row
-
-
-def _compact(sequence: TrainingSequence) -> TrainingSequence:
-    aux = sequence.aux
-    return replace(
-        sequence,
-        token_ids=_own(sequence.token_ids),
-        hidden=_own(sequence.hidden),
-        aux=None if aux is None else _own(aux),
-    )
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor on the host with no more memory behind it than it shows."""
-    host = tensor.detach().cpu()
-    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

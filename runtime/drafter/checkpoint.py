@@ -1,4 +1,4 @@
-"""Checkpoints of a drafter: of what a trainer trains, written while it goes on training, and as a part of the run's.
+"""Checkpoints of what a drafter's trainer trains, written while it goes on training.
 
 TLT (arXiv 2511.16665, Fig. 17) saves with PyTorch's distributed checkpoint (DCP): only what is trained, staged and
 written beside training, so that a step is held up for the copy alone. `tltlab.bench.drafter.checkpoint` measures ours.
@@ -12,26 +12,18 @@ import time
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from tltlab.coordination.canary import Verdict
-from tltlab.errors import ConfigError
-
 PARTIAL = ".partial"
-WEIGHTS = "drafter.safetensors"
-TRAINING = "drafter_training.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
-Tensors = Mapping[str, Tensor]
 # A trainer saves on its own, whatever groups it trains in, and DCP would say so in the thread that writes.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
 
@@ -55,21 +47,20 @@ class DrafterCheckpoint:
         self._writing: tuple[Path, Future[Any]] | None = None
         self._stager: DefaultStager | None = None
 
-    def save(self, state: Mapping[str, Tensor], *, wait: bool = False) -> float:
+    def save(self, state: Mapping[str, Tensor]) -> float:
         """Save tensors by name; returns the seconds for which the caller could not change them.
 
-        A save still under way is waited for. With `wait` this one is too.
+        A save still under way is waited for.
         """
         began = time.perf_counter()
         self.finish()
-        final = self.folder / f"checkpoint-{self._newest() + 1:08d}"
+        newest = self.latest()
+        final = self.folder / f"checkpoint-{0 if newest is None else _number(newest) + 1:08d}"
         try:
             self._writing = (final, self._start(dict(state), final))
         # Whatever fails, from the disk to DCP's own checks, must not end training.
         except Exception as error:
             self._failed(final, error)
-        if wait:
-            self.finish()
         return time.perf_counter() - began
 
     def finish(self) -> None:
@@ -86,7 +77,7 @@ class DrafterCheckpoint:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return next(iter(self._complete()), None)
+        return next(iter(_numbered(self.folder)), None)
 
     def load(self, state: Mapping[str, Tensor]) -> Path | None:
         """Read the newest checkpoint that can be read into `state`'s tensors, in place; None where there is none.
@@ -94,7 +85,7 @@ class DrafterCheckpoint:
         One that cannot be read goes to `failures`, and `state` stays as it was.
         """
         self.finish()
-        for path in self._complete():
+        for path in _numbered(self.folder):
             read = {name: torch.empty_like(value, device="cpu") for name, value in state.items()}
             try:
                 load(read, checkpoint_id=path, no_dist=True)
@@ -136,14 +127,6 @@ class DrafterCheckpoint:
         assert isinstance(future, Future)
         return future
 
-    def _complete(self) -> list[Path]:
-        """Complete checkpoints, newest first."""
-        return _numbered(self.folder)
-
-    def _newest(self) -> int:
-        newest = self.latest()
-        return -1 if newest is None else _number(newest)
-
     def _failed(self, final: Path, error: BaseException) -> None:
         shutil.rmtree(final.with_name(final.name + PARTIAL), ignore_errors=True)
         self.failures.append(f"{final}: not saved, the one before it stays: {_sentence(error)}")
@@ -169,6 +152,7 @@ class _Writer(FileSystemWriter):
 
 
 def _numbered(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_number, reverse=True)
 
@@ -189,32 +173,3 @@ def _sentence(error: BaseException) -> str:
         root = root.__cause__ or root.__context__
     error = root or error
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def write_drafter(folder: Path, weights: Tensors, training: Tensors) -> None:
-    """Write the weights that vLLM loads, and the trained state with its optimizer's (`DrafterTraining.state_dict`)."""
-    for name, tensors in ((WEIGHTS, weights), (TRAINING, training)):
-        save_file({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}, folder / name)
-
-
-def read_drafter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What `write_drafter` wrote. Raises ConfigError where it is not there or damaged."""
-    try:
-        return load_file(folder / WEIGHTS), load_file(folder / TRAINING)
-    except Exception as error:  # safetensors has an error of its own beside OSError
-        said = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {said}") from error
-
-
-def verdicts_state(verdicts: Mapping[int, tuple[Verdict, ...]]) -> dict[str, Any]:
-    """The canaries' verdicts by worker as JSON types."""
-    return {str(worker): [asdict(verdict) for verdict in found] for worker, found in verdicts.items()}
-
-
-def verdicts_of(state: Mapping[str, Any]) -> dict[int, tuple[Verdict, ...]]:
-    """What `verdicts_state` gave, after JSON."""
-    return {int(worker): tuple(_verdict(row) for row in rows) for worker, rows in state.items()}
-
-
-def _verdict(row: dict[str, Any]) -> Verdict:
-    return Verdict(**(row | {name: tuple(row[name]) for name in ("predicted", "measured")}))

@@ -1,10 +1,10 @@
-"""What a training run asks of its drafter, answered by a run that trains none."""
+"""What a training run asks of its drafter: `Drafting`, and `NullDrafting` for a run that trains none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
@@ -12,32 +12,24 @@ from tltlab.errors import ConfigError
 Rows = dict[str, list[dict[str, Any]]]
 
 
-class NoDrafter:
-    """A run without a drafter of its own to train."""
+class Drafting(Protocol):
+    """The drafter of a run, asked from one thread in the order of an RL step, `start` to `close`."""
 
     @property
     def specs(self) -> dict[str, DrafterSpec]:
         """The drafters that engines need for it, by name."""
-        return {}
 
     def prepare(self) -> None:
         """Make what engines find when they start."""
 
     def feed(self, worker: int) -> str | None:
         """Where worker `worker`'s engine hands over what its responses can teach; None for nowhere."""
-        return None
 
-    def start(
-        self,
-        workers: Sequence[Any],
-        trainer: Any,
-        get: Callable[[Any], Any],
-        ask: Callable[..., list[Any]],
-    ) -> None:
+    def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None:
         """Start what trains it, once engines and the policy's trainer run; they get the drafter in service, if any.
 
-        An item of `workers` is replaced when its worker has to be started again; `rejoin` follows. `trainer.frozen()`
-        is a reference to a `FrozenTarget`. `ask(method, ...)` calls every worker, and one that dies in it once more.
+        An item of `workers` is replaced when its worker has to be started again; `rejoin` follows. `frozen()` is a
+        reference to a `FrozenTarget`. `ask(method, ...)` calls every worker, and one that dies in it once more.
         """
 
     def rejoin(self, worker: int) -> None:
@@ -70,11 +62,9 @@ class NoDrafter:
 
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
-        return {}
 
     def summary(self) -> dict[str, Any] | None:
         """What became of it, for the run's summary."""
-        return None
 
     def save(self) -> None:
         """Write the newest good drafter beside the run's checkpoints."""
@@ -84,12 +74,53 @@ class NoDrafter:
 
         Before `start` there are none.
         """
-        return {}
 
     def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
         """Go on from what `state_dict` gave, before `start`. ConfigError where it is of a run of another kind."""
-        if state:
-            raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
 
     def close(self) -> None:
         """End the trainers; safe to call at any time."""
+
+
+class NullDrafting:
+    """A run without a drafter of its own to train."""
+
+    specs: dict[str, DrafterSpec] = {}  # noqa: RUF012
+
+    def prepare(self) -> None: ...
+
+    def feed(self, worker: int) -> str | None:
+        return None
+
+    def start(self, workers: Sequence[Any], frozen: Callable[[], Any], ask: Callable[..., list[Any]]) -> None: ...
+
+    def rejoin(self, worker: int) -> None: ...
+
+    def rollout_starts(self, rl_step: int) -> None: ...
+
+    def rollout_ends(self, rl_step: int) -> None: ...
+
+    def annotate(self) -> None: ...
+
+    def publish(self, rl_step: int) -> None: ...
+
+    def target_moved(self) -> None: ...
+
+    def went_back(self, rl_step: int, state: Mapping[str, Any], folder: Path | None) -> None: ...
+
+    def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
+        return {}
+
+    def summary(self) -> dict[str, Any] | None:
+        return None
+
+    def save(self) -> None: ...
+
+    def state_dict(self, folder: Path) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any], folder: Path) -> None:
+        if state:
+            raise ConfigError(f"{folder} is of a run that trains a drafter, and this recipe has no [drafter]")
+
+    def close(self) -> None: ...

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -46,14 +46,20 @@ _encode = msgspec.msgpack.Encoder().encode
 _DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.bfloat16, torch.float16)}
 
 
-class NoFeed:
-    """The end of an engine beside which nothing trains."""
+class Feed(Protocol):
+    """An engine's end of the way to a trainer."""
 
     def status(self, rl_step: int, *, busy: bool) -> None:
         """The engine has requests of `rl_step` from now on, or none any more."""
 
 
-class FeedSender(NoFeed):
+class NullFeed:
+    """The end of an engine beside which nothing trains."""
+
+    def status(self, rl_step: int, *, busy: bool) -> None: ...
+
+
+class FeedSender:
     """The engine's end; safe to use from several threads."""
 
     def __init__(self, endpoint: str) -> None:

@@ -28,7 +28,7 @@ MAX_LOGITS = 1 << 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterLoss:
-    """Scalars of one batch: `loss` to go backward from, and its parts, without gradient, over all steps alike.
+    """Scalars of one batch: `loss` to go backward from, and what would be accepted.
 
     `accept[i]`: mean target probability of the greedy token of step i, over the rows from which the drafter's tokens
     of steps before were the text's: the share of them that rejection sampling keeps. `reached[i]` are
@@ -37,8 +37,6 @@ class DrafterLoss:
     """
 
     loss: Tensor
-    hidden_loss: Tensor
-    token_loss: Tensor
     accept: list[float]
     reached: list[int]
     rows: int
@@ -60,7 +58,7 @@ def drafter_loss(
     counts in `accept`.
     """
     chains = Chains(head, frozen, batch)
-    losses, hidden_losses, token_losses, weights = [], [], [], []
+    losses, weights = [], []
     accept, reached = [], []
     rows = 0
     kept = torch.ones(batch.num_rows, dtype=torch.bool, device=batch.mask.device)
@@ -71,15 +69,13 @@ def drafter_loss(
         rows = len(chosen) if step == 0 else rows
         drafted, target = states[chosen], batch.next_hidden[at[chosen]]
         token_loss, probability, greedy = _token_loss(head, frozen, drafted, target, temperature)
-        hidden_loss = functional.smooth_l1_loss(drafted.float(), target.float()) if len(chosen) else drafted.sum()
         if config.kind == "eagle3":
             losses.append(token_loss)
             weights.append(config.decay**step)
         else:
+            hidden_loss = functional.smooth_l1_loss(drafted.float(), target.float()) if len(chosen) else drafted.sum()
             losses.append(config.hidden_weight * hidden_loss + config.token_weight * token_loss)
             weights.append(1.0)
-        hidden_losses.append(hidden_loss.detach())
-        token_losses.append(token_loss.detach())
         alive = kept[chosen]
         reached.append(int(alive.sum()))
         accept.append(float(probability[alive].mean()) if reached[-1] else 0.0)
@@ -89,8 +85,6 @@ def drafter_loss(
     total = torch.stack([w * loss for w, loss in zip(weights, losses, strict=True)]).sum() / sum(weights)
     return DrafterLoss(
         loss=total,
-        hidden_loss=torch.stack(hidden_losses).mean(),
-        token_loss=torch.stack(token_losses).mean(),
         accept=accept,
         reached=reached,
         rows=rows,

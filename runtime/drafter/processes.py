@@ -138,9 +138,13 @@ class TrainerProcesses:
                 continue
         return answers
 
+    def answers(self, method: str, *args: Any, workers: Sequence[int] | None = None) -> dict[int, Any]:
+        """`collect` of what is asked."""
+        return self.collect(self.ask(method, *args, workers=workers))
+
     def save_data(self, folder: Path) -> None:
         """Have each write what it learns from into a checkpoint's folder; who dies or cannot leaves nothing there."""
-        work_s = sum(self.collect(self.ask("data_bytes")).values()) / SLOW_DISK
+        work_s = sum(self.answers("data_bytes").values()) / SLOW_DISK
         self.collect(self.ask("save_data", folder.resolve()), work_s=work_s)
         # By now whoever has not come to its end is dead.
         for left in folder.glob(f"*{PARTIAL}"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -42,7 +42,34 @@ class TrainingSequence:
         return len(self.hidden)
 
     @property
+    def teaches(self) -> bool:
+        """Whether a drafter learns anything from it: two states, and a token of the response after them."""
+        return self.num_rows >= max(2, self.prompt_tokens)
+
+    @property
     def nbytes(self) -> int:
         """What it takes on the host."""
         tensors = [self.token_ids, self.hidden] + ([] if self.aux is None else [self.aux])
         return sum(t.numel() * t.element_size() for t in tensors)
+
+    def stretch(self, start: int, rows: int) -> TrainingSequence:
+        """`rows` rows from row `start` on: a view."""
+        stop = start + rows
+        return replace(
+            self,
+            token_ids=self.token_ids[start : stop + 1],
+            hidden=self.hidden[start:stop],
+            aux=None if self.aux is None else self.aux[start:stop],
+            first_position=self.first_position + start,
+            prompt_tokens=max(0, self.prompt_tokens - start),
+        )
+
+    def on_host(self) -> TrainingSequence:
+        """The same on the host, with no more memory behind it than it shows."""
+        aux = None if self.aux is None else _own(self.aux)
+        return replace(self, token_ids=_own(self.token_ids), hidden=_own(self.hidden), aux=aux)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    host = tensor.detach().cpu()
+    return host if host.untyped_storage().nbytes() == host.numel() * host.element_size() else host.clone()

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.head import DrafterHead, host_copies
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .buffer import teaches
 from .loss import drafter_loss
 from .sequences import TrainingSequence
 
@@ -44,15 +43,13 @@ class Group(Protocol):
 class UpdateReport:
     """One update, the same for all members but for `seconds`.
 
-    Losses and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
+    `loss` and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
     counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
     or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
     before clipping. `leave`: some member wants to leave, so all do now.
     """
 
     loss: float
-    hidden_loss: float
-    token_loss: float
     accept: list[float]
     grad_norm: float
     tokens: int
@@ -142,11 +139,8 @@ class DrafterTraining:
             # Finite gradients may have none: clipped by it they would be zeros.
             bad = not (math.isfinite(norm) and self._apply(norm))
         applied = bool(tokens) and not bad
-        hidden_loss, token_loss, loss = (message.losses / tokens).tolist() if applied else [0.0] * 3
         report = UpdateReport(
-            loss=loss,
-            hidden_loss=hidden_loss,
-            token_loss=token_loss,
+            loss=float(message.loss / tokens) if applied else 0.0,
             accept=(message.accept / message.reached.clamp(min=1)).tolist() if applied else [],
             grad_norm=norm if applied else 0.0,
             tokens=tokens if applied else 0,
@@ -165,7 +159,7 @@ class DrafterTraining:
 
         Sequences that training has not seen make it an honest prediction.
         """
-        used = [sequence for sequence in sequences if teaches(sequence)]
+        used = [sequence for sequence in sequences if sequence.teaches]
         if not used:
             return []
         with torch.no_grad(), self._autocast():
@@ -198,11 +192,11 @@ class DrafterTraining:
 
     def serving_weights(self) -> dict[str, Tensor]:
         """The head's weights under the names that vLLM loads, copied to the host."""
-        return {name: _host(value) for name, value in self.head.serving_weights().items()}
+        return self.head.serving_weights()
 
     def state_dict(self) -> dict[str, Tensor]:
         """What training goes on from, copied to the host: `live_state`."""
-        return {name: _host(value) for name, value in self.live_state().items()}
+        return host_copies(self.live_state())
 
     def live_state(self) -> dict[str, Tensor]:
         """What is trained, its moments and the counters, and nothing that is the target's; they move with updates.
@@ -225,7 +219,7 @@ class DrafterTraining:
     def _own_part(self, sequences: Sequence[TrainingSequence]) -> None:
         """This member's sums go into the message: gradient, losses and acceptance times tokens, or the failure flag."""
         message = self._message
-        used = [sequence for sequence in sequences if teaches(sequence)]
+        used = [sequence for sequence in sequences if sequence.teaches]
         if not used:
             return
         with self._autocast():
@@ -238,7 +232,7 @@ class DrafterTraining:
             message.clear()
             message.bad.fill_(1.0)
             return
-        message.losses.copy_(torch.stack([found.hidden_loss, found.token_loss, found.loss.detach()]) * found.rows)
+        message.loss.fill_(found.loss.detach() * found.rows)
         message.reached.copy_(torch.tensor(found.reached))
         message.accept.copy_(torch.tensor(found.accept) * message.reached.cpu())
         message.tokens.fill_(found.rows)
@@ -312,10 +306,10 @@ class _Message:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], num_unrolled: int, device: torch.device) -> None:
         size = sum(value.numel() for value in params)
-        self.flat = torch.zeros(size + 3 + 2 * num_unrolled + 5, device=device)
+        self.flat = torch.zeros(size + 2 * num_unrolled + 6, device=device)
         self.gradient, rest = self.flat[:size], self.flat[size:]
-        self.losses, self.accept, self.reached, single = torch.split(rest, [3, num_unrolled, num_unrolled, 5])
-        self.tokens, self.sequences, self.bad, self.leave, self.members = single.unbind()
+        self.accept, self.reached, single = torch.split(rest, [num_unrolled, num_unrolled, 6])
+        self.loss, self.tokens, self.sequences, self.bad, self.leave, self.members = single.unbind()
         begin = 0
         for value in params:
             value.grad = self.gradient[begin : begin + value.numel()].view_as(value)
@@ -323,7 +317,3 @@ class _Message:
 
     def clear(self) -> None:
         self.flat.zero_()
-
-
-def _host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -25,15 +25,16 @@ from torch import Tensor
 from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
 from tltlab.runtime.coordinator.client import CoordinatorClient
-from tltlab.runtime.drafter.heads.kinds import DrafterHead, load_head
-from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.recipe.drafter import DrafterConfig
 
-from .buffer import DataBuffer, TrainerData, data_path, prompt_of, read_data, write_data
+from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
 from .group import DrafterGroup, GroupLost
+from .heads.head import DrafterHead
+from .heads.kinds import load_head
+from .heads.target import FrozenTarget
+from .offline.chains import kept_along
 from .sequences import TrainingSequence
 from .training import DrafterTraining, UpdateReport
 
@@ -337,7 +338,9 @@ class SpotTrainer:
         prompt = sequence.key[:2]
         if sequence.first_position == 0:
             if prompt not in self._prompts:
-                self._prompts[prompt] = prompt_of(sequence)
+                # Its states on their own: the response's are the buffer's to bound.
+                rows = min(sequence.prompt_tokens, sequence.num_rows)
+                self._prompts[prompt] = sequence.stretch(0, rows).on_host()
                 self._prompt_bytes += self._prompts[prompt].nbytes
                 while len(self._prompts) > 1 and self._prompt_bytes > self._most_beside:
                     self._prompt_bytes -= self._prompts.popitem(last=False)[1].nbytes
@@ -486,9 +489,9 @@ class Withdrawn(Exception):
     """The order to train in a group was taken back before the group met."""
 
 
-def _furthest_first(shown: str) -> tuple[int, int]:
-    """Sorts what members show, UPDATES-WORKER: most updates first, then by worker."""
-    updates, worker = map(int, shown.split("-"))
+def _furthest_first(name: str) -> tuple[int, int]:
+    """Sorts the files UPDATES-WORKER of members: most updates first, then by worker."""
+    updates, worker = map(int, name.split("-"))
     return -updates, worker
 
 

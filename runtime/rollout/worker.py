@@ -16,7 +16,7 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
-from tltlab.runtime.drafter.feed import FeedSender, NoFeed
+from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
@@ -31,7 +31,7 @@ class RolloutWorker:
         self.recipe = recipe
         self.number = number
         self.drafters = drafters
-        self.feed = FeedSender(feed) if feed is not None else NoFeed()
+        self.feed: Feed = FeedSender(feed) if feed is not None else NullFeed()
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
 

@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import ray
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
-from tltlab.runtime.drafter.drafting import NoDrafter
-from tltlab.runtime.ray.actors import actor_env, get
+from tltlab.runtime.drafter.drafting import Drafting
+from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -29,7 +29,7 @@ class RunActors:
     """
 
     def __init__(
-        self, recipe: Recipe, drafters: Mapping[str, DrafterSpec], drafting: NoDrafter, events: RunEvents
+        self, recipe: Recipe, drafters: Mapping[str, DrafterSpec], drafting: Drafting, events: RunEvents
     ) -> None:
         self.recipe = recipe
         self._drafters, self._drafting, self._events = drafters, drafting, events
@@ -76,7 +76,7 @@ class RunActors:
     def _start_drafting(self) -> None:
         # Engines that sleep neither answer nor take draft weights.
         self.engines_turn()
-        self._drafting.start(self.pool.handles, self.trainers, get, self.pool.ask)
+        self._drafting.start(self.pool.handles, self.trainers.frozen, self.pool.ask)
 
     def _with_trainers(self, then: Callable[[], None] = lambda: None) -> None:
         """Start the trainers where none are and do `then`; both again where one dies, `faults.max_restarts` times."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from tltlab.errors import RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.drafter.drafting import NoDrafter
+from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
@@ -32,7 +32,7 @@ class Recovery:
         policy: Policy,
         checkpoints: RunCheckpoints,
         data: RunData,
-        drafting: NoDrafter,
+        drafting: Drafting,
         events: RunEvents,
         *,
         replay: Trace | None = None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,7 @@ class Verification:
     def json(self) -> dict[str, Any]:
         """The keys of `tltlab verify --json`."""
         return {
-            "median_error": self.median_error,
-            "worst_error": self.worst_error,
-            "median_error_at_step_time": self.median_error_at_step_time,
-            "forecast_median_error": self.forecast_median_error,
-            "forecast_coverage": self.forecast_coverage,
-            "repeat_spread": self.repeat_spread,
-            "repeat_bias": self.repeat_bias,
+            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"},
             "goal": self.goal,
             "met": self.median_error <= self.goal,
             **({"spot_median_error": self.spot_median_error} if "updates" in self.rows else {}),

@@ -1,6 +1,6 @@
 """Whole RL steps: stages in turn or on GPUs of their own, who waits for whom, and what that costs in GPU-seconds."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,29 +34,22 @@ STAGES_OF_TWO = StageCosts(
 OVERLAP = Separate(max_staleness=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakeRollout:
+def fake_rollout(worker_end_s: list[float], rl_step: int) -> SimpleNamespace:
     """A rollout of one response per worker, each of as many tokens as its worker takes seconds (at least 1)."""
-
-    worker_end_s: list[float]
-    rl_step: int = 0
-    spot: None = None
-    finish_s: np.ndarray = field(init=False)
-    makespan_s: float = field(init=False)
-    requests: SimpleNamespace = field(init=False)
-
-    def __post_init__(self):
-        tokens = [max(1, int(end)) for end in self.worker_end_s]
-        ids = [f"p{i}" for i in range(len(tokens))]
-        rows = pd.DataFrame({"prompt_id": ids, "prompt_tokens": 0, "response_tokens": tokens})
-        requests = SimpleNamespace(rl_step=self.rl_step, policy_version=self.rl_step, response_tokens=tokens, rows=rows)
-        object.__setattr__(self, "finish_s", np.array(self.worker_end_s))
-        object.__setattr__(self, "makespan_s", max(self.worker_end_s, default=0.0))
-        object.__setattr__(self, "requests", requests)
+    tokens = [max(1, int(end)) for end in worker_end_s]
+    ids = [f"p{i}" for i in range(len(tokens))]
+    rows = pd.DataFrame({"prompt_id": ids, "prompt_tokens": 0, "response_tokens": tokens})
+    return SimpleNamespace(
+        worker_end_s=worker_end_s,
+        finish_s=np.array(worker_end_s),
+        makespan_s=max(worker_end_s, default=0.0),
+        spot=None,
+        requests=SimpleNamespace(rl_step=rl_step, policy_version=rl_step, response_tokens=tokens, rows=rows),
+    )
 
 
 def rollouts(*ends: list[float]) -> SimpleNamespace:
-    return SimpleNamespace(rollouts=[FakeRollout(worker_end_s=e, rl_step=k) for k, e in enumerate(ends)], trace=None)
+    return SimpleNamespace(rollouts=[fake_rollout(e, k) for k, e in enumerate(ends)], trace=None)
 
 
 def gpu_s(result: RunResult, stage: str) -> tuple[float, float]:

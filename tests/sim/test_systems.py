@@ -239,29 +239,27 @@ def test_the_table_says_what_takes_whose_place_and_what_is_left_out(capsys: pyte
 @pytest.mark.parametrize(
     "argv",
     [
-        ["--systems", "verl,nobody"],
-        ["--systems", "all", "--policies", "none"],
-        ["--systems", "all", "--placement", "round_robin"],
-        ["--systems", "all", "--gpus-per-worker", "2"],
-        ["--stages", "cpu-small"],
-        ["--policies", "none,table,none"],
-        ["--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
-        ["--systems", "all", "--model-free-acceptance", "nothing.json"],
+        ["compare", "--systems", "verl,nobody"],
+        ["compare", "--systems", "all", "--policies", "none"],
+        ["compare", "--systems", "all", "--placement", "round_robin"],
+        ["compare", "--systems", "all", "--gpus-per-worker", "2"],
+        ["compare", "--stages", "cpu-small"],
+        ["compare", "--policies", "none,table,none"],
+        ["compare", "--systems", "all", "--stages", "h100x64-qwen2.5-32b"],
+        ["compare", "--systems", "all", "--model-free-acceptance", "nothing.json"],
+        ["simulate", "--system", "nobody"],
+        ["simulate", "--system", "tlt", "--policy", "table"],
+        ["simulate", "--system", "tlt", "--strategy", "4,1,5"],
+        ["simulate", "--system", "tlt", "--stages", "cpu-small", "--topology", "separate"],
+        ["simulate", "--system", "das", "--acceptance", "tlt-qwen2.5-32b"],
     ],
 )
 def test_what_does_not_fit_together_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]):
-    code, shown, said = run(capsys, "compare", str(TINY), *argv)
+    command, *options = argv
+    code, shown, said = run(capsys, command, str(TINY), *options)
     assert code == 2
     assert not shown
     assert len(said.splitlines()) == 1
-
-
-def test_a_comparison_of_policies_can_be_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "policies.json"
-    run(capsys, "compare", str(TINY), "--policies", "none,table", "--out", str(out))
-    written = json.loads(out.read_text())
-    assert written["baseline"] == "none"
-    assert {row["policy"] for row in written["policies"]} == {"none", "table"}
 
 
 def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -276,23 +274,6 @@ def test_one_system_is_simulated_as_a_policy_is(tmp_path: Path, capsys: pytest.C
     assert tltlab.read(tmp_path / "sim").manifest.num_workers == 1
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["--system", "nobody"],
-        ["--system", "tlt", "--policy", "table"],
-        ["--system", "tlt", "--strategy", "4,1,5"],
-        ["--system", "tlt", "--stages", "cpu-small", "--topology", "separate"],
-        ["--system", "das", "--acceptance", "tlt-qwen2.5-32b"],
-    ],
-)
-def test_a_system_brings_its_own_policy(argv: list[str], capsys: pytest.CaptureFixture[str]):
-    code, shown, said = run(capsys, "simulate", str(TINY), *argv)
-    assert code == 2
-    assert not shown
-    assert len(said.splitlines()) == 1
-
-
 @pytest.mark.parametrize("option", [["--systems", "verl,tlt-base"], ["--policies", "none, table"]])
 def test_a_comparison_says_what_made_it_and_its_report_too(option, tmp_path, capsys):
     out = tmp_path / "compared.json"
@@ -301,6 +282,7 @@ def test_a_comparison_says_what_made_it_and_its_report_too(option, tmp_path, cap
     written = json.loads(out.read_text())
     assert written["command"] == shlex.join(["tltlab", *argv])
     assert {"tltlab", "numpy", "simpy"} <= set(written["versions"])
+    assert written["baseline"] == option[1].split(",")[0]
     assert (written["trace"], written["costs"]) == (tltlab.read(TINY).manifest.name, "cpu-small")
     page = tmp_path / "page.html"
     assert run(capsys, "report", str(out), "--out", str(page))[0] == 0

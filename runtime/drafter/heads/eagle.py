@@ -19,17 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig
 
-from .head import WEIGHTS_FILE, DrafterHead, Layer, layer_config, read_layer_config
-from .target import read_config
+from .head import WEIGHTS_FILE, DrafterHead, Layer, read_layer_config
 
 
 class EagleHead(DrafterHead):
-    """The head; its parameters carry the checkpoint's names.
-
-    >>> head = random_head("my-target", seed=0)                                                     # doctest: +SKIP
-    >>> head(embeddings[:, 1:], hidden[:, :-1]).shape                                               # doctest: +SKIP
-    torch.Size([1, 99, 128])
-    """
+    """The head; its parameters carry the checkpoint's names."""
 
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle"
 
@@ -57,17 +51,6 @@ class EagleHead(DrafterHead):
         head = cls(config)
         head.take_weights(Path(folder), "an EAGLE head of one layer that shares the target's embedding and LM head")
         return head.to(dtype)
-
-
-def random_head(target_folder: str | Path, seed: int, std: float = 0.02) -> EagleHead:
-    """A head with normal random weights of standard deviation `std` that fits the target in a folder."""
-    head = EagleHead(layer_config(read_config(target_folder)))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, value in sorted(head.named_parameters()):
-            if not name.endswith("layernorm.weight"):
-                value.normal_(0.0, std, generator=generator)
-    return head
 
 
 def is_eagle_head(folder: str | Path) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -142,10 +142,7 @@ class DrafterHead(nn.Module, ABC):
 
     def serving_weights(self) -> dict[str, Tensor]:
         """Copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
-        return {
-            name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, value in self.state_dict().items()
-        }
+        return host_copies(self.state_dict())
 
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
@@ -173,6 +170,13 @@ class DrafterHead(nn.Module, ABC):
         if wrong:
             raise ConfigError(f"{folder}: not {layout}: {wrong[0]} is missing, unknown or of another shape")
         self.load_state_dict(weights)
+
+
+def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        for name, value in tensors.items()
+    }
 
 
 def read_layer_config(folder: Path, part: str | None = None) -> tuple[LlamaConfig, dict[str, Any]]:

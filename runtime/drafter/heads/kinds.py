@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
@@ -23,33 +22,23 @@ from .eagle3 import Eagle3Head, default_aux_layers
 from .head import DrafterHead, layer_config
 from .target import FINAL_NORM, FrozenTarget, read_config, read_weights
 
-__all__ = ["DrafterHead", "check_fit", "fit_inputs", "load_head", "new_head"]
-
 GAIN = 0.5
 """Random weights have this standard deviation times 1 / sqrt(inputs)."""
 
 
-def new_head(
-    target_folder: str | Path,
-    method: Literal["eagle", "eagle3"],
-    seed: int,
-    draft_vocabulary: Tensor | None = None,
-) -> DrafterHead:
+def new_head(target_folder: str | Path, method: Literal["eagle", "eagle3"], seed: int) -> DrafterHead:
     """A head to train for the target in a folder; the same seed makes the same head.
 
-    `draft_vocabulary` (D): an EAGLE-3 head may draft these token ids only, rising, and then has an LM head of its own,
-    which starts as the target's rows. ConfigError for a folder without a model, or a model without what a head needs.
+    ConfigError for a folder without a model, or a model without what a head needs.
     """
     target = read_config(target_folder)
     config = layer_config(target)
     head: DrafterHead
     if method == "eagle":
-        if draft_vocabulary is not None:
-            raise ConfigError("only an EAGLE-3 head drafts from a part of the vocabulary")
         head = EagleHead(config)
     else:
         layers = default_aux_layers(target.num_hidden_layers)
-        head = Eagle3Head(config, layers, draft_vocabulary, str(target_folder))
+        head = Eagle3Head(config, layers, verifier=str(target_folder))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, value in sorted(head.named_parameters()):
@@ -59,8 +48,6 @@ def new_head(
             norm = read_weights(target_folder, [FINAL_NORM])
             if FINAL_NORM in norm:
                 head.norm.weight.copy_(norm[FINAL_NORM])
-            if head.lm_head is not None and draft_vocabulary is not None:
-                head.lm_head.weight.copy_(FrozenTarget.from_folder(target_folder).lm_head[draft_vocabulary])
     return head
 
 

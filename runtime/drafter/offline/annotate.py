@@ -26,12 +26,11 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.eagle import is_eagle_head
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head
-from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.traces.drafts import RecordedResponse
 
 from .chains import CHUNK, kept_along
-from .data import load_target
+from .data import along, load_target
 
 
 def learned_annotator(method: str, model: str, target: str | None) -> TeacherForced:
@@ -122,11 +121,8 @@ class Eagle(TeacherForced):
     def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:
         if len(text) < 3:
             return torch.zeros(len(text) - start, dtype=torch.uint8)
-        hidden, aux = hidden_states_of(self.target, text[:-1], self.head.aux_layers)
-        sequence = TrainingSequence(
-            key=(0, "", 0, 0), token_ids=text.cpu(), hidden=hidden, aux=aux, prompt_tokens=start
-        )
-        return kept_along(self.head, self.frozen, sequence, max_depth)
+        prompt, response = text[:start].tolist(), text[start:].tolist()
+        return kept_along(self.head, self.frozen, along(self.target, self.head.aux_layers, prompt, response), max_depth)
 
 
 def _greedy(lm_head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

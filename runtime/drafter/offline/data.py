@@ -23,7 +23,6 @@ from transformers.utils.logging import disable_progress_bar
 from tltlab.config import FrozenModel
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.buffer import stretch, teaches
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
@@ -257,6 +256,13 @@ def split_by_prompt(texts: Sequence[Text], share: float, rng: np.random.Generato
     )
 
 
+def along(model: Any, aux_layers: Sequence[int], prompt: Sequence[int], response: Sequence[int]) -> TrainingSequence:
+    """A text with its target's hidden states along it, of one pass, on the target's device."""
+    ids = torch.tensor([*prompt, *response], dtype=torch.int32)
+    hidden, aux = hidden_states_of(model, ids[:-1], aux_layers)
+    return TrainingSequence(key=(0, "", 0, 0), token_ids=ids, hidden=hidden, aux=aux, prompt_tokens=len(prompt))
+
+
 class TargetStates:
     """The target's hidden states along texts, on the host: computed when asked for, kept while `max_bytes` lasts.
 
@@ -274,16 +280,8 @@ class TargetStates:
         kept = self._kept.get(id(text))
         if kept is not None:
             return kept
-        ids = torch.tensor(text.prompt_token_ids + text.token_ids)
-        hidden, aux = hidden_states_of(self.model, ids[:-1], self.aux_layers)
-        self.computed += len(ids) - 1
-        made = TrainingSequence(
-            key=(0, "", 0, 0),
-            token_ids=ids.to(torch.int32),
-            hidden=hidden.cpu(),
-            aux=None if aux is None else aux.cpu(),
-            prompt_tokens=len(text.prompt_token_ids),
-        )
+        made = along(self.model, self.aux_layers, text.prompt_token_ids, text.token_ids).on_host()
+        self.computed += made.num_rows
         if self.nbytes + made.nbytes <= self.max_bytes:
             self._kept[id(text)] = made
             self.nbytes += made.nbytes
@@ -313,8 +311,8 @@ class Epochs:
             if rows > tokens:
                 # A stretch that ends within the prompt would teach nothing.
                 first = min(max(0, sequence.prompt_tokens - tokens // 2), rows - tokens)
-                sequence = stretch(sequence, int(self._rng.integers(first, rows - tokens + 1)), tokens)
-            assert teaches(sequence)
+                sequence = sequence.stretch(int(self._rng.integers(first, rows - tokens + 1)), tokens)
+            assert sequence.teaches
             drawn.append(sequence)
             room -= sequence.num_rows
 

@@ -67,6 +67,15 @@ def walk(kept: Sequence[int]) -> list[int]:
     return passes
 
 
+def chances(drafts: int, kept: Sequence[int]) -> list[float | None]:
+    """The share of drafts of which token i was kept, of those of which all before it were; None where none was.
+
+    >>> chances(4, [3, 1])
+    [0.75, 0.3333333333333333]
+    """
+    return [k / tried if tried else None for tried, k in zip([drafts, *kept], kept, strict=False)]
+
+
 def _drafts(kept: Tensor, sequence: TrainingSequence) -> tuple[Tensor, Tensor]:
     """What was kept at each position that can have a draft, and the tokens of the text from there on, as integers."""
     room = torch.arange(len(kept), 0, -1)

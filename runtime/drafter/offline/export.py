@@ -27,13 +27,12 @@ from tltlab.files import marked_folder, read_json
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
 from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
-from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
-from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 
 from .chains import kept_along
-from .data import TextConfig, load_target, load_tokenizer, read_texts
-from .evaluate import walk
+from .data import TextConfig, along, load_target, load_tokenizer, read_texts
+from .evaluate import chances, walk
 from .warm_up import MARKER as TRAINED
 
 MARKER = "export.json"
@@ -252,10 +251,7 @@ def _comparison(
         raise RunError("the model's responses are too short for a single draft: give other --prompts")
     kept_at, passes, tokens = np.zeros(config.depth, np.int64), 0, 0
     for prompt, response in zip(prompts, run.token_ids, strict=True):
-        ids = torch.tensor([*prompt, *response])
-        hidden, aux = hidden_states_of(model, ids[:-1], head.aux_layers)
-        sequence = TrainingSequence(key=(0, "", 0, 0), token_ids=ids, hidden=hidden, aux=aux, prompt_tokens=len(prompt))
-        kept = kept_along(head, frozen, sequence, config.depth).tolist()
+        kept = kept_along(head, frozen, along(model, head.aux_layers, prompt, response), config.depth).tolist()
         at = walk(kept)
         kept_at += (np.array([kept[i] for i in at], np.int64)[:, None] > np.arange(config.depth)).sum(0)
         passes, tokens = passes + len(at), tokens + len(response) - 1
@@ -264,17 +260,12 @@ def _comparison(
         temperature=temperature,
         expected_accept_length=tokens / passes,
         measured_accept_length=tokens / run.num_drafts,
-        expected_positions=_chances(passes, kept_at.tolist()),
-        measured_positions=_chances(run.num_drafts, run.accepted),
+        expected_positions=chances(passes, kept_at.tolist()),
+        measured_positions=chances(run.num_drafts, run.accepted),
         passes=run.num_drafts,
         first_kept=run.accepted[0] / run.num_drafts,
         commonest=float(np.bincount(responses).max() / len(responses)),
     )
-
-
-def _chances(drafts: int, kept: Sequence[int]) -> list[float | None]:
-    """The share of drafts of which token i was kept, of those of which all before it were."""
-    return [k / before if before else None for before, k in zip([drafts, *kept], kept, strict=False)]
 
 
 def _prompts(source: Source, config: ExportConfig) -> list[list[int]]:

@@ -10,10 +10,9 @@ import numpy as np
 import pandas as pd
 
 from tltlab.calibration.idle_training import recorded_updates
-from tltlab.stats import Interval, paired_interval
 from tltlab.traces.trace import Trace
 
-from .evaluate import walk
+from .evaluate import chances, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,15 +85,10 @@ def _kept(rl_step: int, accepted: Sequence[int], depth: int) -> Kept:
 
 
 def by_position(steps: Sequence[Kept]) -> list[float | None]:
-    """The chance that token i of a draft is kept where those before it were; None where none was.
-
-    >>> by_position([Kept(rl_step=0, drafts=4, kept=(3, 1))])
-    [0.75, 0.3333333333333333]
-    """
+    """`chances` of the drafts of some RL steps."""
     depth = max((len(step.kept) for step in steps), default=0)
     kept = [sum(step.kept[i] for step in steps if i < len(step.kept)) for i in range(depth)]
-    tried = [sum(step.drafts for step in steps), *kept]
-    return [k / n if n else None for k, n in zip(kept, tried, strict=False)]
+    return chances(sum(step.drafts for step in steps), kept)
 
 
 def last_third(steps: Sequence[int]) -> list[int]:
@@ -104,15 +98,6 @@ def last_third(steps: Sequence[int]) -> list[int]:
     [5, 6]
     """
     return list(steps)[-max(len(steps) // 3, 1) :]
-
-
-def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
-    """Mean accept length of one over that of the other in the RL steps that both have; None where there is none."""
-    first, second = ({step.rl_step: step.accept_length for step in steps} for steps in (adaptive, frozen))
-    both = sorted(first.keys() & second.keys())
-    if not both:
-        return None
-    return paired_interval([first[s] for s in both], [second[s] for s in both], rng=rng)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -70,11 +70,6 @@ def test_training_opens_when_enough_workers_are_idle_and_the_lowest_leads():
     assert coordinator.phase(3) is Phase.TRAINING
 
 
-def test_nobody_trains_when_nobody_else_generates():
-    coordinator = Coordinator(workers=2, min_idle_workers=2)
-    assert coordinator.idle(0, 1) == []
-
-
 def test_a_later_idle_worker_joins_and_the_group_learns_of_it():
     coordinator = Coordinator()
     coordinator.idle(2)
@@ -109,12 +104,14 @@ def test_the_end_of_the_rollout_stops_every_member_and_then_releases_the_devices
 def test_a_rollout_without_training_is_released_at_once():
     coordinator = Coordinator()
     assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)]
+    assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)], "again when it is asked for again"
 
 
 def test_training_stops_when_the_last_busy_worker_is_done_even_if_the_end_is_not_announced():
     coordinator = Coordinator(workers=3)
     coordinator.idle(0, 1)
     assert told(coordinator.idle(2), StopTraining) == [0, 1]
+    assert Coordinator(workers=2, min_idle_workers=2).idle(0, 1) == [], "nor does it open then"
 
 
 def test_an_acknowledged_stop_does_not_release_a_device_that_still_trains():
@@ -252,12 +249,6 @@ def test_a_rollout_that_starts_before_the_last_one_was_ended_takes_its_devices_b
     coordinator = Coordinator(min_idle_workers=2)
     coordinator.idle(0, 1)
     assert told(coordinator.tell(RolloutStarted(rl_step=1)), StopTraining) == [0, 1]
-
-
-def test_the_release_is_repeated_when_it_is_asked_for_again():
-    coordinator = Coordinator()
-    coordinator.tell(RolloutEnded(rl_step=0))
-    assert coordinator.tell(RolloutEnded(rl_step=0)) == [Released(rl_step=0)]
 
 
 def test_training_of_an_older_term_is_stopped():

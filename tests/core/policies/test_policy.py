@@ -30,6 +30,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 D8, D4, D2 = (Strategy.chain("ngram", depth) for depth in (8, 4, 2))
 NGRAM_4 = {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
+PLAIN = {"drafter": "none", "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1}
 
 
 def rng():
@@ -61,15 +62,11 @@ MODEL_FREE = [name for name in SHIPPED if name != "beg-mab-learned"]
 
 
 @pytest.mark.parametrize("name", MODEL_FREE)
-def test_a_shipped_policy_drafts_without_a_network_at_a_few_depths(name):
-    for strategy in load_policy(name).strategies:
-        assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in (0, 1, 2, 4, 8)]
-
-
-@pytest.mark.parametrize("name", MODEL_FREE)
-def test_a_shipped_policy_names_only_drafters_that_every_engine_has_or_it_brings_along(name):
+def test_a_shipped_policy_drafts_at_a_few_depths_with_drafters_that_every_engine_has_or_it_brings_along(name):
     policy = load_policy(name)
-    assert {s.drafter for s in policy.strategies if s.speculates} <= {*DEFAULT_DRAFTERS, *policy.drafters}
+    for strategy in policy.strategies:
+        assert strategy in [Strategy.chain(d, depth) for d in ("ngram", "suffix") for depth in (0, 1, 2, 4, 8)]
+        assert strategy.drafter in {*DEFAULT_DRAFTERS, *policy.drafters, "none"}
 
 
 @pytest.mark.parametrize(
@@ -87,11 +84,6 @@ def test_the_shipped_bandits_have_a_choice_in_each_bucket_and_draft_deeper_for_s
     assert all(len(bucket.strategies) > 1 for bucket in buckets)
     deepest = [max(s.draft_depth for s in bucket.strategies) for bucket in buckets]
     assert deepest == sorted(deepest, reverse=True)
-
-
-def test_a_policy_is_returned_as_it_is():
-    policy = SHIPPED["fixed"]
-    assert load_policy(policy) is policy
 
 
 def test_a_policy_builds_fresh_selectors():
@@ -126,15 +118,7 @@ def test_the_file_is_the_one_of_the_manual(tmp_path):
         "version": 1,
         "selector": {
             "kind": "beg-mab",
-            "buckets": [
-                {
-                    "min_batch": 1,
-                    "strategies": [
-                        NGRAM_4,
-                        {"drafter": "none", "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1},
-                    ],
-                }
-            ],
+            "buckets": [{"min_batch": 1, "strategies": [NGRAM_4, PLAIN]}],
             "epsilon": 0.2,
             "window": 300,
             "reward": "paper",
@@ -251,14 +235,11 @@ def test_a_goodput_policy_keeps_what_its_costs_file_says(tmp_path, monkeypatch):
     assert load_policy(tmp_path / "there" / "policy.json") == policy
 
 
-def test_a_file_must_say_what_it_is(tmp_path):
+def test_what_is_no_policy_file_at_all_or_does_not_say_so_is_refused(tmp_path):
     (tmp_path / "p.json").write_text('{"selector": {"kind": "none"}}')
     message = error_of(tmp_path / "p.json")
     assert "format: " in message
     assert "version: " in message
-
-
-def test_what_is_no_policy_file_at_all_is_refused(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text.json").write_text("hello")
     assert "holds one JSON object, got list" in error_of(tmp_path / "list.json")
@@ -276,6 +257,7 @@ def test_a_name_is_not_taken_for_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fixed").mkdir()
     assert load_policy("fixed") == SHIPPED["fixed"]
+    assert load_policy(SHIPPED["fixed"]) is SHIPPED["fixed"], "a policy is returned as it is"
 
 
 def test_settings_are_checked_in_python_too():

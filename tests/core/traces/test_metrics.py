@@ -33,21 +33,22 @@ def iterations(**columns):
     return frame.assign(iteration=range(len(frame)), **fixed)
 
 
-def test_the_rollout_lasts_from_the_first_submit_to_the_last_finish():
-    assert metrics.rollout_s(rollout([2.0, 5.0], submit=[0.5, 1.0])) == {0: 4.5}
+MEASURED = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
 
 
-def test_a_measured_rollout_time_counts_before_the_responses():
-    steps = pd.DataFrame({"rl_step": [0], "t_start": 0.0, "rollout_s": 6.0, "policy_version": 0})
-    assert metrics.rollout_s(rollout([2.0, 5.0], steps=steps)) == {0: 6.0}
-
-
-def test_makespan_is_the_mean_over_rl_steps():
-    assert metrics.makespan_s(rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1])) == 5.0
-
-
-def test_tokens_per_second():
-    assert metrics.tokens_per_s(rollout([4.0, 8.0], tokens=[100, 300])) == 50.0
+@pytest.mark.parametrize(
+    ("metric", "trace", "value"),
+    [
+        (metrics.rollout_s, rollout([2.0, 5.0], submit=[0.5, 1.0]), {0: 4.5}),
+        (metrics.rollout_s, rollout([2.0, 5.0], steps=MEASURED), {0: 6.0}),
+        (metrics.makespan_s, rollout([3.0, 4.0, 5.0, 6.0], rl_step=[0, 0, 1, 1]), 5.0),
+        (metrics.tokens_per_s, rollout([4.0, 8.0], tokens=[100, 300]), 50.0),
+        (metrics.length_percentiles, rollout([1.0] * 3, tokens=[1, 2, 3]), pytest.approx([2.0, 2.9, 3.0])),
+    ],
+    ids=["first submit to last finish", "measured time first", "makespan", "tokens per second", "percentiles"],
+)
+def test_a_metric_by_hand(metric, trace, value):
+    assert metric(trace) == value
 
 
 def test_bubble_is_the_idle_share_of_worker_seconds():
@@ -100,10 +101,6 @@ def test_running_requests_is_a_step_curve():
     assert counts.tolist() == [2, 3, 2, 0]
     with pytest.raises(TraceError, match="simulate"):
         metrics.running_requests(rollout([np.nan, np.nan]), 0)
-
-
-def test_percentiles():
-    assert metrics.length_percentiles(rollout([1.0] * 3, tokens=[1, 2, 3])) == pytest.approx([2.0, 2.9, 3.0])
 
 
 def test_prompt_share_of_perfectly_and_not_explained_lengths():

@@ -193,16 +193,6 @@ def test_repair_refuses_a_damaged_trace(tmp_path):
         repair(tmp_path / "t")
 
 
-def test_repair_does_not_replace_a_finished_trace(tmp_path):
-    finished(tmp_path / "t")
-    interrupted(tmp_path / "t", ("workload", workload(0)), ("outcomes", outcomes(0, 1)))
-    with pytest.raises(ConfigError, match="--out"):
-        repair(tmp_path / "t")
-    assert len(repair(tmp_path / "t", tmp_path / "other").outcomes) == 1
-    assert len(read(tmp_path / "t").outcomes) == 4
-    assert (tmp_path / "t.recording").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "folder"), [("run", "."), ("run/trace", "."), ("run/trace.recording", "."), (".", "run")]
 )
@@ -282,19 +272,17 @@ def record(path, steps, told):
     recorder.close()
 
 
-def begun(path, steps):
-    """Another process that records, and what it tells from the first RL step on."""
+def begun(work, *args):
+    """Another process that does `work`, and what that tells as its last argument."""
     ours, theirs = FORKING.Pipe(duplex=False)
-    child = FORKING.Process(target=record, args=(path, steps, theirs))
+    child = FORKING.Process(target=work, args=(*args, theirs))
     child.start()
     theirs.close()
-    assert ours.recv() == -1
     return child, ours
 
 
-def killed_at(path, delay_s, steps):
-    """Record in another process, SIGKILL it `delay_s` after it began; returns the last RL step it said was flushed."""
-    child, told = begun(path, steps)
+def killed_after(delay_s, child, told):
+    """SIGKILL a process `delay_s` from now; returns the last RL step it said was flushed, -1 where it said none."""
     time.sleep(delay_s)
     child.kill()
     child.join()
@@ -310,7 +298,9 @@ def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
     for number in range(6):
         path = tmp_path / f"t{number}"
         # Few RL steps in every other round, so that some kills hit the closing.
-        last = killed_at(path, moments.uniform(0.0, 0.12), steps=5 if number % 2 else 10_000)
+        child, told = begun(record, path, 5 if number % 2 else 10_000)
+        assert told.recv() == -1
+        last = killed_after(moments.uniform(0.0, 0.12), child, told)
         trace = repair(path)
         expected = [(step, f"p{i}", i + 1) for step in range(last + 1) for i in range(4)]
         columns = (trace.outcomes[name] for name in ("rl_step", "prompt_id", "response_tokens"))
@@ -322,8 +312,8 @@ def test_nothing_flushed_is_lost_when_the_recorder_is_killed(tmp_path):
 
 
 def test_repair_waits_for_no_one_while_the_recording_is_in_progress(tmp_path):
-    child, told = begun(tmp_path / "t", 10_000)
-    assert told.recv() == 0
+    child, told = begun(record, tmp_path / "t", 10_000)
+    assert [told.recv(), told.recv()] == [-1, 0]
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="in progress"):
         repair(tmp_path / "t")

@@ -1,7 +1,5 @@
 """Going on with a trace: what was recorded before stays, what is done again replaces what was, whatever gets killed."""
 
-import contextlib
-import multiprocessing
 import os
 import random
 import shutil
@@ -16,6 +14,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import read
+
+from .test_recorder import FORKING, begun, killed_after
 
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")
 
@@ -180,9 +180,6 @@ def test_a_run_that_goes_on_elsewhere_says_so(tmp_path):
     assert read(tmp_path / "t").manifest.notes == "from RL step 2 on hardware other"
 
 
-FORKING = multiprocessing.get_context("fork")
-
-
 def go_on(path, start, steps, told):
     """Reopen and record, and close where `steps` are few; `told` hears of each RL step that is flushed."""
     recorder = Recorder.reopen(path, MANIFEST, start)
@@ -194,27 +191,6 @@ def go_on(path, start, steps, told):
     time.sleep(60)
 
 
-def begun(path, start, steps):
-    ours, theirs = FORKING.Pipe(duplex=False)
-    child = FORKING.Process(target=go_on, args=(path, start, steps, theirs))
-    child.start()
-    theirs.close()
-    return child, ours
-
-
-def reopened_and_killed(path, start, steps, delay_s):
-    """Go on in another process and SIGKILL it `delay_s` later; the last RL step that it said was flushed."""
-    child, told = begun(path, start, steps)
-    time.sleep(delay_s)
-    child.kill()
-    child.join()
-    last = start - 1
-    with contextlib.suppress(EOFError):
-        while True:
-            last = told.recv()
-    return last
-
-
 def test_a_kill_at_any_moment_of_going_on_loses_nothing(tmp_path):
     moments = random.Random(1)
     last = -1
@@ -222,14 +198,15 @@ def test_a_kill_at_any_moment_of_going_on_loses_nothing(tmp_path):
         # From the newest RL step, or from one before; few RL steps in every other round, so that kills hit the closing.
         start = max(last + 1 - number % 3, 0)
         steps = 3 if number % 2 else 10_000
-        last = reopened_and_killed(tmp_path / "t", start, steps, moments.uniform(0.0, 0.12))
+        told = killed_after(moments.uniform(0.0, 0.12), *begun(go_on, tmp_path / "t", start, steps))
+        last = max(told, start - 1)
     with Recorder.reopen(tmp_path / "t", MANIFEST, last + 1) as recorder:
         record(recorder, [last + 1])
     assert same(read(tmp_path / "t"), unbroken(tmp_path / "u", last + 2))
 
 
 def test_a_recording_in_progress_is_not_taken_over(tmp_path):
-    child, told = begun(tmp_path / "t", 0, 10_000)
+    child, told = begun(go_on, tmp_path / "t", 0, 10_000)
     assert told.recv() == 0
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(ConfigError, match="in progress"):

@@ -2,11 +2,6 @@
 
 import gc
 import json
-import os
-import signal
-import subprocess
-import sys
-import textwrap
 import tracemalloc
 
 import numpy as np
@@ -197,33 +192,6 @@ def test_a_full_disk_leaves_no_trace_even_when_the_caller_goes_on(tmp_path, monk
     with pytest.raises(InputError, match="No space left on device"):
         fail()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_killed_writer_leaves_no_trace(tmp_path):
-    program = textwrap.dedent(
-        """
-        import os, signal, sys
-        import pandas as pd
-        from tltlab.traces.schema import Manifest
-        from tltlab.traces.stream import StreamWriter
-        key = pd.DataFrame({"rl_step": [0], "prompt_id": ["p"], "sample": [0]})
-        workload = key.assign(epoch=0, prompt_tokens=1, max_response_tokens=2, policy_version=0)
-        with StreamWriter(sys.argv[1], Manifest(kind="synthetic")) as writer:
-            writer.append(workload, key.assign(response_tokens=1, finish_reason="stop"))
-            os.kill(os.getpid(), signal.SIGKILL)
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", program, tmp_path / "t"], check=False)
-    assert done.returncode == -signal.SIGKILL
-    assert not (tmp_path / "t").exists()
-
-
-def test_what_is_no_trace_is_not_replaced(tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="another place"):
-        write_steps(tmp_path / "notes")
-    assert os.listdir(tmp_path / "notes") == ["thesis.tex"]
 
 
 rows = st.lists(

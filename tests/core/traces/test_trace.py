@@ -124,20 +124,15 @@ def test_every_table_comes_back_as_it_was_written(folder):
                 assert (got[~missing] == want[~missing]).all(), column
 
 
-def test_a_trace_of_required_tables_only(tmp_path):
-    tables = {name: full_tables()[name] for name in ("workload", "outcomes")}
-    trace = read(Trace.from_tables(MANIFEST, tables).write(tmp_path / "t"))
-    assert trace.acceptance is None
-    assert trace.spans is None
-    assert len(trace.outcomes) == 8
-
-
-def test_unknown_is_null_and_nullable_columns_may_be_missing():
+def test_a_trace_of_required_tables_and_columns_only(tmp_path):
     tables = full_tables()
     outcomes = tables["outcomes"][[*KEY, "response_tokens", "finish_reason"]]
-    trace = Trace.from_tables(MANIFEST, {"workload": tables["workload"], "outcomes": outcomes})
-    assert trace.outcomes["reward"].isna().all()
+    made = Trace.from_tables(MANIFEST, {"workload": tables["workload"], "outcomes": outcomes})
+    trace = read(made.write(tmp_path / "t"))
+    assert trace.names == ("workload", "outcomes")
+    assert trace.spans is None
     assert list(trace.outcomes.columns) == TABLES["outcomes"].names
+    assert trace.outcomes["reward"].isna().all()
 
 
 def test_a_missing_turn_is_zero(folder):

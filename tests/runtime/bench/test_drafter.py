@@ -28,7 +28,6 @@ from tltlab.runtime.drafter.offline.runs import (
     by_position,
     idle_times,
     last_third,
-    length_ratio,
     live_drafts,
 )
 from tltlab.runtime.models.runs import prompts_of, recipe_of, written
@@ -98,10 +97,10 @@ def test_the_first_and_the_newest_drafter_are_compared_where_an_engine_would_ver
 def test_ratios_are_of_rl_steps_that_both_runs_have():
     adaptive = [Kept(rl_step=n, drafts=10, kept=(10 + n, 5)) for n in range(4)]
     frozen = [Kept(rl_step=n, drafts=20, kept=(10, 10)) for n in range(2, 9)]
-    found = length_ratio(adaptive, frozen, np.random.default_rng(0))
+    found = bench_adaptive.length_ratio(adaptive, frozen, np.random.default_rng(0))
     assert found is not None
     assert found.estimate == pytest.approx((2.7 + 2.8) / (2 + 2))
-    assert length_ratio(adaptive[:1], frozen, np.random.default_rng(0)) is None
+    assert bench_adaptive.length_ratio(adaptive[:1], frozen, np.random.default_rng(0)) is None
     assert last_third(range(12)) == [8, 9, 10, 11]
     assert last_third([7]) == [7]
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
 
-from tltlab.runtime.drafter.heads.kinds import DrafterHead, new_head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import new_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
 VOCAB, HIDDEN = 24, 32
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+    end = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.005)
+    return found
+
+
+def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether all tensors of `one` are in `other`, bit by bit."""
+    return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def frozen() -> FrozenTarget:

@@ -31,6 +31,12 @@ def state(value: float, size: int = 1000) -> dict[str, Tensor]:
     return {"head.fc.weight": torch.full((size,), value), "counters": torch.tensor([int(value), 0])}
 
 
+def save(saved: DrafterCheckpoint, tensors: dict[str, Tensor]) -> None:
+    """Until it is written."""
+    saved.save(tensors)
+    saved.finish()
+
+
 def loaded(folder: Path, size: int = 1000) -> float | None:
     found = state(-1.0, size)
     path = DrafterCheckpoint(folder).load(found)
@@ -92,9 +98,11 @@ import os, signal, sys, torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from tltlab.runtime.drafter.checkpoint import DrafterCheckpoint
 saved = DrafterCheckpoint(sys.argv[1])
-saved.save({"head.fc.weight": torch.full((1000,), 1.0), "counters": torch.tensor([1, 0])}, wait=True)
+saved.save({"head.fc.weight": torch.full((1000,), 1.0), "counters": torch.tensor([1, 0])})
+saved.finish()
 FileSystemWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor([2, 0])}, wait=True)
+saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor([2, 0])})
+saved.finish()
 """
     ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
     assert ended.returncode == -signal.SIGKILL
@@ -102,7 +110,7 @@ saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor
     assert loaded(tmp_path) == 1.0
     assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir(), "who reads takes nothing away from who may be writing"
     saved = DrafterCheckpoint(tmp_path)
-    saved.save(state(3.0), wait=True)
+    save(saved, state(3.0))
     assert saved.failures == []
     assert loaded(tmp_path) == 3.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-00000000", "checkpoint-00000001"]
@@ -110,17 +118,17 @@ saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor
 
 def test_a_full_disk_is_said_and_the_last_good_checkpoint_stays(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
-    saved.save(state(1.0, 100_000), wait=True)
+    save(saved, state(1.0, 100_000))
     with largest_file(50_000):
         saved.save(state(2.0, 100_000))
         # The next save waits for it, and says what became of it.
-        saved.save(state(3.0, 100_000), wait=True)
+        save(saved, state(3.0, 100_000))
     assert len(saved.failures) == 2
     assert "checkpoint-00000001: not saved, the one before it stays: OSError" in saved.failures[0]
     assert "File too large" in saved.failures[0]
     assert loaded(tmp_path, 100_000) == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000000"]
-    saved.save(state(4.0, 100_000), wait=True)
+    save(saved, state(4.0, 100_000))
     assert len(saved.failures) == 2
     assert loaded(tmp_path, 100_000) == 4.0
 
@@ -132,9 +140,9 @@ def test_no_space_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             yield stream
 
     saved = DrafterCheckpoint(tmp_path)
-    saved.save(state(1.0), wait=True)
+    save(saved, state(1.0))
     monkeypatch.setattr(FileSystem, "create_stream", full)
-    saved.save(state(2.0), wait=True)
+    save(saved, state(2.0))
     monkeypatch.undo()
     assert "No space left on device" in saved.failures[0]
     assert loaded(tmp_path) == 1.0
@@ -143,14 +151,14 @@ def test_no_space_left_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     saved = DrafterCheckpoint(tmp_path / "file" / "folder")
-    saved.save(state(1.0), wait=True)
+    save(saved, state(1.0))
     assert "NotADirectoryError" in saved.failures[0] or "FileExistsError" in saved.failures[0]
 
 
 def test_a_broken_checkpoint_gives_way_to_the_one_before(tmp_path: Path):
     saved = DrafterCheckpoint(tmp_path)
     for n in (1.0, 2.0):
-        saved.save(state(n), wait=True)
+        save(saved, state(n))
     (broken,) = (tmp_path / "checkpoint-00000001").glob("*.distcp")
     os.truncate(broken, 100)
     found = state(-1.0)

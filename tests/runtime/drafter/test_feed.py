@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from tltlab.runtime.drafter.feed import REPEAT_S, FeedReceiver, FeedSender
 from tltlab.runtime.drafter.sequences import TrainingSequence
 
 from . import drafting_text as text
+from .drafting_text import until
 
 
 class Heard:
@@ -30,13 +31,6 @@ class Heard:
     def _on_status(self, rl_step: int, busy: bool, rollout_s: float) -> None:
         self.statuses.append((rl_step, busy))
         self.rollout_s.append(rollout_s)
-
-
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
 
 
 @pytest.fixture

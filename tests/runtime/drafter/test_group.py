@@ -22,6 +22,7 @@ from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
 from . import drafting_text as text
+from .drafting_text import same
 
 TIMEOUT_S = 3.0
 # New processes, forked from one that has imported torch and nothing more: that takes seconds, once.
@@ -118,7 +119,7 @@ def shares_another_drafter(rank: int, folder: Path) -> str:
     before = training.state_dict()
     with DrafterGroup.join(folder, "term-1", rank, 2, TIMEOUT_S) as group, pytest.raises(RunError) as caught:
         training.share(group)
-    assert all(torch.equal(value, before[name]) for name, value in training.state_dict().items())
+    assert same(training.state_dict(), before)
     return str(caught.value)
 
 
@@ -161,7 +162,7 @@ def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
     except GroupLost as error:
         sentence = str(error)
     seconds = time.perf_counter() - began
-    unchanged = all(torch.equal(value, before[name]) for name, value in training.state_dict().items())
+    unchanged = same(training.state_dict(), before)
     with pytest.raises(GroupLost, match="closed"):
         group.sum(torch.zeros(1))
     alone = training.update([text.sequence(20)])

@@ -114,8 +114,6 @@ def test_eagle_is_smooth_l1_and_a_tenth_of_the_cross_entropy():
     smooth = torch.nn.functional.smooth_l1_loss(out, target)
     cross = torch.nn.functional.cross_entropy(out @ frozen.lm_head.T, torch.softmax(target @ frozen.lm_head.T, -1))
     assert float(found.loss.detach()) == pytest.approx(float((smooth + 0.1 * cross).detach()), rel=1e-5)
-    assert float(found.hidden_loss) == pytest.approx(float(smooth.detach()), rel=1e-5)
-    assert float(found.token_loss) == pytest.approx(float(cross.detach()), rel=1e-5)
     assert len(found.accept) == 1
 
 

@@ -28,11 +28,12 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter import processes as trainer_processes
 from tltlab.runtime.drafter.buffer import read_data
-from tltlab.runtime.drafter.drafting import NoDrafter
+from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
-from tltlab.runtime.drafter.run import DrafterRun, check_machines, drafter_of
+from tltlab.runtime.drafter.run import DrafterRun, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.spot import check_machines
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.start import start_ray
@@ -45,16 +46,9 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.recorder import repair
 
 from . import drafting_text as text
+from .drafting_text import same, until
 
 YIELD_S = 3.0
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
-    return found
 
 
 def alive(pid: int) -> bool:
@@ -106,11 +100,8 @@ def asked(workers: list[StandIn]) -> Callable[..., list[Any]]:
     return lambda method, *args: ray.get([getattr(worker, method).remote(*args) for worker in workers])
 
 
-class Target:
-    """The policy's trainer."""
-
-    def frozen(self) -> ray.ObjectRef:
-        return ray.put(text.frozen())
+def frozen() -> ray.ObjectRef:
+    return ray.put(text.frozen())
 
 
 class Story:
@@ -141,13 +132,13 @@ class Story:
         self.origin = self.run.state_dict(folder / "drafter")
         self.run.prepare()
         self.workers = [StandIn(FeedSender(str(self.run.feed(n)))) for n in range(3)]
-        self.run.start(self.workers, Target(), ray.get, asked(self.workers))
+        self.run.start(self.workers, frozen, asked(self.workers))
         self.said: list[str] = []
 
     @property
     def pids(self) -> dict[int, int]:
-        assert self.run._trainers is not None
-        return self.run._trainers.pids()
+        assert self.run.training.processes is not None
+        return self.run.training.processes.pids()
 
     def rollout(self, *idle: int, sequences: list[TrainingSequence] | None = None) -> int:
         """Begin a rollout in which the workers `idle` run out of requests; returns once they were taught."""
@@ -169,19 +160,19 @@ class Story:
 
     def hears(self, worker: int) -> bool:
         """Whether its trainer is connected: what is handed over before is dropped."""
-        assert self.run._trainers is not None
-        actor = self.run._trainers._processes[worker].actor
+        assert self.run.training.processes is not None
+        actor = self.run.training.processes._processes[worker].actor
         return bool(ray.get(actor.__ray_call__.remote(lambda trainer: trainer._rl_step)) == self.rl_step)
 
     def trainers(self, ask: Callable[[SpotTrainer], Any]) -> list[Any]:
         """What `ask` finds in each trainer's process."""
         until(lambda: len(self.pids) == 3)
-        assert self.run._trainers is not None
-        processes = sorted(self.run._trainers._processes.items())
+        assert self.run.training.processes is not None
+        processes = sorted(self.run.training.processes._processes.items())
         return ray.get([process.actor.__ray_call__.remote(ask) for _, process in processes])
 
     def updates(self, worker: int) -> int:
-        return int(self.run._ask("num_updates", workers=[worker]).get(worker, -1))
+        return int(self.run.training.processes.answers("num_updates", workers=[worker]).get(worker, -1))
 
     def end(self) -> float:
         """End the rollout and bring the drafter to the engines; returns how long the end took."""
@@ -219,8 +210,8 @@ def told(ray_here: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture
 def story(told: Story) -> Story:
     """The same story in all tests: a run that has seen the worst goes on as if nothing had been."""
-    assert told.run._trainers is not None
-    told.run._trainers._deaths = dict.fromkeys(range(3), 0)
+    assert told.run.training.processes is not None
+    told.run.training.processes._deaths = dict.fromkeys(range(3), 0)
     return told
 
 
@@ -234,15 +225,15 @@ def test_what_was_trained_goes_into_service_between_rollouts(story: Story):
     weights, predicted = story.workers[0].given[-1]
     assert 0.1 < predicted[0] <= 1.0
     assert all(len(worker.given) == given + 1 for worker in story.workers)
-    for own in story.run._ask("weights").values():
-        assert all(torch.equal(value, weights[name]) for name, value in own.items()), "trainers go on from another one"
+    for own in story.run.training.processes.answers("weights").values():
+        assert same(own, weights), "trainers go on from another one"
     rows = story.rows["spot_training"]
     assert {row["worker"] for row in rows} == {1, 2}
     assert {row["members"] for row in rows} == {2}
     assert {row["drafter_age"] for row in story.rows["acceptance"]} >= {story.rl_step}
     story.run.save()
     final = load_head(story.folder / "drafter" / "final").state_dict()
-    assert all(torch.equal(value, weights[name]) for name, value in final.items())
+    assert same(final, weights)
 
 
 def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(story: Story, tmp_path: Path):
@@ -260,14 +251,14 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
     resumed.rejoin(0)  # before there is anything to join
     workers = [StandIn(FeedSender(str(resumed.feed(n)))) for n in range(3)]
     try:
-        resumed.start(workers, Target(), ray.get, asked(workers))
+        resumed.start(workers, frozen, asked(workers))
         assert not later.exists() or not list(later.glob("checkpoint-*"))
         assert resumed.state_dict(saved) == state
-        assert set(resumed._ask("num_updates").values()) == {run.updates}
-        for own in resumed._ask("state").values():
-            there = ray.get(run._training)
-            assert all(torch.equal(value, there[name]) for name, value in own.items())
-        processes = sorted(resumed._trainers._processes.items())  # type: ignore[union-attr]
+        assert set(resumed.training.processes.answers("num_updates").values()) == {run.served.updates}
+        for own in resumed.training.processes.answers("state").values():
+            there = ray.get(run.served.training)
+            assert same(own, there)
+        processes = sorted(resumed.training.processes._processes.items())  # type: ignore[union-attr]
         assert ray.get([process.actor.__ray_call__.remote(held) for _, process in processes]) == had
         # A worker that is started again is another object in the same place.
         workers[1] = StandIn(workers[1].feed)
@@ -275,12 +266,12 @@ def test_a_drafter_goes_on_from_a_checkpoint_and_from_nothing_that_came_after(st
         for worker in workers:
             ((given, chances),) = worker.given
             assert chances == predicted
-            assert all(torch.equal(value, weights[name]) for name, value in given.items())
-        resumed.schedule.decide(story.rl_step + 1, DrafterState(age=1, updates=resumed.updates))
+            assert same(given, weights)
+        resumed.schedule.decide(story.rl_step + 1, DrafterState(age=1, updates=resumed.served.updates))
         with pytest.raises(ConfigError, match="is of a run with no drafter"):
             resumed.load_state_dict({}, saved)
         with pytest.raises(ConfigError, match="no \\[drafter\\]"):
-            NoDrafter().load_state_dict(state, saved)
+            NullDrafting().load_state_dict(state, saved)
         (saved / "drafter.safetensors").write_bytes(b"cut")
         with pytest.raises(ConfigError, match="does not hold the checkpoint's drafter"):
             resumed.load_state_dict(state, saved)
@@ -294,34 +285,10 @@ def held(trainer: SpotTrainer) -> list[tuple[int, str, int, int]]:
     return [sequence.key for sequence in (*trainer.buffer.sequences(), *trainer._heldout)]
 
 
-def test_when_the_run_goes_back_the_drafter_and_what_it_learns_from_are_as_they_were(story: Story, tmp_path: Path):
-    run, worker = story.run, story.workers[0]
-    saved, then = tmp_path / "checkpoint", story.rl_step + 1
-    state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
-    training, had = story.trainers(SpotTrainer.state), story.trainers(held)
-    assert had[1]
-    story.rollout(1)
-    until(lambda: story.updates(1) > state["updates"])
-    story.end()
-    assert run.updates > state["updates"]
-    assert story.trainers(held) != had
-    run.went_back(then, state, saved)
-    story.rl_step = then - 1
-    assert all(torch.equal(value, weights[name]) for name, value in worker.given[-1][0].items())
-    assert run.state_dict(saved) == state
-    assert story.trainers(held) == had
-    for before, now in zip(training, story.trainers(SpotTrainer.state), strict=True):
-        assert all(torch.equal(value, before[name]) for name, value in now.items())
-    story.rollout(1)
-    until(lambda: story.updates(1) > state["updates"])
-    assert story.end() < YIELD_S
-    assert {row["rl_step"] for row in story.rows["spot_training"]} == {then}
-
-
 def test_a_trainer_that_dies_just_then_costs_a_checkpoint_its_own_data_only(story: Story, tmp_path: Path):
     had, saved, pid = story.trainers(held), tmp_path / "checkpoint", story.pids[2]
     assert had[2]
-    actor = story.run._trainers._processes[2].actor  # type: ignore[union-attr]
+    actor = story.run.training.processes._processes[2].actor  # type: ignore[union-attr]
     ray.get(actor.__ray_call__.remote(dies_writing, saved))
     story.run.state_dict(saved)
     found = {path.name for path in saved.iterdir()}
@@ -343,28 +310,37 @@ def dies_writing(trainer: SpotTrainer, folder: Path) -> None:
     trainer._feed.settle = die  # type: ignore[method-assign,assignment]
 
 
-def test_a_run_that_is_back_at_its_start_has_the_drafter_that_it_began_with(
+def test_a_run_that_goes_back_has_the_drafter_that_it_had_then_and_at_its_start_the_one_that_it_began_with(
     story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     run, worker = story.run, story.workers[0]
-    assert run.updates
-    given, saved = len(worker.given), tmp_path / "checkpoint"
+    saved, then = tmp_path / "checkpoint", story.rl_step + 1
+    state, weights = json.loads(json.dumps(run.state_dict(saved))), worker.given[-1][0]
+    story.rollout(1)
+    until(lambda: story.updates(1) > state["updates"])
+    story.end()
+    assert run.served.updates > state["updates"]
+    # Trainers that begin from a checkpoint are in the test above.
     with monkeypatch.context() as nobody:
-        nobody.setattr(run, "_start_trainers", lambda: None)
-        run.went_back(story.rl_step + 1, run.state_dict(saved), saved)
-    assert len(worker.given) == given, "engines are given what they have, and forget how it did"
+        nobody.setattr(run, "_start_training", lambda: None)
+        run.went_back(then, state, saved)
+        assert same(worker.given[-1][0], weights)
+        assert run.state_dict(saved) == state
+        given = len(worker.given)
+        run.went_back(then, state, saved)
+        assert len(worker.given) == given, "engines are given what they have, and forget how it did"
     run.went_back(0, story.origin, None)
     story.rl_step = -1
     first = load_head(story.folder / "drafter" / "initial").serving_weights()
-    weights, predicted = worker.given[-1]
+    began_with, predicted = worker.given[-1]
     assert predicted == []
-    assert all(torch.equal(value, first[name]) for name, value in weights.items())
+    assert same(began_with, first)
     assert story.trainers(SpotTrainer.num_updates) == [0, 0, 0]
     assert story.trainers(held) == [[], [], []]
     story.rollout(1)
     until(lambda: story.updates(1) > 0)
     assert story.end() < YIELD_S
-    assert run.updates > 0
+    assert run.served.updates > 0
     assert [row["drafter_age"] for row in story.rows["steps"]] == [0]
     assert {row["drafter_age"] for row in story.rows["acceptance"]} == {0}
     assert {row["rl_step"] for row in story.rows["spot_training"]} == {0}
@@ -373,7 +349,7 @@ def test_a_run_that_is_back_at_its_start_has_the_drafter_that_it_began_with(
 
 def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_goes_on(story: Story):
     story.rollout(2)
-    start = story.run.updates
+    start = story.run.served.updates
     saved = story.folder / "drafter" / "worker-2"
     until(lambda: story.updates(2) > start + 20)
     before, old = story.updates(2), story.pids[2]
@@ -387,14 +363,14 @@ def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_and_the_rollout_go
     until(lambda: story.updates(2) > again)
     assert story.end() < YIELD_S
     assert any(re.search(r"trainer of worker 2 died \(.*\); it is started again", said) for said in story.said)
-    assert story.run.updates > again
+    assert story.run.served.updates > again
     events = [json.loads(line) for line in (story.folder / "events.jsonl").read_text().splitlines()]
     assert [(e["rl_step"], e["worker"]) for e in events if "died" in e["event"]][-1] == (story.rl_step, 2)
 
 
 def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollout_does_not_wait(story: Story):
     story.rollout(1, 2)
-    start = story.run.updates
+    start = story.run.served.updates
     until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
     os.kill(story.pids[2], signal.SIGKILL)
     at = story.updates(1)
@@ -403,12 +379,12 @@ def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollo
     ended = [(row["worker"], row["ended"]) for row in story.rows["spot_training"]]
     assert ended.count((2, "killed")) == 1
     assert not [worker for worker, how in ended if how == "failed"]
-    assert story.run.updates > at
+    assert story.run.served.updates > at
 
 
 def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
     story.rollout(1, 2)
-    start = story.run.updates
+    start = story.run.served.updates
     until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
     hanging = story.pids[2]
     os.kill(hanging, signal.SIGSTOP)
@@ -416,7 +392,7 @@ def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
     assert YIELD_S - 0.5 < waited < YIELD_S + 1.5
     assert not alive(hanging)
     until(lambda: story.pids.get(2, hanging) != hanging)
-    assert story.run.updates > start, "what the others have is used"
+    assert story.run.served.updates > start, "what the others have is used"
     ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
     assert ended == {1: "stopped", 2: "killed"}
     (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
@@ -440,8 +416,8 @@ def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, 
 
 
 def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
-    served, updates = len(story.workers[0].given), story.run.updates
-    for process in story.run._trainers._processes.values():  # type: ignore[union-attr]
+    served, updates = len(story.workers[0].given), story.run.served.updates
+    for process in story.run.training.processes._processes.values():  # type: ignore[union-attr]
         ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._held.clear()))
         ray.get(process.actor.__ray_call__.remote(lambda trainer: trainer.buffer._first_out.clear()))
     broken = [replace(s, hidden=torch.full_like(s.hidden, torch.nan)) for s in map(text.sequence, range(16))]
@@ -449,7 +425,7 @@ def test_states_that_are_not_finite_leave_the_drafter_in_service(story: Story):
     time.sleep(1.0)
     assert story.end() < YIELD_S
     assert any(re.search("drafter training on worker 1 failed: .*not finite", said) for said in story.said)
-    assert (len(story.workers[0].given), story.run.updates) == (served, updates)
+    assert (len(story.workers[0].given), story.run.served.updates) == (served, updates)
 
 
 def no_room(trainer: SpotTrainer) -> None:
@@ -461,20 +437,20 @@ def room(trainer: SpotTrainer) -> None:
 
 
 def test_a_disk_without_room_costs_checkpoints_only(story: Story):
-    actor = story.run._trainers._processes[2].actor  # type: ignore[union-attr]
+    actor = story.run.training.processes._processes[2].actor  # type: ignore[union-attr]
     ray.get(actor.__ray_call__.remote(no_room))
     story.rollout(2)
-    start = story.run.updates
+    start = story.run.served.updates
     until(lambda: story.updates(2) > start + 12)
     assert story.end() < YIELD_S
     ray.get(actor.__ray_call__.remote(room))
     assert any("a checkpoint of the drafter on worker 2 failed" in said for said in story.said)
-    assert story.run.updates > start + 12
+    assert story.run.served.updates > start + 12
 
 
 def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeypatch: pytest.MonkeyPatch):
     story.rollout(1)
-    dead, start = story.run._server, story.run.updates
+    dead, start = story.run.training.server, story.run.served.updates
     until(lambda: story.updates(1) > start)
 
     def fail(*args: Any) -> None:
@@ -485,15 +461,15 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
     until(lambda: not dead._thread.is_alive())  # type: ignore[union-attr]
     at = story.updates(1)
     os.kill(story.pids[2], signal.SIGKILL)
-    until(lambda: story.run._server is not dead)
+    until(lambda: story.run.training.server is not dead)
     until(lambda: story.updates(1) > at + 5)
     assert story.end() < YIELD_S
     assert any("a defect" in said and "taken over" in said for said in story.said)
     story.rollout(1)
-    start = story.run.updates
+    start = story.run.served.updates
     until(lambda: story.updates(1) > start)
     assert story.end() < YIELD_S
-    assert story.run.updates > start
+    assert story.run.served.updates > start
 
 
 @pytest.mark.parametrize(
@@ -515,7 +491,7 @@ def test_workers_on_other_machines_that_could_not_train_are_refused(settings: di
 
 
 def test_closing_leaves_nothing(story: Story):
-    place, pids = story.run._place, list(story.pids.values())
+    place, pids = story.run._sockets, list(story.pids.values())
     assert place is not None
     assert place.exists()
     story.rollout(1)
@@ -549,7 +525,7 @@ nice = 0
 
 
 def fed(run: GrpoRun) -> int:
-    return sum(run.drafting._ask("seen").values())  # type: ignore[attr-defined]
+    return sum(run.drafting.training.processes.answers("seen").values())  # type: ignore[attr-defined]
 
 
 def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
@@ -574,18 +550,20 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
         assert json.loads((tmp_path / "run" / "repeats.json").read_text())["repeats"]
         # The last of them may still be under way.
         until(lambda: fed(run) == 16, 20)
-        until(lambda: drafting.updates or not run.step(), 120)
-        assert_engines_draft_with(drafting._ask("weights")[0], run)
-        for process in drafting._trainers._processes.values():  # type: ignore[union-attr]
+        until(lambda: drafting.served.updates or not run.step(), 120)
+        assert_engines_draft_with(drafting.training.processes.answers("weights")[0], run)
+        for process in drafting.training.processes._processes.values():  # type: ignore[union-attr]
             ray.get(process.actor.__ray_call__.remote(boast))
-        swaps = drafting._swaps
-        until(lambda: drafting._swaps > swaps or not run.step(), 120)
+        swaps = drafting.served.swaps
+        until(lambda: drafting.served.swaps > swaps or not run.step(), 120)
         until(lambda: any("has collapsed" in n for r in run.reports for n in r.notes) or not run.step(), 120)
         run.save()
-        monkeypatch.setattr(drafting, "_start_trainers", lambda: None)
+        monkeypatch.setattr(drafting, "_start_training", lambda: None)
         drafting.went_back(0, origin, None)
-        assert_engines_draft_with(load_head(drafting._head).serving_weights(), run)
-        assert [(report.updates, report.serves) for report in drafting._reports()] == [(0, False)] * 2
+        assert_engines_draft_with(load_head(drafting.head).serving_weights(), run)
+        assert [(report.updates, report.serves) for report in drafting._ask_engines("drafter_report")] == [
+            (0, False)
+        ] * 2
     trace = tltlab.read(tmp_path / "run" / "trace")
     assert trace.steps is not None
     assert trace.steps["drafter_version"].iloc[-1] >= 2
@@ -616,7 +594,7 @@ def test_an_interrupted_run_leaves_no_process_and_no_file_outside_its_folder(lea
         env = os.environ | {"PYTHONPATH": str(recipe_file.parent), "TMPDIR": str(places)}
         command = [sys.executable, "-m", "tltlab", "train", str(learning), "train.steps=1000", "eval.num_prompts=0"]
         process = subprocess.Popen(
-            [*command, "rollout.repeat_every=0", "--out", str(out)],
+            [*command, "rollout.repeat_every=0", "rollout.num_workers=1", "--out", str(out)],
             env=env,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ import torch
 
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.runtime.coordinator.server import CoordinatorServer
-from tltlab.runtime.drafter import checkpoint as drafter_checkpoint
 from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotPlace, SpotTrainer
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
 from . import drafting_text as text
+from .drafting_text import same, until
 
 CONFIG = DrafterConfig(
     optim=OptimConfig(lr=3e-3),
@@ -32,14 +31,6 @@ CONFIG = DrafterConfig(
     ages=2,
     nice=0,
 )
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
-    end = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.005)
-    return found
 
 
 class Bench:
@@ -87,6 +78,13 @@ class Bench:
             self.senders[worker].sequence(sequence)
         until(lambda: trainer.seen() == seen + len(sequences))
 
+    def taught(self, config: DrafterConfig = CONFIG) -> SpotTrainer:
+        """The trainer of worker 1 in rollout 0, with something to learn from."""
+        trainer = self.add(1, config)
+        self.begin(0)
+        self.teach(1, sequences())
+        return trainer
+
     def begin(self, rl_step: int) -> None:
         """A rollout starts, and all trainers have heard of it."""
         self.server.rollout_started(rl_step)
@@ -121,9 +119,7 @@ def sequences(rl_step: int = 0, number: int = 24) -> list[TrainingSequence]:
 
 
 def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
-    bench.teach(1, sequences())
+    trainer = bench.taught()
     assert trainer.num_updates() == 0, "it trains while its engine generates"
     before = trainer.predicted()
     bench.idle(1, 0)
@@ -147,9 +143,7 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
 
 
 def test_a_worker_whose_engine_gets_work_again_stops(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
-    bench.teach(1, sequences())
+    trainer = bench.taught()
     bench.idle(1, 0)
     until(lambda: trainer.num_updates() > 2)
     bench.status(1, 0, busy=True)
@@ -185,7 +179,7 @@ def test_states_that_are_not_finite_end_the_period_and_not_the_drafter(bench: Be
     assert row["ended"] == "failed"
     assert "not finite" in row["detail"]
     assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
-    assert all(torch.equal(value, good[name]) for name, value in trainer.weights().items())
+    assert same(trainer.weights(), good)
     assert trainer.predicted() == []
     assert bench.server.rollout_ended(0) < 1.0
     bench.begin(1)
@@ -196,32 +190,8 @@ def test_states_that_are_not_finite_end_the_period_and_not_the_drafter(bench: Be
     assert bench.server.rollout_ended(2) < 1.0
 
 
-def test_a_full_disk_costs_the_checkpoint_and_nothing_else(bench: Bench, monkeypatch: pytest.MonkeyPatch):
-    trainer = bench.add(1)
-    bench.begin(0)
-    bench.teach(1, sequences())
-
-    def full(*args: Any, **named: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(drafter_checkpoint._Writer, "finish", full)
-    bench.idle(1, 0)
-    until(lambda: trainer.num_updates() >= 12)
-    bench.server.rollout_ended(0)
-    trainer.checkpoint.finish()
-    complaints = trainer.complaints()
-    assert len(complaints) >= 2
-    assert all("No space left" in complaint for complaint in complaints)
-    assert trainer.complaints() == []
-    assert trainer.take_rows()[0]["ended"] == "stopped"
-    assert trainer.checkpoint.latest() is None
-    assert not list(trainer.place.folder.glob("*"))
-
-
 def test_a_new_process_goes_on_from_the_checkpoint_unless_the_drafter_in_service_is_further(bench: Bench):
-    trainer = bench.add(1)
-    bench.begin(0)
-    bench.teach(1, sequences())
+    trainer = bench.taught()
     bench.idle(1, 0)
     until(lambda: trainer.num_updates() >= 7)
     bench.server.rollout_ended(0)
@@ -233,7 +203,7 @@ def test_a_new_process_goes_on_from_the_checkpoint_unless_the_drafter_in_service
         again.start(text.frozen(), served, 3)
         want = served if expected is None else expected
         assert want is not None
-        assert all(torch.equal(value, want[name]) for name, value in again.state().items())
+        assert same(again.state(), want)
         assert list(again._published) == [3]
         (updates, _) = again._published[3]
         assert updates == (0 if served is None else int(served["counters"][0])), "what serves is not what is trained"
@@ -296,9 +266,7 @@ def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
 
 
 def test_a_trainer_does_no_more_updates_than_it_may(bench: Bench):
-    trainer = bench.add(1, CONFIG.model_copy(update={"max_updates": 6}))
-    bench.begin(0)
-    bench.teach(1, sequences())
+    trainer = bench.taught(CONFIG.model_copy(update={"max_updates": 6}))
     bench.idle(1, 0)
     (row,) = until(trainer.take_rows)
     assert (row["ended"], row["updates"], trainer.num_updates()) == ("declined", 6, 6)

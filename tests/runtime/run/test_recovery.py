@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tltlab.policies.policy import FixedSpec, Policy
-from tltlab.runtime.drafter.drafting import NoDrafter
+from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.grpo import GrpoRun
@@ -63,7 +63,7 @@ class Actors(Asked):
 def recovery(out: Path, policy: Policy) -> Recovery:
     recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
     checkpoints = RunCheckpoints(out / "checkpoints", 2)
-    return Recovery(recipe, policy, checkpoints, Data(), NoDrafter(), RunEvents(out / "events.jsonl"))  # type: ignore[arg-type]
+    return Recovery(recipe, policy, checkpoints, Data(), NullDrafting(), RunEvents(out / "events.jsonl"))  # type: ignore[arg-type]
 
 
 def begun(out: Path, policy: Policy, log: list[str], folder: Path | None = None) -> tuple[Recovery, RunState]:

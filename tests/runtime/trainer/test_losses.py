@@ -200,10 +200,12 @@ def test_responses_near_the_cap_are_punished_softly():
     assert shaped("penalty") == shaped("penalty", 20)
 
 
+PLAIN = {"clip_low": 0.2, "clip_high": 0.28, "correction": None, "kl_coef": 0.0, "ref_logp": None}
+
+
 def one_token(ratio: float, advantage: float, **settings) -> float:
-    plain = {"clip_low": 0.2, "clip_high": 0.28, "correction": None, "kl_coef": 0.0, "ref_logp": None}
     terms = policy_loss(
-        torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1), **plain | settings
+        torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), torch.ones(1), **PLAIN | settings
     )
     return float(terms.loss)
 
@@ -224,10 +226,7 @@ def test_the_ratio_is_clipped_only_where_it_would_run_away(ratio: float, advanta
 
 def test_a_clipped_token_has_no_gradient_and_is_counted():
     logp = torch.tensor([math.log(1.5), 0.0, 200.0], requires_grad=True)
-    terms = policy_loss(
-        logp, torch.zeros(3), torch.ones(3), torch.full((3,), 1 / 3),
-        clip_low=0.2, clip_high=0.28, correction=None, kl_coef=0.0, ref_logp=None,
-    )  # fmt: skip
+    terms = policy_loss(logp, torch.zeros(3), torch.ones(3), torch.full((3,), 1 / 3), **PLAIN)
     terms.loss.backward()
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([0.0, -1 / 3, 0.0])
@@ -242,10 +241,8 @@ def test_the_gradient_is_that_of_finite_differences():
     correction = correction_weights(old, packed(data["engine"]), 1.1)
 
     def loss(logp: torch.Tensor) -> torch.Tensor:
-        return policy_loss(
-            logp, old, each, weights.abs(), clip_low=0.2, clip_high=0.28, correction=correction, kl_coef=0.3,
-            ref_logp=ref,
-        ).loss  # fmt: skip
+        corrected = PLAIN | {"correction": correction, "kl_coef": 0.3, "ref_logp": ref}
+        return policy_loss(logp, old, each, weights.abs(), **corrected).loss
 
     assert torch.autograd.gradcheck(loss, (new.requires_grad_(),), eps=1e-7, atol=1e-5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -128,22 +129,15 @@ class Case:
     mode: str
     spot: dict[str, float] | None
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"costs": self.costs, "acceptance": self.acceptance, "placement": self.placement, "mode": self.mode}
+
     def simulate(self, policy: Policy) -> SimResult:
-        return simulate(
-            self.trace,
-            policy,
-            costs=self.costs,
-            acceptance=self.acceptance,
-            placement=self.placement,
-            mode=self.mode,
-            spot=self.spot,
-            record_iterations=True,
-        )
+        return simulate(self.trace, policy, spot=self.spot, record_iterations=True, **self.settings)
 
     def scenario(self) -> Scenario:
-        return Scenario.of(
-            self.trace, costs=self.costs, acceptance=self.acceptance, placement=self.placement, mode=self.mode
-        )
+        return Scenario.of(self.trace, **self.settings)
 
 
 @st.composite

@@ -17,11 +17,10 @@ from tltlab.runtime.drafter.offline.runs import (
     annotated_drafts,
     by_position,
     last_third,
-    length_ratio,
     live_drafts,
 )
 from tltlab.runtime.models.runs import DRAFTER, Kind, Progress, fixed_depth, prompts_of, recipe_of, trained_beside
-from tltlab.stats import interval_json, paired_interval
+from tltlab.stats import Interval, interval_json, paired_interval
 from tltlab.traces.trace import Trace
 
 from .intervals import as_text, decimals
@@ -244,3 +243,12 @@ def text(found: Mapping[str, Any]) -> str:
             "training, not from following."
         )
     return "\n".join(lines)
+
+
+def length_ratio(adaptive: Sequence[Kept], frozen: Sequence[Kept], rng: np.random.Generator) -> Interval | None:
+    """Mean accept length of one over that of the other in the RL steps that both have; None where there is none."""
+    first, second = ({step.rl_step: step.accept_length for step in steps} for steps in (adaptive, frozen))
+    both = sorted(first.keys() & second.keys())
+    if not both:
+        return None
+    return paired_interval([first[s] for s in both], [second[s] for s in both], rng=rng)

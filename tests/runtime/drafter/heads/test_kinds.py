@@ -29,7 +29,7 @@ from tltlab.bench.drafter.packing import Shape, bench_packing, padded_loss, text
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.drafter.heads.eagle import is_eagle_head, random_head
+from tltlab.runtime.drafter.heads.eagle import is_eagle_head
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head, default_aux_layers
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
@@ -218,8 +218,6 @@ def test_other_checkpoints_are_refused(targets: dict[str, Path], tmp_path: Path)
         load_head(tmp_path)
     with pytest.raises(ConfigError, match="an EAGLE head here has one layer"):
         load_head(targets["llama"])
-    with pytest.raises(ConfigError, match="only an EAGLE-3 head drafts from a part"):
-        new_head(targets["llama"], "eagle", 0, torch.arange(4))
 
 
 # A start from scratch.
@@ -236,7 +234,12 @@ def test_the_same_seed_makes_the_same_new_head_for_any_target(method: Any, kind:
 def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights(targets: dict[str, Path]):
     folder = targets["llama"]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
-    heads = {name: new_head(folder, "eagle", 0) for name in ("fitted", "new")} | {"random": random_head(folder, 0)}
+    heads = {name: new_head(folder, "eagle", 0) for name in ("fitted", "new", "random")}
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for value in heads["random"].parameters():
+            if value.dim() == 2:
+                value.normal_(0.0, 0.02)
     data = [along(model, heads["new"], row, 8) for row in texts_of(model, 24)]
     held = pack(data[16:])
     fit_inputs(heads["fitted"], frozen, pack(data[:16]))
@@ -255,13 +258,11 @@ def test_a_head_start_by_least_squares_is_worth_many_updates_from_random_weights
     assert after["fitted"].loss < after["new"].loss
 
 
-def test_an_eagle3_head_starts_with_the_targets_norm_and_its_rows_for_a_part_of_the_vocabulary(targets):
-    drafted = torch.tensor([3, 5, 20])
-    head = new_head(targets["qwen3"], "eagle3", 0, drafted)
+def test_an_eagle3_head_starts_with_the_targets_norm(targets):
+    head = new_head(targets["qwen3"], "eagle3", 0)
     assert isinstance(head, Eagle3Head)
     weights = load_file(targets["qwen3"] / "model.safetensors")
     assert torch.equal(head.norm.weight, weights["model.norm.weight"])
-    assert torch.equal(head.output_weight(made_target()), weights["lm_head.weight"][drafted])
     before = head.get_parameter("fc.weight").clone()
     fit_inputs(head, made_target(), pack([made_sequence(4)]))
     assert torch.equal(head.get_parameter("fc.weight"), before)
@@ -299,6 +300,15 @@ def predicted(kept: list[int]) -> list[int]:
     return found
 
 
+def of_part(whole: DrafterHead, frozen: FrozenTarget, vocabulary: torch.Tensor) -> Eagle3Head:
+    """The same head for some tokens only: its LM head begins as the target's rows for them."""
+    head = Eagle3Head(whole.config, whole.aux_layers, vocabulary)
+    head.load_state_dict(whole.state_dict(), strict=False)
+    with torch.no_grad():
+        head.output_weight(frozen).copy_(frozen.lm_head[vocabulary])
+    return head
+
+
 CASES = [("llama", "eagle3", list(range(4, 22))), ("qwen2", "eagle", None), ("qwen3", "eagle3", None)]
 
 
@@ -309,13 +319,15 @@ def test_vllm_accepts_of_a_trained_heads_drafts_what_the_captured_states_foretel
 ):
     depth, folder = 4, targets[kind]
     model, frozen = loaded(folder), FrozenTarget.from_folder(folder)
-    head = new_head(folder, method, 0, None if vocabulary is None else torch.tensor(vocabulary))
+    head = new_head(folder, method, 0)
+    if vocabulary is not None:
+        head = of_part(head, frozen, torch.tensor(vocabulary))
     fresh = head.save(tmp_path / "fresh")
     data = [along(model, head, row, 8) for row in texts_of(model, 16)]
     fit_inputs(head, frozen, pack(data))
     train(head, frozen, data, 40, kind="eagle3" if method == "eagle3" else "hass", unroll=2, token_weight=1.0)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(6)]
+    prompts = [rng.integers(4, WORDS, 12).tolist() for _ in range(4)]
     with engine_with(folder, method, fresh, depth) as engine:
         untrained = [accepted(engine, prompt) for prompt in prompts]
         engine.update_draft_weights(head.serving_weights().items())
@@ -329,7 +341,7 @@ def test_vllm_accepts_of_a_trained_heads_drafts_what_the_captured_states_foretel
             assert drafts[:-1] == expected[: len(drafts) - 1]
             assert len(drafts) in (len(expected), len(expected) - 1)
     before, after = (sum(sum(drafts) for _, drafts in found) for found in (untrained, trained))
-    assert after > before + 20
+    assert after > before + 14
     if vocabulary is None:
         annotator = learned_annotator("learned", str(head.save(tmp_path / "head")), str(folder))
         recorded = RecordedResponse(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,6 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from tltlab.errors import InputError, RunError
-from tltlab.files import marked_folder
 from tltlab.runtime.cli.train_drafter import train_drafter as command
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.offline.chains import kept_along
@@ -35,7 +33,7 @@ from tltlab.runtime.drafter.offline.data import (
     split_by_prompt,
 )
 from tltlab.runtime.drafter.offline.evaluate import acceptance_along, walk
-from tltlab.runtime.drafter.offline.warm_up import MARKER, WarmUpConfig, train_drafter
+from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig, train_drafter
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
@@ -251,26 +249,6 @@ def test_a_target_whose_states_are_not_finite_is_told_before_training(random_mod
     with pytest.raises(RunError, match="not finite: look for NaN"):
         train_drafter(target, data, tmp_path / "heads" / "new", config(), quiet)
     assert list((tmp_path / "heads").iterdir()) == []
-
-
-def test_an_earlier_checkpoint_stays_where_the_new_one_cannot_take_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    out = tmp_path / "head"
-    out.mkdir()
-    (out / MARKER).write_text("earlier")
-    move = os.replace
-
-    def refuse(old: Path, new: Path) -> None:
-        if Path(old).name == "new":
-            raise OSError("refused")
-        move(old, new)
-
-    monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(RunError, match="was not written"), marked_folder(out, MARKER) as folder:
-        (folder / MARKER).write_text("later")
-    assert (out / MARKER).read_text() == "earlier"
-    assert list(tmp_path.iterdir()) == [out]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])

@@ -1,0 +1,118 @@
+"""The drafter that serves: which weights since when, and what the engines' canaries say of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tltlab.coordination.canary import Verdict
+from tltlab.errors import ConfigError
+from tltlab.runtime.engine.drafter_pool import DrafterReport
+from tltlab.runtime.ray.actors import get
+from tltlab.runtime.run.state import RunEvents
+
+WEIGHTS = "drafter.safetensors"
+TRAINING = "drafter_training.safetensors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedDrafter:
+    """What engines draft with, since RL step `published`, after `updates` updates and `swaps` swaps of its weights.
+
+    `weights` are by the names that vLLM loads, and `training` is a reference to the state that trainers go on from,
+    both None for the head that the run began with. `predicted`: the chance of each drafted token.
+    """
+
+    updates: int = 0
+    swaps: int = 0
+    published: int = 0
+    predicted: Sequence[float] = ()
+    weights: Mapping[str, Tensor] | None = None
+    training: Any = None
+
+    def state_dict(self, folder: Path) -> dict[str, Any]:
+        """What is no tensor, as JSON types; tensors go into two files in `folder`, which is made."""
+        if self.weights is not None:
+            folder.mkdir(exist_ok=True)
+            for name, tensors in ((WEIGHTS, self.weights), (TRAINING, get(self.training))):
+                own = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+                save_file(own, folder / name)
+        return {
+            "updates": self.updates,
+            "swaps": self.swaps,
+            "published": self.published,
+            "predicted": list(self.predicted),
+            "in_service": self.weights is not None,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], folder: Path | None) -> ServedDrafter:
+        """The one that gave `state`. Raises ConfigError where its files are not there or damaged."""
+        numbers = {name: state[name] for name in ("updates", "swaps", "published", "predicted")}
+        if not state["in_service"]:
+            return cls(**numbers)
+        assert folder is not None
+        try:
+            weights, training = load_file(folder / WEIGHTS), load_file(folder / TRAINING)
+        except Exception as error:  # safetensors has an error of its own beside OSError
+            cause = " ".join(str(error).split())[:200]
+            raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {cause}") from error
+        return cls(**numbers, weights=weights, training=ray.put(training))
+
+
+class CanaryWatch:
+    """What the canaries of a run's engines say of the drafter `name`, each verdict told once, and how its drafts do."""
+
+    def __init__(self, name: str, events: RunEvents) -> None:
+        self.name, self.events = name, events
+        self.accept_length: float | None = None
+        """Tokens per draft in the last rollout, the bonus token included, and those drafts."""
+        self.drafts = 0
+        self._verdicts: dict[int, tuple[Verdict, ...]] = {}
+        self._counts: dict[int, tuple[int, int, int]] = {}
+
+    def look(self, reports: Sequence[DrafterReport]) -> bool:
+        """Tell what is new in the reports of all workers; whether all of them trust the drafter."""
+        for worker, report in enumerate(reports):
+            for verdict in report.verdicts:
+                if verdict not in self._verdicts.get(worker, ()):
+                    tell = self.events.record if verdict.kind == "fine" else self.events.note
+                    tell(f"worker {worker}: {verdict.sentence}", worker=worker, verdict=asdict(verdict))
+            self._verdicts[worker] = report.verdicts
+        return all(report.trusted for report in reports)
+
+    def rollout_ended(self, reports: Sequence[DrafterReport]) -> None:
+        """Look, and work out how the drafts of the rollout that has just ended did."""
+        self.look(reports)
+        drafts = kept = 0
+        for worker, report in enumerate(reports):
+            positions = report.positions.get(self.name)
+            now = (report.updates, sum(positions.drafted[:1]), sum(positions.kept)) if positions else (0, 0, 0)
+            before = self._counts.get(worker, (0, 0, 0))
+            # An engine that was started again has counted from 0.
+            base = before if before[0] == now[0] and before[1] <= now[1] else (now[0], 0, 0)
+            drafts, kept = drafts + now[1] - base[1], kept + now[2] - base[2]
+            self._counts[worker] = now
+        self.accept_length, self.drafts = (1 + kept / drafts if drafts else None), drafts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seen": {str(worker): list(counts) for worker, counts in self._counts.items()},
+            "verdicts": {str(worker): [asdict(v) for v in verdicts] for worker, verdicts in self._verdicts.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave, after JSON, with no rollout ended yet."""
+        self._counts = {int(worker): (n[0], n[1], n[2]) for worker, n in state["seen"].items()}
+        self._verdicts = {int(worker): tuple(map(_verdict, rows)) for worker, rows in state["verdicts"].items()}
+        self.accept_length, self.drafts = None, 0
+
+
+def _verdict(row: dict[str, Any]) -> Verdict:
+    return Verdict(**(row | {name: tuple(row[name]) for name in ("predicted", "measured")}))

@@ -1,0 +1,199 @@
+"""Training on idle workers: the trainers' processes, the coordinator that orders them about, and its keys."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.coordinator.keys import ClientKeys, ServerKeys, make_keys
+from tltlab.runtime.coordinator.log import Membership, PeriodRecord
+from tltlab.runtime.coordinator.server import CoordinatorServer
+from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.run.state import RunEvents
+
+from .processes import Places, TrainerProcesses
+from .service import ServedDrafter
+from .worker import SpotPlace
+
+
+class SpotTraining:
+    """One coordinator and a trainer per worker, whose machines and devices are `where`, until `close`.
+
+    `place(worker, coordinator, keys)` says where a trainer stands. Coordinator and trainers know RL steps that only
+    grow: a run that goes back begins with another one.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        endpoint: str,
+        where: Places,
+        place: Callable[[int, str, ClientKeys | None], SpotPlace],
+        events: RunEvents,
+    ) -> None:
+        self.config, self.events = config, events
+        self.num_workers = len(where)
+        self._server_keys: ServerKeys | None = None
+        keys: tuple[ClientKeys, ...] = ()
+        if config.endpoint is not None:
+            self._server_keys, keys = make_keys(self.num_workers)
+        self._lock = threading.Lock()
+        self._trains_in: int | None = None
+        self._began = time.perf_counter()
+        self._died: set[int] = set()
+        self.server: CoordinatorServer | None = self._new_server(endpoint)
+        places = [
+            place(worker, self.server.endpoint, keys[worker] if keys else None) for worker in range(self.num_workers)
+        ]
+        self.processes = TrainerProcesses(places, where, config, events, self._gone)
+
+    def begin(self, target: Any, served: ServedDrafter, data: Path | None) -> None:
+        """Start the trainers, from the drafter in service and with what a checkpoint's folder has of their data."""
+        self.processes.state, self.processes.published = served.training, served.published
+        self.processes.begin(target, data)
+
+    def rollout_starts(self, rl_step: int) -> None:
+        """From now on workers that run out of requests train."""
+        self._trains_in, self._began, self._died = rl_step, time.perf_counter(), set()
+        self._tell(lambda server: server.rollout_started(rl_step))
+
+    def rollout_ends(self, rl_step: int) -> None:
+        """On return no trainer trains."""
+        if self._trains_in is not None:
+            self._trains_in = None
+            self._tell(lambda server: server.rollout_ended(rl_step))
+
+    def publish(self, served: ServedDrafter) -> None:
+        """All trainers, those that start later too, go on from what serves now."""
+        self.processes.state, self.processes.published = served.training, served.published
+        self.processes.answers("publish", served.training, served.published)
+
+    def set_target(self, target: Any) -> None:
+        """The policy has moved: all trainers learn from these embedding and LM head."""
+        self.processes.target = target
+        self.processes.answers("set_target", target)
+
+    def rows(self, rl_step: int) -> list[dict[str, Any]]:
+        """The rows of `spot_training` of the rollout that has ended, those of trainers that died in it too."""
+        rows = [row for told in self.processes.answers("take_rows").values() for row in told]
+        rows += self._lost_rows(rl_step, rows)
+        for row in rows:
+            if row["ended"] == "failed":
+                self.events.note(f"drafter training on worker {row['worker']} failed: {row['detail']}")
+        for worker, failures in self.processes.answers("complaints").items():
+            for failure in failures:
+                self.events.note(f"a checkpoint of the drafter on worker {worker} failed: {failure}")
+        return rows
+
+    def close(self) -> None:
+        self.processes.close()
+        with self._lock:
+            server, self.server = self.server, None
+        if server is not None:
+            server.close()
+
+    def _new_server(self, endpoint: str, *, take_over: bool = False) -> CoordinatorServer:
+        return CoordinatorServer(
+            self.config.coordinator, endpoint, self.num_workers, self._kill, self._server_keys, take_over=take_over
+        )
+
+    def _kill(self, worker: int) -> None:
+        self._died.add(worker)
+        self.processes.kill(worker, f"it did not yield within {self.config.coordinator.yield_timeout_s:g} s")
+
+    def _gone(self, worker: int) -> None:
+        self._died.add(worker)
+        self._tell(lambda server: server.worker_gone(worker))
+
+    def _tell(self, tell: Callable[[CoordinatorServer], Any]) -> None:
+        """Tell the coordinator something; where its thread has died another one takes over, and is told."""
+        server = self.server
+        for _ in range(2):
+            if server is None:
+                return
+            try:
+                tell(server)
+                return
+            except RunError as error:
+                server = self._take_over(server, error)
+        self._give_up("the worker coordinator failed twice")
+
+    def _take_over(self, dead: CoordinatorServer, why: RunError) -> CoordinatorServer | None:
+        with self._lock:
+            # Another thread may have been first, or the run has ended.
+            if self.server is not dead:
+                return self.server
+            dead.close()
+            try:
+                self.server = self._new_server(dead.endpoint, take_over=True)
+                if self._trains_in is not None:
+                    self.server.rollout_started(self._trains_in)
+            except RunError as error:
+                self.server = None
+                self._give_up(f"no worker coordinator could take over ({error})")
+                return None
+            self.events.note(f"{why}; another one has taken over")
+            return self.server
+
+    def _give_up(self, why: str) -> None:
+        """Go on without training: nobody could take the devices back."""
+        self.events.note(f"{why}: the drafter is not trained any more in this run")
+        self.processes.close()
+
+    def _lost_rows(self, rl_step: int, told: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Rows for trainers that died in this rollout's training and tell nothing any more."""
+        died, self._died = self._died, set()
+        if not died or self.server is None:
+            return []
+        known = {(row["worker"], row["term"]) for row in told}
+        rows = {
+            (member.worker, period.term): _lost_row(period, member, self._began)
+            for period in self.server.periods()
+            for member in period.members
+            if period.rl_step == rl_step and member.worker in died
+        }
+        return [row for key, row in rows.items() if key not in known]
+
+
+def _lost_row(period: PeriodRecord, member: Membership, began: float) -> dict[str, Any]:
+    """What the coordinator knows of a trainer that died: when it held its device, and not what it did."""
+    until = member.stop_s if member.free_s is None else member.free_s
+    return {
+        "rl_step": period.rl_step,
+        "worker": member.worker,
+        "term": period.term,
+        "t_start": max(member.start_s - began, 0.0),
+        "duration": (time.perf_counter() if until is None else until) - member.start_s,
+        "members": len(period.members),
+        **dict.fromkeys(("setup_s", "train_s", "wait_s", "blocked_s"), 0.0),
+        **dict.fromkeys(("updates", "tokens", "sequences", "checkpoints"), 0),
+        "yield_s": None,
+        "ended": "killed",
+        "loss": None,
+        "accept": None,
+        "detail": "its process ended: what it did is not known",
+    }
+
+
+def check_machines(config: DrafterConfig, nodes: Sequence[str], here: str) -> None:
+    """Raise ConfigError where workers on other machines than the driver's could not be reached, or not together.
+
+    `nodes` are the workers' machines by Ray's names, `here` is the driver's.
+    """
+    if set(nodes) <= {here}:
+        return
+    host = "" if config.endpoint is None else config.endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if config.endpoint is None or not config.endpoint.startswith("tcp://") or host in ("*", "0.0.0.0", "[::]"):
+        raise ConfigError(
+            "there are rollout workers on other machines than the driver: set drafter.endpoint to tcp://HOST:PORT, an "
+            "address of the driver's machine that they can reach"
+        )
+    if len(set(nodes)) > 1 and config.coordinator.max_members != 1:
+        raise ConfigError(
+            "the rollout workers are on several machines, and trainers of one machine only train together: set "
+            "drafter.coordinator.max_members to 1"
+        )
