@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-import pandas as pd
 from pydantic import Field
 
 from tltlab.arrays import Flags, Floats, Ints
@@ -20,6 +19,9 @@ from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.hardware import BYTES_PER_VALUE, gpu, model
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -99,6 +101,9 @@ class StepWorkload:
 
 
 def _informative(groups: Sequence[str], rewards: Sequence[float | None]) -> Flags:
+    # Engines load costs with a policy, and pandas takes longer to load than all of it.
+    import pandas as pd
+
     frame = pd.DataFrame({"group": list(groups), "reward": np.array(rewards, np.float64)})
     by_group = frame.groupby("group")["reward"]
     differ = by_group.transform("max") > by_group.transform("min")
