@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
+from .asking import fixed, request
+
+SUFFIX = fixed("suffix")
 ARMS = (Strategy.chain("suffix", 4), Strategy.chain("ngram", 2), NO_SPECULATION)
 ADAPTIVE = {
     "explore": Policy(selector=ExploreSpec(strategies=ARMS, hold_iterations=2)),
@@ -35,12 +37,12 @@ def engines(random_model: Path) -> Iterator[list[Engine]]:
 
 
 def generate(engine: Engine, rl_step: int, *, prompts: int = 3, tokens: int = 40, **more: Any) -> Rollout:
-    requests = [
-        GenerationRequest(key=(rl_step, f"p{n}", k, 0), prompt_token_ids=[1, 4 + n, 5], max_response_tokens=tokens + n)
+    asked = [
+        request(f"p{n}", k, [1, 4 + n, 5], tokens + n, rl_step=rl_step, ignore_eos=False)
         for n in range(prompts)
         for k in range(4)
     ]
-    return engine.generate(requests, rl_step=rl_step, temperature=1.0, **more)
+    return engine.generate(asked, rl_step=rl_step, temperature=1.0, **more)
 
 
 def texts(rollout: Rollout) -> list[tuple[list[int], list[float]]]:
@@ -112,8 +114,7 @@ def test_an_adaptive_run_is_repeated_bit_by_bit_from_its_decisions(engines: list
     rows = decisions(once)
     assert {row["drafter"] for row in rows} == {"suffix", "ngram", "none"}
     other.replay(rows)
-    held_out = GenerationRequest(key=(-1, "e", 0, 0), prompt_token_ids=[1, 9], max_response_tokens=9)
-    other.evaluate([held_out], temperature=1.0)
+    other.evaluate([request("e", 0, [1, 9], 9, rl_step=-1)], temperature=1.0)
     again = answer(other, 5)
     assert [texts(rollout) for rollout in again] == [texts(rollout) for rollout in once]
     assert [choices(rollout) for rollout in again] == [choices(rollout) for rollout in once]
