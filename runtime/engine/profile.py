@@ -17,8 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from tltlab.calibration.iterations import measured_rows
-from tltlab.calibration.measurements import checked
+from tltlab.calibration.iterations import checked, measured_rows
 from tltlab.calibration.table import MeasuredTable
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
@@ -125,7 +124,7 @@ class Grid:
 class Profile:
     """What was measured.
 
-    `table` has the columns of `tltlab.calibration.measurements`, `drafter`, and of each row `draft_seconds`,
+    `table` has the columns of `tltlab.calibration.iterations`, `drafter`, and of each row `draft_seconds`,
     `num_samples` and `spread`, the interquartile range of its seconds. `skipped` says `why` a cell was not measured.
     `spread` is the median over rows of spread / seconds, `repeat_error` that of how far the two visits' medians are
     apart, `held_out_error` that of a table fitted to two thirds of the cells on the others; None where not known.

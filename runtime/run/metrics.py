@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
+from tltlab.errors import TraceError
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
@@ -66,7 +67,11 @@ def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float
     tables = {name: pd.DataFrame(rows[name]) for name in _TABLES if rows[name]}
     # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
     num_workers = len({row["lane"] for row in rows["spans"] if row["lane"].startswith("worker ")})
-    trace = Trace.from_tables(Manifest(kind="recorded", num_workers=num_workers), tables)
+    try:
+        trace = Trace.from_tables(Manifest(kind="recorded", num_workers=num_workers), tables)
+    except TraceError:
+        # Whoever reads the recording is told; the run is worth more than its figures.
+        return {}
     return {f"rollout/{figure.__name__}": figure(trace) for figure in _FIGURES}
 
 

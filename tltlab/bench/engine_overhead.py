@@ -23,7 +23,7 @@ from tltlab.arrays import Floats
 from tltlab.bench.published.folder import fits_kv_cache, measured_table
 from tltlab.bench.published.kernels import Kernels, from_kernels, leave_one_out
 from tltlab.bench.published.transfer import SWITCH_NOTE, SWITCH_S
-from tltlab.calibration.isotonic import non_negative
+from tltlab.calibration.robust import non_negative
 from tltlab.costs.table import TableCosts
 from tltlab.errors import ConfigError
 from tltlab.hardware import model

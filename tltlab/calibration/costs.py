@@ -100,7 +100,7 @@ def fit_trace(
 
 
 def fit_points(points: pd.DataFrame, kind: str = "linear", hardware: Hardware | None = None) -> CostFit:
-    """Fit costs to a table that `measurements.checked` has seen; each batch size is left out in turn.
+    """Fit costs to a table that `iterations.checked` has seen; each batch size is left out in turn.
 
     Raises ConfigError for data that cannot tell what the kind needs.
     """

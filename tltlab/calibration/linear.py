@@ -9,10 +9,9 @@ import numpy as np
 from tltlab.arrays import Flags, Floats
 from tltlab.costs.base import FAR_TOKENS, LinearCosts
 
-from .isotonic import non_negative
 from .iterations import CostEstimator, Iterations
 from .residuals import NUM_BANDS, band
-from .robust import fit
+from .robust import fit, non_negative
 
 _ENOUGH_FAR = 200
 """Iterations beyond twice FAR_TOKENS that it takes to fit a slope of their own."""

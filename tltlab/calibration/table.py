@@ -15,10 +15,9 @@ from tltlab.errors import ConfigError
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .cross_validation import Fold, cross_validated
-from .isotonic import attention_knots, context_columns, fixed_columns, forward_columns, forward_knots, non_negative
 from .iterations import CostEstimator, Iterations
 from .residuals import NUM_BANDS, band
-from .robust import fit
+from .robust import attention_knots, context_columns, fit, fixed_columns, forward_columns, forward_knots, non_negative
 
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 

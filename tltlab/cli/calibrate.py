@@ -17,7 +17,7 @@ from tltlab.calibration.acceptance.fits import AcceptanceFit, fit_kind
 from tltlab.calibration.api import parse_rl_steps
 from tltlab.calibration.costs import KINDS, CostFit, fit_points, fit_trace
 from tltlab.calibration.idle_training import SpotFit, fit_spot
-from tltlab.calibration.measurements import read_step_times
+from tltlab.calibration.iterations import read_step_times
 from tltlab.calibration.residuals import held_out_table, residuals_table
 from tltlab.calibration.roofline import Hardware
 from tltlab.calibration.stages import StageFit, fit_stages

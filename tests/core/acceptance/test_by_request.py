@@ -233,18 +233,8 @@ def drawn(model, num_requests: int, num_drafts: int, seed: int = 0, depth: int =
             accepted = int((rng.random() < kept).sum())
             rows.append((*key, "ngram", depth, at, accepted, siblings))
             at += accepted + 1
-    names = [
-        "rl_step",
-        "prompt_id",
-        "sample",
-        "turn",
-        "drafter",
-        "reach",
-        "generated_tokens",
-        "accepted",
-        "num_siblings",
-    ]
-    return pd.DataFrame(rows, columns=names)
+    names = "rl_step prompt_id sample turn drafter reach generated_tokens accepted num_siblings"
+    return pd.DataFrame(rows, columns=names.split())
 
 
 def test_a_fit_finds_the_curve_that_made_the_drafts():

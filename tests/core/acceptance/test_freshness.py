@@ -133,18 +133,8 @@ def recorded(ages: list[int], updates: list[int | None], tokens: int = 4000) -> 
         chance = 0.8 * HALF.level(age, count or 0)
         accepted = np.minimum(rng.geometric(1 - chance, tokens) - 1, 6)
         rows.append((0, "p", sample, 0, "learned", age, count, 6, accepted))
-    names = [
-        "rl_step",
-        "prompt_id",
-        "sample",
-        "turn",
-        "drafter",
-        "drafter_age",
-        "drafter_updates",
-        "max_depth",
-        "accept_if_drafted",
-    ]
-    return pd.DataFrame(rows, columns=names)
+    names = "rl_step prompt_id sample turn drafter drafter_age drafter_updates max_depth accept_if_drafted"
+    return pd.DataFrame(rows, columns=names.split())
 
 
 def test_a_fit_finds_what_made_the_data():

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from tltlab.acceptance.load import (
     FittedAcceptance,
     FittedDepth,
     GeometricAcceptance,
-    TraceAcceptance,
     load_acceptance,
     reach,
 )
@@ -134,34 +132,6 @@ def test_a_distribution_must_fit_its_depth(accepted: tuple[float, ...]):
     value = {"kind": "fitted", "drafters": {"ngram": {"2": {"accepted": accepted, "drafted": 1}}}}
     with pytest.raises(ConfigError, match=r"drafters"):
         load_acceptance(value)
-
-
-def counterfactuals() -> pd.DataFrame:
-    rows = [
-        (0, "a", 0, 0, "ngram", 3, 4, [0, 0, 0]),
-        (0, "a", 0, 0, "ngram", 1, 4, [4, 2, 0]),
-        (0, "b", 0, 0, "ngram", 0, 4, [1]),
-    ]
-    names = ["rl_step", "prompt_id", "sample", "turn", "drafter", "drafter_age", "max_depth", "accept_if_drafted"]
-    return pd.DataFrame(rows, columns=names)
-
-
-def test_a_trace_is_replayed_with_the_youngest_drafter():
-    model = TraceAcceptance(counterfactuals())
-    assert model.drafters == ("ngram",)
-    assert model.positions("ngram", (0, "a", 0, 0), 3).tolist() == [4, 2, 0]
-
-
-def test_a_trace_says_what_it_lacks():
-    model = TraceAcceptance(counterfactuals())
-    with pytest.raises(ConfigError, match="depth 4"):
-        model.check(chain(5))
-    with pytest.raises(ConfigError, match="only ngram"):
-        model.check(Strategy.chain("learned", 2))
-    with pytest.raises(ConfigError, match="no row"):
-        model.positions("ngram", (0, "c", 0, 0), 1)
-    with pytest.raises(ConfigError, match="1 positions"):
-        model.positions("ngram", (0, "b", 0, 0), 2)
 
 
 @given(st.floats(0, 1), st.integers(1, 12))

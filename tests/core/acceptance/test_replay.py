@@ -66,3 +66,15 @@ def test_acceptance_outside_the_draft_is_refused(accepted: list[int]):
     table.at[1, "accept_if_drafted"] = accepted
     with pytest.raises(TraceError, match=rf"got {accepted[1]}, outside \[0, max_depth = 4\]"):
         TraceAcceptance(table)
+
+
+def test_a_trace_says_what_it_lacks():
+    model = TraceAcceptance(counterfactuals())
+    for strategy, says in ((Strategy.chain("learned", 5), "depth 4"), (Strategy.chain("ngram", 2), "only learned")):
+        with pytest.raises(ConfigError, match=says):
+            model.check(strategy)
+    for key, num_tokens, says in (((0, "c", 0, 0), 1, "no row"), (KEY_B, 2, "1 positions")):
+        with pytest.raises(ConfigError, match=says):
+            model.positions("learned", key, num_tokens)
+    with pytest.raises(ConfigError, match="a budget needs an acceptance model"):
+        model.by_request()

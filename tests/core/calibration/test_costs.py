@@ -13,7 +13,7 @@ from tltlab.acceptance.load import GeometricAcceptance, SiblingAcceptance, load_
 from tltlab.calibration.acceptance.fits import fit_kind
 from tltlab.calibration.costs import fit_points, fit_trace
 from tltlab.calibration.cross_validation import held_out_errors, step_folds
-from tltlab.calibration.measurements import checked, read_step_times
+from tltlab.calibration.iterations import checked, read_step_times
 from tltlab.calibration.roofline import Hardware
 from tltlab.cli.calibrate import calibrate as command
 from tltlab.costs.base import CostModel, LinearCosts

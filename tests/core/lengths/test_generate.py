@@ -459,10 +459,7 @@ def test_like_a_csv_needs_the_prompt_share(run, tmp_path):
     ("args", "says"),
     [
         (["--prompts", 0], "prompts is 0"),
-        (["--workers", 0], "workers is 0"),
-        (["--num-prompts", 0], "only 0 in all"),
         (["--prompt-share", 2], "prompt_share: "),
-        (["--cap", 0], "max_response_tokens: "),
         (["--regime", "chat"], "no regime 'chat'"),
         (["--regime", "reasoning", "--like", TRACES / "tiny"], "give one of them"),
         (["--like", "nowhere"], "nowhere"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 from collections import Counter
-from pathlib import Path
 from statistics import median
 
 import pytest
 import torch
 
-import tltlab.runtime
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, LengthAwareBudgetSpec, Policy
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -121,15 +118,3 @@ def test_the_policys_time_is_a_small_part_of_the_run(engine: Engine):
     # A busy machine may stop a process in the middle of anything: the typical rollout counts.
     rollouts = [greedy(engine, fixed("ngram")) for _ in range(7)]
     assert 0 < median(rollout.recorder_s / rollout.duration_s for rollout in rollouts) < 0.05
-
-
-def test_only_the_adapter_imports_vllm():
-    runtime = Path(tltlab.runtime.__file__).parent
-    bench = Path(tltlab.__file__).parent / "bench"
-    for path in (*runtime.rglob("*.py"), *bench.rglob("*.py")):
-        if path.parent.name == "vllm":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert not any(name.split(".")[0] == "vllm" for name in names), path.name

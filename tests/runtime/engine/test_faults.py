@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from tltlab.drafters.base import Key
-from tltlab.drafters.specs import HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
-from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
 from tltlab.strategy import Strategy
 
 from .asking import CONTEXT, fixed, request, switching
@@ -177,24 +175,6 @@ def test_engines_that_a_policy_cannot_follow_are_refused(random_model: Path):
         Engine(str(random_model), vllm_args={"data_parallel_size": 2})
     with pytest.raises(ConfigError, match="turns asynchronous scheduling off"):
         Engine(str(random_model), max_draft_depth=0, vllm_args={"async_scheduling": True, "max_model_len": CONTEXT})
-
-
-def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path, tmp_path: Path):
-    config = (random_model / "config.json").read_text()
-    (tmp_path / "config.json").write_text(config.replace('"vocab_size": ', '"vocab_size": 1'))
-    with pytest.raises(ConfigError, match="vocab_size"):
-        check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
-    (tmp_path / "config.json").write_text(config.replace('"hidden_size": ', '"hidden_size": 1'))
-    check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
-    with pytest.raises(ConfigError, match="hidden_size"):
-        check_drafter(str(random_model), "learned", LearnedSpec(method="eagle", model=str(tmp_path)))
-
-
-def test_a_hybrid_beside_sampled_drafts_is_refused_since_it_would_not_be_lossless():
-    drafters = {"learned": LearnedSpec(method="eagle", model="a/head"), "hybrid": HybridSpec()}
-    check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
-    with pytest.raises(ConfigError, match="a hybrid cannot stand beside drafts that are sampled"):
-        check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path):

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tltlab.calibration.costs import fit_points
-from tltlab.calibration.measurements import read_step_times
+from tltlab.calibration.iterations import read_step_times
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
 from tltlab.runtime.engine.engine import Engine

@@ -19,7 +19,7 @@ import pandas as pd
 from sklearn.isotonic import IsotonicRegression
 
 from tltlab.arrays import Flags, Floats
-from tltlab.calibration.isotonic import attention_knots, context_columns, fixed_columns, non_negative
+from tltlab.calibration.robust import attention_knots, context_columns, fixed_columns, non_negative
 from tltlab.costs.base import CalibratedRange
 from tltlab.costs.table import AttentionKnot, Roofline, TableCosts, TokenKnot, smooth_max
 from tltlab.errors import ConfigError

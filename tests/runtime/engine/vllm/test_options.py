@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 
-import tltlab
-from tltlab.drafters.specs import LearnedSpec, SuffixSpec
+import tltlab.runtime
+from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
-from tltlab.runtime.engine.vllm.options import Attachment, serve_arguments
+from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, serve_arguments
 from tltlab.strategy import Strategy
 
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
@@ -152,3 +153,33 @@ def test_vllm_logs_beside_the_results_and_not_among_them(monkeypatch: pytest.Mon
     with starting():
         assert os.environ["VLLM_LOGGING_STREAM"] == "ext://sys.stderr"
     assert "VLLM_LOGGING_STREAM" not in os.environ
+
+
+def test_a_drafter_of_another_vocabulary_or_width_is_refused(random_model: Path, tmp_path: Path):
+    config = (random_model / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config.replace('"vocab_size": ', '"vocab_size": 1'))
+    with pytest.raises(ConfigError, match="vocab_size"):
+        check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
+    (tmp_path / "config.json").write_text(config.replace('"hidden_size": ', '"hidden_size": 1'))
+    check_drafter(str(random_model), "learned", LearnedSpec(method="draft_model", model=str(tmp_path)))
+    with pytest.raises(ConfigError, match="hidden_size"):
+        check_drafter(str(random_model), "learned", LearnedSpec(method="eagle", model=str(tmp_path)))
+
+
+def test_a_hybrid_beside_sampled_drafts_is_refused_since_it_would_not_be_lossless():
+    drafters = {"learned": LearnedSpec(method="eagle", model="a/head"), "hybrid": HybridSpec()}
+    check_sampled_drafts(drafters, {"draft_sample_method": "greedy"})
+    with pytest.raises(ConfigError, match="a hybrid cannot stand beside drafts that are sampled"):
+        check_sampled_drafts(drafters, {"draft_sample_method": "probabilistic"})
+
+
+def test_only_the_adapter_imports_vllm():
+    runtime = Path(tltlab.runtime.__file__).parent
+    bench = Path(tltlab.__file__).parent / "bench"
+    for path in (*runtime.rglob("*.py"), *bench.rglob("*.py")):
+        if path.parent.name == "vllm":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert not any(name.split(".")[0] == "vllm" for name in names), path.name
