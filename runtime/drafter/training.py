@@ -18,7 +18,7 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .loss import drafter_loss
+from .heads.loss import drafter_loss
 from .sequences import TrainingSequence
 
 KEEP_EVERY = 16

@@ -19,8 +19,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.files import marked_folder
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
-from tltlab.runtime.drafter.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
-from tltlab.runtime.drafter.loss import drafter_loss
+from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.training import KEEP_EVERY, MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.loss import Chains
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.loss import Chains
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.trainer.packing import PackedBatch, pack
 

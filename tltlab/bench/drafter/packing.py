@@ -25,8 +25,8 @@ from transformers import LlamaConfig
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.eagle import EagleHead
 from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.packing import pack

@@ -33,8 +33,8 @@ from tltlab.runtime.drafter.heads.eagle import is_eagle_head
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head, default_aux_layers
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import fit_inputs, load_head, new_head
+from tltlab.runtime.drafter.heads.loss import DrafterLoss, drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
-from tltlab.runtime.drafter.loss import DrafterLoss, drafter_loss
 from tltlab.runtime.drafter.offline.annotate import learned_annotator
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.sequences import TrainingSequence

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.loss import drafter_loss
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import LossConfig

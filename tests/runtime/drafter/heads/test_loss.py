@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.heads.target import FrozenTarget
-from tltlab.runtime.drafter.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.packing import pack
 
-from .small_heads import drafted_states, made_head, made_sequence, made_target
+from ..small_heads import drafted_states, made_head, made_sequence, made_target
 
 KINDS = ["eagle", "hass", "eagle3"]
 HALF = [1, 2, 5, 7, 8, 12]
@@ -133,7 +133,7 @@ def test_logits_in_parts_give_the_same_loss_and_gradient(monkeypatch: pytest.Mon
     head, frozen, batch = made_head("eagle3"), made_target(), pack([made_sequence(40)])
     found = {}
     for limit in (1 << 26, 13 * 7):
-        monkeypatch.setattr("tltlab.runtime.drafter.loss.MAX_LOGITS", limit)
+        monkeypatch.setattr("tltlab.runtime.drafter.heads.loss.MAX_LOGITS", limit)
         head.zero_grad()
         loss = drafter_loss(head, frozen, batch, LossConfig(kind="eagle3", unroll=2))
         loss.loss.backward()

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tltlab.runtime.drafter.heads.head import DrafterHead
-from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.attention import causal_attention, chain_attention
 from tltlab.runtime.trainer.packing import PackedBatch
+
+from .head import DrafterHead
+from .target import FrozenTarget
 
 MAX_LOGITS = 1 << 26
 """Logits held at a time, of drafter and target each; what is beyond is computed twice instead of kept."""
