@@ -8,9 +8,10 @@ export HF_HUB_OFFLINE ?= 1
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
-# While working, `pytest -n 2 -m "not engine"` runs what starts no engine, no Ray and no trainer.
+# What starts no engine, in two processes: run that line after every change. Then engines, Ray and trainers, one by one.
 test: setup check
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 -m "not engine"
+	$(BIN)/pytest -m engine
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.

@@ -20,8 +20,7 @@ settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
 START_UP = Path(__file__).parent / "start_up"
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(START_UP), os.environ.get("PYTHONPATH")]))
 gc.set_threshold(100_000, 20, 100)
-# Two drivers of Ray and their processes share two cores: Ray declares a node dead, and with it the test's process, that
-# does not answer in time.
+# On a busy machine Ray declares a node dead, and with it the test's process, that does not answer in time.
 os.environ.setdefault("RAY_health_check_timeout_ms", "60000")
 os.environ.setdefault("RAY_health_check_failure_threshold", "20")
 # More than a hundred processes import the same modules: they are compiled once.
