@@ -61,7 +61,7 @@ work = Path(scratch.name)
 # %%
 result = tune(trace, depths=(2, 4, 8), max_buckets=2, trials=4, repeats=2)
 print(result.verdict)
-display(pd.DataFrame([row.json() for row in result.candidates]).round(3))
+display(pd.DataFrame(result.json()["candidates"]).round(3))
 
 # %%
 rows = result.candidates
