@@ -147,6 +147,7 @@ def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, f
     at = dict.fromkeys(open_, 1)
     for key, text in open_.items():
         drafter.extend(key, text[:1])
+    drafter.catch_up()
     insert_s = lookup_s = 0.0
     lookups = inserted = drafted = accepted = 0
     while open_:
@@ -163,6 +164,7 @@ def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, f
             new = text[done : done + kept + 1]
             start = time.perf_counter()
             drafter.extend(key, new)
+            drafter.catch_up()
             insert_s += time.perf_counter() - start
             at[key] += len(new)
             lookups, inserted, drafted, accepted = (

@@ -45,8 +45,21 @@ class Drafter(ABC):
     def propose(self, key: Key, depth: int) -> Draft:
         """Up to `depth` tokens to follow request `key`; fewer, or none, where nothing matches."""
 
+    def propose_all(self, asked: Sequence[tuple[Key, int]]) -> list[Draft]:
+        """`propose` for each of several (key, depth), in order."""
+        return [self.propose(key, depth) for key, depth in asked]
+
+    def catch_up(self) -> None:  # noqa: B027
+        """Put in the text that waits to be looked up for open requests, so that the next look-ups only look up."""
+
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
         """A draft of `num_drafted` tokens for `key` was verified and its first `num_accepted` were kept."""
+
+    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
+        """`observe` for each of several (key, num_drafted, num_accepted)."""
+        if type(self).observe is not Drafter.observe:
+            for key, num_drafted, num_accepted in verified:
+                self.observe(key, num_drafted, num_accepted)
 
     @abstractmethod
     def close(self, key: Key) -> None:

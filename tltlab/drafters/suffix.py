@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
 from .base import Draft, Drafter, Key
@@ -50,9 +49,9 @@ class SuffixDrafter(Drafter):
     doubles when all of a draft was accepted and halves otherwise (HistoSpec). Trees are max_match + max_draft deep:
     after the longest match a draft can have `max_draft` tokens.
 
-    Time: about 2 us per token inserted and 4 us per look-up and tree. Memory: 0.2 to 0.4 kB per token held; the window
-    is per tree, so problem trees grow with the number of problems. ConfigError where the settings make no sense or the
-    library is missing.
+    Time: about 2 us per token inserted and 4 us per look-up and tree; text is inserted when its tree is next searched,
+    so what never is costs nothing. Memory: 0.2 to 0.4 kB per token held; the window is per tree, so problem trees grow
+    with the number of problems. ConfigError where the settings make no sense or the library is missing.
 
     >>> drafter = SuffixDrafter(scopes=("group",))
     >>> drafter.remember((0, "p", 0, 0), [1, 2, 3], [7, 8, 9])
@@ -102,8 +101,7 @@ class SuffixDrafter(Drafter):
     def open(self, key: Key, tokens: Sequence[int]) -> None:
         """Begin request `key` with its prompt. A finished response of the same key makes way for the new one."""
         assert key not in self._running, f"request {key!r} is open already"
-        # A copy: the tree takes writable, contiguous int32 only.
-        prompt = np.array(tokens, dtype=np.int32)
+        prompt = array("i", tokens)
         names = [_name(scope, key) for scope in self.scopes]
         for name in names:
             tree = self._trees.get(name)
@@ -113,38 +111,52 @@ class SuffixDrafter(Drafter):
                 tree.remove(key)
                 self._release(key)
             tree.open(key, prompt, whole=name[0] == "request", num_before=0 if name[0] == "global" else self.max_match)
-        text = array("i", [BEFORE_TEXT])
-        text.frombytes(prompt.tobytes())
+        text = array("i", [BEFORE_TEXT]) + prompt
         trees = [self._trees[name] for name in names]
         growing = [tree for tree, name in zip(trees, names, strict=True) if self.live or name[0] == "request"]
         self._running[key] = _Running(names, trees, growing, text, start=len(text), width=WIDTHS[0])
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
-        new = np.array(tokens, dtype=np.int32)
-        request.text.frombytes(new.tobytes())
+        new = array("i", tokens)
+        request.text.extend(new)
         for tree in request.growing:
             tree.extend(key, new)
 
     def propose(self, key: Key, depth: int) -> Draft:
-        request = self._running[key]
-        if self.length == "doubling":
-            depth = min(depth, request.width)
-        if depth < 1:
-            return Draft([], 0.0)
-        # The tree allows a match of m tokens factor * m + offset tokens; with this offset none below min_match.
-        factor = self.match_factor if self.length == "match" else float(depth)
-        offset = -factor * (self.min_match - 1)
-        context = np.frombuffer(request.text[-self.max_match - 1 :], np.int32)
-        best = Draft([], 0.0)
-        for tree in request.trees:
-            found = tree.index.speculate_ndarray(context, depth, factor, offset, self.min_token_prob, False)
-            if found.score > best.expected:
-                best = Draft(found.token_ids, found.score)
-        return best
+        return self.propose_all([(key, depth)])[0]
+
+    def propose_all(self, asked: Sequence[tuple[Key, int]]) -> list[Draft]:
+        drafts = []
+        running, least, before = self._running, self.min_token_prob, -self.max_match - 1
+        doubling, matching, shorter = self.length == "doubling", self.length == "match", self.min_match - 1
+        for key, depth in asked:
+            request = running[key]
+            if doubling:
+                depth = min(depth, request.width)
+            best, most = None, 0.0
+            if depth > 0:
+                # The tree allows a match of m tokens factor * m + offset tokens; with this offset none below min_match.
+                factor = self.match_factor if matching else float(depth)
+                context = request.text[before:].tolist()
+                for tree in request.trees:
+                    if tree.waiting:
+                        tree.catch_up()
+                    found = tree.index.speculate(context, depth, factor, -factor * shorter, least, False)
+                    score = found.score
+                    if score > most:
+                        best, most = found, score
+            drafts.append(Draft([], 0.0) if best is None else Draft(best.token_ids, most))
+        return drafts
+
+    def catch_up(self) -> None:
+        for request in self._running.values():
+            for tree in request.trees:
+                if tree.waiting:
+                    tree.catch_up()
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
-        request = self._running.get(key)
+        request = self._running.get(key) if self.length == "doubling" else None
         if request is not None and num_drafted:
             width = request.width * 2 if num_accepted >= num_drafted else request.width // 2
             request.width = min(max(width, WIDTHS[0]), WIDTHS[1])
@@ -158,7 +170,7 @@ class SuffixDrafter(Drafter):
         for name in request.names:
             tree = self._trees[name]
             if tree not in request.growing:
-                tree.extend(key, np.frombuffer(response, np.int32))
+                tree.extend(key, response)
             tree.running.discard(key)
             if name[0] == "request":
                 del self._trees[name]
@@ -170,7 +182,7 @@ class SuffixDrafter(Drafter):
     @property
     def memory_bytes(self) -> int:
         """The trees by their own estimate, and the text. It walks all trees, so ask now and then only."""
-        trees = sum(int(tree.index.estimate_memory()) for tree in self._trees.values())
+        trees = sum(tree.memory_bytes for tree in self._trees.values())
         finished = sum(len(text.prompt) + len(text.response) for text in self._finished.values())
         return trees + 4 * (finished + sum(len(request.text) for request in self._running.values()))
 
@@ -274,19 +286,22 @@ def check_settings(
 class TextTree:
     """The texts of one scope, and each prompt once while a response to it is there.
 
-    `index` is the library's tree; it knows texts by number. `finished` is in the order of finishing.
+    `index` is the library's tree; it knows texts by number. Text is `waiting` outside of it until `catch_up`, which
+    whoever searches calls first: what is never searched, as while speculation is off, costs no insertion. `finished` is
+    in the order of finishing.
     """
 
     def __init__(self, index: Any) -> None:
         self.index = index
         self.running: set[Key] = set()
         self.finished: dict[Key, None] = {}
+        self.waiting: list[tuple[int, array[int]]] = []
         self._number: dict[Key | bytes, int] = {}
         self._prompt: dict[Key, bytes] = {}
         self._users: dict[bytes, int] = {}
         self._next = 0
 
-    def open(self, key: Key, prompt: Tokens, *, whole: bool, num_before: int) -> None:
+    def open(self, key: Key, prompt: array[int], *, whole: bool, num_before: int) -> None:
         """Begin a text with its prompt: all of it, or its last `num_before` tokens and the whole beside it, once."""
         self.running.add(key)
         self._number[key] = self._new_number()
@@ -302,8 +317,19 @@ class TextTree:
             self._prompt[key] = packed
             self.extend(key, prompt[-num_before:])
 
-    def extend(self, key: Key | bytes, tokens: Tokens) -> None:
-        self.index.extend_ndarray(self._number[key], tokens)
+    def extend(self, key: Key | bytes, tokens: array[int]) -> None:
+        self.waiting.append((self._number[key], tokens))
+
+    def catch_up(self) -> None:
+        """Put what waits into the index, in the order it came."""
+        waiting, self.waiting = self.waiting, []
+        for number, tokens in waiting:
+            self.index.extend(number, tokens.tolist())
+
+    @property
+    def memory_bytes(self) -> int:
+        """The index by its own estimate, for which it is walked, and what waits."""
+        return int(self.index.estimate_memory()) + sum(tokens.itemsize * len(tokens) for _, tokens in self.waiting)
 
     def finish(self, key: Key, window: int | None) -> list[Key]:
         """The text is complete; which older ones had to leave."""
@@ -317,13 +343,18 @@ class TextTree:
     def remove(self, key: Key) -> None:
         """Take out a finished text, and its prompt if it was the last of it."""
         del self.finished[key]
-        self.index.remove(self._number.pop(key))
+        self._take_out(key)
         packed = self._prompt.pop(key, None)
         if packed is not None:
             self._users[packed] -= 1
             if not self._users[packed]:
                 del self._users[packed]
-                self.index.remove(self._number.pop(packed))
+                self._take_out(packed)
+
+    def _take_out(self, key: Key | bytes) -> None:
+        number = self._number.pop(key)
+        self.waiting = [text for text in self.waiting if text[0] != number]
+        self.index.remove(number)
 
     def _new_number(self) -> int:
         self._next += 1

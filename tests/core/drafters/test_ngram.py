@@ -196,6 +196,7 @@ def test_it_keeps_up_with_an_engine():
     drafter.open(A, [])
     start = time.thread_time()
     drafter.extend(A, tokens)
+    drafter.catch_up()
     inserted = time.thread_time()
     drafted = 0
     for i in range(2_000):

@@ -206,6 +206,60 @@ def test_trees_and_texts_that_nothing_needs_are_freed():
     assert len(group.state_dict()["responses"]) == 1
 
 
+class CountedIndex:
+    """An index of the library, and the texts that were put in and taken out of it."""
+
+    calls: list[tuple[str, int]]
+
+    def __init__(self, calls, index):
+        self.calls, self.index = calls, index
+
+    def extend(self, number, tokens):
+        self.calls.append(("extend", len(tokens)))
+        self.index.extend(number, tokens)
+
+    def __getattr__(self, name):
+        return getattr(self.index, name)
+
+
+def counted(**settings):
+    """A drafter, and what its indices are told."""
+    drafter, calls = SuffixDrafter(**settings), []
+    new_index = drafter._new_index
+    drafter._new_index = lambda depth: CountedIndex(calls, new_index(depth))
+    return drafter, calls
+
+
+def test_text_that_nobody_searches_is_not_indexed():
+    drafter, calls = counted(window=2)
+    for sample in range(9):
+        drafter.remember((0, "p", sample, 0), [1, 2, 3], [*range(40), sample])
+        told(drafter, (0, "q", sample, 0), [5, 6, 7], prompt=[4])
+    assert calls == []
+    assert drafter.memory_bytes > 0
+    told(drafter, LATER, [38, 39], prompt=[1, 2, 3])
+    assert drafter.propose(LATER, 4).tokens in ([7], [8])
+    # The prompt, and of each response that the window still holds the prompt's end and the text; nothing of "q".
+    assert [length for _, length in calls] == [3, 3, 41, 3, 41, 3, 2]
+
+
+def test_text_is_indexed_in_the_order_it_came_whenever_it_is_searched():
+    texts = [[1, 2, 3 + n % 3, 1, 2, 5 - n % 3] * 3 for n in range(4)]
+    drafts = []
+    for often in (False, True):
+        drafter = SuffixDrafter()
+        for n, _ in enumerate(texts):
+            drafter.open((0, "p", n, 0), [9])
+        for at in range(len(texts[0])):
+            for n, text in enumerate(texts):
+                drafter.extend((0, "p", n, 0), [text[at]])
+                if often:
+                    drafter.propose((0, "p", n, 0), 4)
+        drafts.append(drafter.propose_all([((0, "p", n, 0), 4) for n in range(4)]))
+    assert drafts[0] == drafts[1]
+    assert all(draft.tokens for draft in drafts[0])
+
+
 def test_what_is_remembered_twice_counts_once():
     drafter = SuffixDrafter()
     for _ in range(3):
@@ -367,6 +421,7 @@ def test_it_keeps_up_with_an_engine():
     start = time.thread_time()
     for at in range(0, len(tokens), 4):
         drafter.extend(A, tokens[at : at + 4])
+        drafter.catch_up()
     inserted = time.thread_time()
     for _ in range(1_000):
         drafter.propose(A, 8)
