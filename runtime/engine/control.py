@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -34,7 +35,7 @@ _LATELY = 0.2
 class Live:
     """One request in the engine, as policies see it: it has the fields of `tltlab.state.RequestState`, always current.
 
-    `output` grows by itself; drafters have been shown its first `shown` tokens; `drafter` made the draft in flight.
+    `output` grows by itself; `drafter` made the draft in flight.
     """
 
     key: Key
@@ -43,7 +44,6 @@ class Live:
     max_response_tokens: int
     recent_acceptance: float | None = None
     length_class: int | None = None
-    shown: int = 0
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
@@ -55,6 +55,34 @@ class Live:
     @property
     def generated_tokens(self) -> int:
         return len(self.output)
+
+
+class _Running(Sequence[Live]):
+    """The requests of an iteration, looked up when a policy first reads them: most never do."""
+
+    __slots__ = ("_ids", "_live", "_read")
+
+    def __init__(self, ids: Sequence[str], live: Mapping[str, Live]) -> None:
+        self._ids, self._live = ids, live
+        self._read: list[Live] | None = None
+
+    def _requests(self) -> list[Live]:
+        if self._read is None:
+            self._read = [self._live[i] for i in self._ids if i in self._live]
+        return self._read
+
+    def __len__(self) -> int:
+        return len(self._requests())
+
+    @overload
+    def __getitem__(self, index: int) -> Live: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Live]: ...
+    def __getitem__(self, index: int | slice) -> Live | list[Live]:
+        return self._requests()[index]
+
+    def __iter__(self) -> Iterator[Live]:
+        return iter(self._requests())
 
 
 class Seat:
@@ -131,8 +159,9 @@ class Control:
 
     Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
     opens a rollout, `end` closes it and returns its rows; see `Ledger`, also for `overlapped`. An iteration calls
-    `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`; each but the
-    first takes O(batch). `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
+    `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but
+    requests are looked at one by one only where there are drafts or the policy reads them. `inside` runs while the
+    ledger is kept, `seat.deciding` and it while the policy decides.
     """
 
     def __init__(
@@ -151,6 +180,7 @@ class Control:
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
+        self._turn = 0
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -158,8 +188,7 @@ class Control:
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
-        running = [(live.key, live.prompt, live.output[: live.shown]) for live in self.live.values()]
-        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies, running)
+        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
 
     def suspend(self) -> None:
@@ -217,7 +246,7 @@ class Control:
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self.keys.add(key)
         self.speechless.add(request_id)
-        self.drafters.open(key, prompt)
+        self.drafters.open(key, prompt, output)
         return live
 
     def finish(self, request_id: str) -> Live | None:
@@ -226,7 +255,6 @@ class Control:
         self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
-            self.drafters.extend(live.key, live.output[live.shown :])
             self.drafters.close(live.key)
             self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
         return live
@@ -242,17 +270,16 @@ class Control:
             verified = self.ledger.schedule(what)
             if self.seat.selector is not None:
                 with self.seat.deciding:
-                    batch = [self.live[i] for i in what.request_ids]
                     self._state = StepState(
                         rl_step=self.ledger.rl_step,
                         worker=self.ledger.worker,
-                        batch=len(batch),
+                        batch=len(what.request_ids),
                         waiting=what.waiting,
                         context_tokens=what.context_tokens,
                         free_kv_tokens=what.free_kv_tokens,
                         strategy=verified,
                         drafters=self.drafters,
-                        requests=cast(Sequence[RequestState], batch),
+                        requests=cast(Sequence[RequestState], _Running(what.request_ids, self.live)),
                     )
                     choice = self.seat.ask(self._state)
                     self.drafters.check(choice.strategy)
@@ -270,7 +297,10 @@ class Control:
             )
             shares = self.seat.budget.allot(state, strategy)
         # A draft is followed by one token of the target's own, so the last token is never worth drafting.
-        return [max(min(n, r.max_response_tokens - len(r.output) - 1), 0) for n, r in zip(shares, live, strict=True)]
+        return [
+            share if share < (room := r.max_response_tokens - len(r.output)) else max(room - 1, 0)
+            for share, r in zip(shares, live, strict=True)
+        ]
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
@@ -279,32 +309,32 @@ class Control:
 
         Requests that are gone or have not generated yet get nothing.
         """
-        since_s = self.ledger.clock()
-        if self.drafters.feeds:
-            # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
-            for live in self.live.values():
-                if live.shown < len(live.output):
-                    self.drafters.extend(live.key, live.output[live.shown :])
-                    live.shown = len(live.output)
+        since_s, late_s = self.ledger.clock(), 0.0
+        self._turn += 1
         drafts: list[list[int]] = [[] for _ in request_ids]
         strategy = self.ledger.in_force.strategy
         if strategy.speculates:
-            going = [(n, self.live[i]) for n, i in enumerate(request_ids) if i in self.live]
-            drafting = [(n, live) for n, live in going if live.output]
+            # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
+            late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
+            lives = [self.live.get(i) for i in request_ids]
+            drafting = [(n, live) for n, live in enumerate(lives) if live is not None and live.output]
             with self.inside, self.seat.deciding:
                 shares = self.allot([live for _, live in drafting])
-            for (n, live), share in zip(drafting, shares, strict=True):
-                if share:
-                    live.drafter, drafts[n] = self.drafters.propose(strategy, live.key, share, learned[n])
-        self.ledger.drafted(since_s, learned_s or 0.0)
+            asked = [(n, live, share) for (n, live), share in zip(drafting, shares, strict=True) if share]
+            made = self.drafters.propose(
+                strategy, [(live.key, share) for _, live, share in asked], [learned[n] for n, _, _ in asked]
+            )
+            for (n, live, _), (drafter, draft) in zip(asked, made, strict=True):
+                live.drafter, drafts[n] = drafter, draft
+        self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
-    def sampled(self, what: Scheduled, counts: Mapping[str, int]) -> None:
+    def sampled(self, what: Scheduled, counts: Sequence[int]) -> None:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         with self.inside:
             if self.speechless:
-                for request_id in self.speechless.intersection(what.request_ids):
-                    if counts[request_id]:
+                for request_id, got in zip(what.request_ids, counts, strict=True):
+                    if got and request_id in self.speechless:
                         self.speechless.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
             iteration = self.ledger.verified(what, counts)
@@ -315,6 +345,7 @@ class Control:
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Count what was kept of each request's draft, and let its drafter know."""
         drafter = iteration.verified.strategy.drafter
+        verified: defaultdict[str, list[tuple[Key, int, int]]] = defaultdict(list)
         for request_id, drafted, kept in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
             if not drafted or (live := self.live.get(request_id)) is None:
                 continue
@@ -322,7 +353,9 @@ class Control:
             live.accepted += kept
             recent = live.recent_acceptance
             live.recent_acceptance = float(kept) if recent is None else recent + _LATELY * (kept - recent)
-            self.drafters.observe(live.drafter or drafter, live.key, drafted, kept)
+            verified[live.drafter or drafter].append((live.key, drafted, kept))
+        for name, drafts in verified.items():
+            self.drafters.observe(name, drafts)
 
     def idle(self) -> None:
         """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""
