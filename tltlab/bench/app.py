@@ -201,6 +201,30 @@ def policy(
 
 
 @app.command()
+def seam(
+    cases: Annotated[
+        str | None,
+        typer.Option(
+            help="Shipped policies, record and capture, with commas between them. [default: all]", show_default=False
+        ),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128,256,512",
+    iterations: Annotated[int, typer.Option(min=20, help="Iterations of each case that are measured.")] = 200,
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches before each call.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Processor time of all that is ours in an iteration of vLLM's scheduler, by policy and batch; no model runs.
+
+    Example: tltlab bench seam --cases none,beg-mab-suffix --batches 256,512
+    """
+    from .seam import CASES, bench_seam, text
+
+    chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
+    found = bench_seam(chosen, _sizes(batches), iterations=iterations, cold=cold, progress=progress)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
 def runtime(
     model: Annotated[
         Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a deep model is trained first.")
@@ -265,12 +289,7 @@ def gpu(
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
-    try:
-        sizes = [int(size) for size in batches.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--batches is {batches!r}: give whole numbers with commas between them") from error
-    if min(sizes) < 1:
-        raise ConfigError(f"--batches is {batches!r}: give numbers from 1 up")
+    sizes = _sizes(batches)
     if shape is not None:
         module.shape(shape, model)
     found = module.bench_gpu(
@@ -327,3 +346,14 @@ def train(
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
     found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
     emit(found, as_json=as_json, text=text(found))
+
+
+def _sizes(batches: str) -> list[int]:
+    """The batch sizes that an option names."""
+    try:
+        sizes = [int(size) for size in batches.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--batches is {batches!r}: give whole numbers with commas between them") from error
+    if min(sizes) < 1:
+        raise ConfigError(f"--batches is {batches!r}: give numbers from 1 up")
+    return sizes
