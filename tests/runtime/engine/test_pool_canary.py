@@ -138,7 +138,7 @@ def test_a_report_is_json_with_and_without_a_learned_drafter():
     assert row["verdicts"][0]["kind"] == "fine"
     none = DrafterPool({"ngram": NgramSpec()}, 4)
     none.target_updated("1")
-    none.observe("ngram", KEY, 2, 1)
+    none.observe("ngram", [(KEY, 2, 1)])
     report = none.report()
     assert (report.drafter, report.serves, list(report.positions)) == ("", False, ["ngram"])
 
