@@ -88,7 +88,8 @@ class _Running(Sequence[Live]):
 class Seat:
     """The policy's place: the selector that is asked and told, the budget that shares out, or none of either.
 
-    `deciding` runs while the policy chooses, shares out or learns.
+    `deciding` runs while the policy chooses, shares out or learns. A selector that is memoryless is asked once for each
+    change of what it looks at, and told nothing.
     """
 
     def __init__(self, *, worker: int, clock: Clock) -> None:
@@ -97,17 +98,28 @@ class Seat:
         self.deciding = Stopwatch(clock)
         self._worker = worker
         self._replayed: tuple[int, int] = START
+        self._answer: tuple[int, int, Choice] | None = None
 
     def take(self, selector: Selector | None, budget: DraftBudget | None) -> None:
         """Choose by `selector` and share out by `budget`, by default evenly, from now on."""
         self.selector = selector
         self.budget = budget or UniformBudget()
+        self._answer = None
+
+    def answer(self, batch: int, waiting: int) -> Choice | None:
+        """What the selector chose last, where it would choose that again."""
+        before = self._answer
+        return before[2] if before is not None and before[0] == batch and before[1] == waiting else None
 
     def ask(self, state: StepState) -> Choice:
         """The selector's choice for `state`."""
-        assert self.selector is not None
-        strategy = self.selector.choose(state)
-        return Choice(strategy, self.selector, self.selector.bucket_, self.selector.propensity_)
+        selector = self.selector
+        assert selector is not None
+        strategy = selector.choose(state)
+        learns = not selector.memoryless or type(selector).reward is not Selector.reward
+        choice = Choice(strategy, selector, selector.bucket_, selector.propensity_, learns)
+        self._answer = (state.batch, state.waiting, choice) if selector.memoryless else None
+        return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
         """Have the selector that made `choice`, in force or not any more, learn its outcome; the reward it learns."""
@@ -123,6 +135,7 @@ class Seat:
         if inner is None:
             raise ConfigError("decisions are replayed under the policy that made them, and none is set")
         self.selector = ReplayedDecisions(inner, rows, worker=self._worker)
+        self._answer = None
         self.selector.go_to(self._replayed)
 
     def begin(self, rl_step: int) -> None:
@@ -267,24 +280,30 @@ class Control:
     def scheduled(self, what: Scheduled) -> int:
         """Choose what the iteration drafts at its end; the depth for the engine's workers."""
         with self.inside:
-            verified = self.ledger.schedule(what)
+            self._what, self._verified = what, self.ledger.schedule(what)
             if self.seat.selector is not None:
-                with self.seat.deciding:
-                    self._state = StepState(
-                        rl_step=self.ledger.rl_step,
-                        worker=self.ledger.worker,
-                        batch=len(what.request_ids),
-                        waiting=what.waiting,
-                        context_tokens=what.context_tokens,
-                        free_kv_tokens=what.free_kv_tokens,
-                        strategy=verified,
-                        drafters=self.drafters,
-                        requests=cast(Sequence[RequestState], _Running(what.request_ids, self.live)),
-                    )
-                    choice = self.seat.ask(self._state)
-                    self.drafters.check(choice.strategy)
+                choice = self.seat.answer(len(what.request_ids), what.waiting)
+                if choice is None:
+                    with self.seat.deciding:
+                        choice = self.seat.ask(self._state(what.request_ids))
+                        self.drafters.check(choice.strategy)
                 self.ledger.choose(choice)
             return self.drafters.worker_depth(self.ledger.in_force.strategy)
+
+    def _state(self, request_ids: Sequence[str]) -> StepState:
+        """What a policy sees of the iteration that was scheduled last."""
+        what = self._what
+        return StepState(
+            rl_step=self.ledger.rl_step,
+            worker=self.ledger.worker,
+            batch=len(request_ids),
+            waiting=what.waiting,
+            context_tokens=what.context_tokens,
+            free_kv_tokens=what.free_kv_tokens,
+            strategy=self._verified,
+            drafters=self.drafters,
+            requests=cast(Sequence[RequestState], _Running(request_ids, self.live)),
+        )
 
     def allot(self, live: Sequence[Live]) -> list[int]:
         """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""
@@ -292,9 +311,8 @@ class Control:
         if isinstance(self.seat.budget, UniformBudget) or not live:
             shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
         else:
-            state = replace(
-                self._state, batch=len(live), strategy=strategy, requests=cast(Sequence[RequestState], live)
-            )
+            requests = cast(Sequence[RequestState], live)
+            state = replace(self._state(()), batch=len(live), strategy=strategy, requests=requests)
             shares = self.seat.budget.allot(state, strategy)
         # A draft is followed by one token of the target's own, so the last token is never worth drafting.
         return [
@@ -302,17 +320,15 @@ class Control:
             for share, r in zip(shares, live, strict=True)
         ]
 
-    def drafts(
-        self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
-    ) -> list[list[int]]:
+    def drafts(self, request_ids: Sequence[str], learned: list[list[int]], learned_s: float | None) -> list[list[int]]:
         """What each request is to verify next. `learned` are the workers' drafts, made in `learned_s` seconds.
 
         Requests that are gone or have not generated yet get nothing.
         """
         since_s, late_s = self.ledger.clock(), 0.0
         self._turn += 1
-        drafts: list[list[int]] = [[] for _ in request_ids]
         strategy = self.ledger.in_force.strategy
+        drafts = [[] for _ in request_ids] if strategy.speculates or any(learned) else learned
         if strategy.speculates:
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
             late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)

@@ -37,12 +37,13 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A strategy, and the selector that chose it and is told its outcome; without one nobody chose."""
+    """A strategy, and the selector that chose it and, if it `learns`, is told its outcome; without one nobody chose."""
 
     strategy: Strategy
     selector: Selector | None = None
     bucket: int | None = None
     propensity: float = 1.0
+    learns: bool = True
 
 
 NO_CHOICE = Choice(NO_SPECULATION)
@@ -227,7 +228,7 @@ class Ledger:
         self._over_s = now
         if self.is_open:
             self._over.append(iteration)
-        if iteration.verified.selector is not None:
+        if iteration.verified.selector is not None and iteration.verified.learns:
             iteration.reward = self._tell(iteration.verified, iteration.outcome)
 
     @property

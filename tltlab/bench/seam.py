@@ -1,9 +1,9 @@
-"""What all of ours on an engine's critical path costs it: processor time of our scheduler beyond that of vLLM's own.
+"""What all of ours on an engine's critical path costs it: processor time per iteration, without a model.
 
-Two schedulers stand side by side, ours under a policy and vLLM's, with the same requests. A worker is played to both:
-no model runs, the tokens are those of texts made up beforehand, and a draft is kept as far as it agrees with them. Each
-iteration of ours less the same one of vLLM's is what we cost: choosing, the book, feeding drafters, look-ups, sharing
-out, and requests that come and go.
+vLLM's scheduler runs under a policy, and a worker is played to it: the tokens are those of texts made up beforehand,
+and a draft is kept as far as it agrees with them. A clock of this thread's processor time runs while code of ours does
+and stands while vLLM's own does, wherever one calls the other: choosing, the book, feeding drafters, look-ups, sharing
+out, and requests that come and go. What vLLM itself does more, or less, because of us is not in it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import gc
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +42,14 @@ _FEWEST = 10
 _BLOCK = 16
 _HIDDEN = 256
 _ITERATION_S, _TOKEN_S = 1e-2, 1e-4
-_CALLS = ("add", "schedule", "outputs", "drafts")
+_PARTS = {
+    "schedule": "schedule",
+    "_update_after_schedule": "schedule",
+    "update_from_output": "outputs",
+    "update_draft_token_ids": "drafts",
+}
+"""The part of an iteration that a method belongs to; requests come and go in the others."""
+_VLLM, _REQUESTS, _CAPTURED = "vllm", "requests", "capture"
 
 
 def bench_seam(
@@ -54,14 +62,14 @@ def bench_seam(
 ) -> dict[str, Any]:
     """A row per case, batch and whether it drafts; `iterations` of each are measured, those that draft where it does.
 
-    `us_per_iteration` is the median, `p99_us` the 99th percentile and `mean_us` the mean over iterations of our
-    processor time less vLLM's, all in microseconds; `parts` are medians by what vLLM calls: `schedule`, `outputs` and
-    `drafts`, with `policy` the part of them in which the policy chooses, shares out and learns. `lookup_us` and
-    `insert_us` are what the drafters' indices alone take for an iteration's calls, in a bare loop; `stock_us` is what
-    vLLM's scheduler takes. While off, elastic activation keeps speculation off; drafting, there is none. A policy that
-    does not speculate at a batch has no row that drafts there. A response has 1,024 tokens; as one ends another comes.
-    With `cold` the caches are emptied before each call, as a forward pass on the same processor does.
-    ConfigError for a case that there is not.
+    `us_per_iteration` is the median, `p99_us` the 99th percentile and `mean_us` the mean over iterations, in
+    microseconds; `parts` are medians by what vLLM calls: `schedule`, `outputs` and `drafts`, with `policy` the part of
+    them in which the policy chooses, shares out and learns; means of `requests`, in which requests come and go.
+    `lookup_us` and `insert_us` are what the drafters' indices alone take for an iteration's calls, in a bare loop;
+    `vllm_us` is what vLLM's own scheduler takes. While off, elastic activation keeps speculation off; drafting, there
+    is none. A policy that does not speculate at a batch has no row that drafts there. A response has 1,024 tokens; as
+    one ends another comes. With `cold` the caches are emptied before each call, as a forward pass on the same processor
+    does. ConfigError for a case that there is not.
     """
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"no case {unknown[0]!r} of bench seam; there are: {', '.join(CASES)}")
@@ -115,7 +123,7 @@ def text(found: dict[str, Any]) -> str:
     missed = [goal for goal in found["goals"] if not goal["met"]]
     return "\n".join(
         [
-            "microseconds of processor time per iteration beyond vLLM's own scheduler, median (99th percentile)",
+            "microseconds of processor time per iteration, median (99th percentile)",
             table(("policy", "", *(f"batch {batch}" for batch in batches)), lines, left=2),
             f"{len(found['goals']) - len(missed)} of {len(found['goals'])} goals met",
             *(
@@ -186,39 +194,61 @@ class _World:
         )
 
 
-class _Timed:
-    """A scheduler, and the processor time of its last calls in microseconds."""
+class _Clock:
+    """Microseconds of this thread's processor time by part; one part runs at a time."""
 
-    def __init__(self, scheduler: Any, sweep: np.ndarray | None) -> None:
-        self.scheduler = scheduler
-        self.us = dict.fromkeys(_CALLS, 0.0)
-        self._sweep = sweep
+    def __init__(self) -> None:
+        self.us: defaultdict[str, float] = defaultdict(float)
+        self._part, self._since = _VLLM, time.thread_time_ns()
 
-    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
-        if self._sweep is not None:
-            self._sweep += 1
-        began = time.thread_time_ns()
-        result = function(*args)
-        self.us[name] += (time.thread_time_ns() - began) / 1e3
-        return result
+    def switch(self, part: str) -> str:
+        """Let `part` run from now on; the one that ran."""
+        now = time.thread_time_ns()
+        self.us[self._part] += (now - self._since) / 1e3
+        before, self._part, self._since = self._part, part, now
+        return before
+
+
+def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
+    """`scheduler_cls` with the clock switched wherever its methods and those of the class below call each other."""
+    (stock_cls,) = scheduler_cls.__bases__
+    hooks = [name for name, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, name)]
+    hooks.remove("__init__")
+
+    def switching(cls: Any, name: str, part: str) -> Any:
+        inner = getattr(cls, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = clock.switch(part)
+            try:
+                return inner(self, *args, **kwargs)
+            finally:
+                clock.switch(before)
+
+        return method
+
+    below = type("Stock", (stock_cls,), {name: switching(stock_cls, name, _VLLM) for name in hooks})
+    parts = {name: switching(scheduler_cls, name, _PARTS.get(name, _REQUESTS)) for name in hooks}
+    return type("Timed", (scheduler_cls, below), parts)
 
 
 class _Played:
-    """A case: both schedulers and the worker that is played to them."""
+    """A case: the scheduler and the worker that is played to it."""
 
     def __init__(self, world: _World, case: str, policy: Policy, batch: int, *, cold: bool) -> None:
-        from vllm.v1.core.sched.scheduler import Scheduler
         from vllm.v1.structured_output import StructuredOutputManager
 
+        from tltlab.runtime.engine.ledger import Stopwatch
         from tltlab.runtime.engine.vllm.options import vllm_options
         from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler
 
         self.world = world
         self.batch = batch
+        self.clock = _Clock()
         self._now_s = 0.0
-        self._done: dict[str, int] = {}
         self._ages: dict[str, int] = {}
         self._number = 0
+        self._sweep = np.zeros(1 << 24, np.uint32) if cold else None
         learned = LearnedSpec(method="draft_model", model=str(world.folder))
         world.taken += 1
         options = vllm_options(
@@ -228,28 +258,20 @@ class _Played:
         )
         config = world.config(options.get("speculative_config"))
         config.additional_config = options["additional_config"]
-        manager, blocks = StructuredOutputManager(config), self._blocks(config)
-        sweep = np.zeros(1 << 24, np.uint32) if cold else None
-
-        def timed(scheduler_cls: type) -> _Timed:
-            scheduler: Any = scheduler_cls(
-                vllm_config=config,
-                kv_cache_config=blocks,
-                structured_output_manager=manager,
-                block_size=_BLOCK,
-                hash_block_size=_BLOCK,
-            )
-            return _Timed(scheduler, sweep)
-
-        self.ours, self.stock = timed(PolicyScheduler), timed(Scheduler)
-        # vLLM would pad new requests with placeholder drafts, which ours leaves out.
-        self.stock.scheduler.dynamic_sd_lookup = self.ours.scheduler.dynamic_sd_lookup
-        self.control = self.ours.scheduler.control
+        self.scheduler: Any = _timed(PolicyScheduler, self.clock)(
+            vllm_config=config,
+            kv_cache_config=self._blocks(config),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=_BLOCK,
+            hash_block_size=_BLOCK,
+        )
+        self.control = self.scheduler.control
         # Speculation pays by this clock, so that a policy that learns goes on drafting.
         self.control.ledger.clock = lambda: self._now_s
+        self.control.seat.deciding = Stopwatch(time.thread_time)
         if case != RECORD:
             self.control.begin(0)
-        self._runner = _capture(self.ours.scheduler) if case == CAPTURE else None
+        self._runner = _capture(self.scheduler) if case == CAPTURE else None
         for n in range(batch):
             # Ages are even, as in the middle of a rollout; a captured one begins at its beginning.
             self._add(0 if case == CAPTURE else n * RESPONSE_TOKENS // batch)
@@ -273,12 +295,10 @@ class _Played:
         name = str(self._number)
         self._number += 1
         self._ages[name] = age
-        for side in (self.ours, self.stock):
-            params = SamplingParams(max_tokens=len(text), ignore_eos=True, extra_args={"tltlab": list(key)})
-            request = Request(
-                request_id=name, prompt_token_ids=list(prompt), sampling_params=params, pooling_params=None
-            )
-            side.call("add", side.scheduler.add_request, request)
+        params = SamplingParams(max_tokens=len(text), ignore_eos=True, extra_args={"tltlab": list(key)})
+        self.scheduler.add_request(
+            Request(request_id=name, prompt_token_ids=list(prompt), sampling_params=params, pooling_params=None)
+        )
 
     def measure(self, iterations: int, *, drafting: bool) -> dict[str, Any] | None:
         """The row of this case; None where it is to draft and hardly ever does."""
@@ -292,39 +312,35 @@ class _Played:
             gc.unfreeze()
         if len(taken) < _FEWEST:
             return None
-        ours, stock, policy, drafted, accepted = (
-            np.array([row[name] for row in taken]) for name in ("ours", "stock", "policy", "drafted", "accepted")
-        )
-        beyond = (ours - stock).sum(axis=1)
+        ours = np.array([sum(us for part, us in row["us"].items() if part != _VLLM) for row in taken])
+        by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
         lookup_us, insert_us = self._bare() if drafting else (0.0, 0.0)
-        parts = dict(zip(_CALLS, np.median(ours - stock, axis=0).tolist(), strict=True))
-        if self.ours.scheduler.recording is not None:
-            self.ours.scheduler.close_recording()
+        self.scheduler.close_recording()
         return {
-            "us_per_iteration": float(np.median(beyond)),
-            "p99_us": float(np.percentile(beyond, 99)),
-            "mean_us": float(beyond.mean()),
-            "stock_us": float(np.median(stock.sum(axis=1))),
-            "parts": {name: parts[name] for name in _CALLS[1:]} | {"policy": float(np.median(policy))},
+            "us_per_iteration": float(np.median(ours)),
+            "p99_us": float(np.percentile(ours, 99)),
+            "mean_us": float(ours.mean()),
+            "vllm_us": float(np.median([row["us"][_VLLM] for row in taken])),
+            "parts": {part: float(np.median(us)) for part, us in by_part.items()}
+            | {"policy": float(np.median([row["policy"] for row in taken]))}
+            | {part: float(np.mean([row["us"][part] for row in taken])) for part in (_REQUESTS, _CAPTURED)},
             "lookup_us": lookup_us,
             "insert_us": insert_us,
             "iterations": len(taken),
-            "drafted": float(drafted.mean()),
-            "accepted": float(accepted.mean()),
+            "drafted": float(np.mean([row["drafted"] for row in taken])),
+            "accepted": float(np.mean([row["accepted"] for row in taken])),
         }
 
     def _iterate(self) -> dict[str, Any]:
-        """One iteration of both; what each call took, and whether ours verified drafts and made new ones."""
+        """One iteration: what each part took, and whether it verified drafts and made new ones."""
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-        sides = (self.ours, self.stock)
+        scheduler, us = self.scheduler, defaultdict(float)
         deciding_s = self.control.seconds[1]
-        for side in sides:
-            side.us = dict.fromkeys(_CALLS, 0.0)
-        for _ in range(self.batch - len(self.ours.scheduler.requests)):
-            self._add(0)
-        output, other = (side.call("schedule", side.scheduler.schedule) for side in sides)
-        assert output.num_scheduled_tokens == other.num_scheduled_tokens, "the two schedulers have parted"
+        # What is played between the calls is nobody's.
+        for _ in range(self.batch - len(scheduler.requests)):
+            self._call(us, self._add, 0)
+        output = self._call(us, scheduler.schedule)
         ids = list(output.num_scheduled_tokens)
         drafts = output.scheduled_spec_decode_tokens
         sampled = [self._tokens(i, drafts.get(i, ())) for i in ids]
@@ -332,36 +348,48 @@ class _Played:
         accepted = sum(len(tokens) - 1 for i, tokens in zip(ids, sampled, strict=True) if drafts.get(i))
         self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
         if self._runner is not None:
-            self._runner.ran(self.ours, output.num_scheduled_tokens)
+            self._runner.ran(output.num_scheduled_tokens)
+            self._call(us, self._capture)
         depth = output.num_spec_tokens_to_schedule
-        learned = [self._learned(i, depth) if self.ours.scheduler.num_spec_tokens else [] for i in ids]
+        learned = [self._learned(i, depth) if scheduler.num_spec_tokens else [] for i in ids]
         index = {name: n for n, name in enumerate(ids)}
-        for side, scheduled in ((self.ours, output), (self.stock, other)):
-            result = ModelRunnerOutput(
-                req_ids=list(ids), req_id_to_index=index, sampled_token_ids=[list(tokens) for tokens in sampled]
-            )
-            side.call("outputs", side.scheduler.update_from_output, scheduled, result)
+        result = ModelRunnerOutput(req_ids=list(ids), req_id_to_index=index, sampled_token_ids=sampled)
+        self._call(us, scheduler.update_from_output, output, result)
         speculates = False
-        if self.ours.scheduler.num_spec_tokens:
-            strategy = self.control.ledger.in_force.strategy
-            self.ours.call("drafts", self.ours.scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))
-            requests = self.ours.scheduler.requests
-            made = [list(requests[i].spec_token_ids) if i in requests else [] for i in ids]
-            self.stock.call("drafts", self.stock.scheduler.update_draft_token_ids, DraftTokenIds(list(ids), made))
-            speculates = strategy.speculates and bool(drafts)
+        if scheduler.num_spec_tokens:
+            speculates = bool(drafts) and self.control.ledger.in_force.strategy.speculates
+            self._call(us, scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))
         return {
-            "ours": list(self.ours.us.values()),
-            "stock": list(self.stock.us.values()),
+            "us": us,
             "policy": (self.control.seconds[1] - deciding_s) * 1e6,
             "speculates": speculates,
             "drafted": drafted,
             "accepted": accepted,
         }
 
+    def _call(self, us: defaultdict[str, float], function: Callable[..., Any], *args: Any) -> Any:
+        """Call, and add what it took, by part, to `us`."""
+        if self._sweep is not None:
+            self._sweep += 1
+        clock = self.clock
+        clock.switch(_VLLM)
+        clock.us.clear()
+        result = function(*args)
+        clock.switch(_VLLM)
+        for part, taken in clock.us.items():
+            us[part] += taken
+        return result
+
+    def _capture(self) -> None:
+        """What stands around the runner's sampling."""
+        before = self.clock.switch(_CAPTURED)
+        self._runner.sample_tokens()
+        self.clock.switch(before)
+
     def _tokens(self, name: str, draft: Sequence[int]) -> list[int]:
         """What the target makes of a draft: as far as it agrees with the text, and one token more."""
         text = self.world.request(int(name))[2]
-        at = len(self.ours.scheduler.requests[name]._output_token_ids)
+        at = len(self.scheduler.requests[name]._output_token_ids)
         if at == 0 and self._ages[name]:
             return text[: self._ages[name]]
         kept = 0
@@ -372,7 +400,7 @@ class _Played:
     def _learned(self, name: str, depth: int) -> list[int]:
         """A learned drafter's draft: right, then wrong."""
         text = self.world.request(int(name))[2]
-        at = len(self.ours.scheduler.requests[name]._output_token_ids)
+        at = len(self.scheduler.requests[name]._output_token_ids)
         draft, right = text[at + 1 : at + 1 + depth], at % (depth + 1)
         return [token if n < right else token + 1 for n, token in enumerate(draft)]
 
@@ -446,7 +474,7 @@ class _Runner:
     def sample_tokens(self) -> None:
         """Nothing is sampled here."""
 
-    def ran(self, side: _Timed, scheduled: dict[str, int]) -> None:
+    def ran(self, scheduled: dict[str, int]) -> None:
         """A forward pass over what was scheduled is over."""
         from types import SimpleNamespace
 
@@ -461,7 +489,6 @@ class _Runner:
         self.input_batch = SimpleNamespace(num_reqs=len(scheduled), req_ids=list(scheduled))
         self.query_start_loc = SimpleNamespace(np=np.concatenate([[0], np.cumsum(counts)]))
         self.execute_model_state = _State(torch.zeros(total, _HIDDEN))
-        side.call("schedule", self.sample_tokens)
 
 
 def _capture(scheduler: Any) -> _Runner:

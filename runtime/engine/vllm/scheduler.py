@@ -73,6 +73,8 @@ class PolicyScheduler(Scheduler):
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()
         self._drafted = False
+        self._batch: list[str] = []
+        self._context_tokens = 0
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -91,6 +93,7 @@ class PolicyScheduler(Scheduler):
     def _enter(self, request: Request, key: Key) -> None:
         prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
         live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
+        self._batch = []
         self.capture.enter(request.request_id)
         if self.recording is not None:
             self.recording.arrived(live)
@@ -124,21 +127,24 @@ class PolicyScheduler(Scheduler):
 
     def _scheduled(self, output: SchedulerOutput) -> Scheduled:
         ids = list(output.num_scheduled_tokens)
-        requests = list(map(self.requests.__getitem__, ids))
+        if ids == self._batch:
+            ids = self._batch
+        else:
+            self._batch, self._context_tokens = ids, sum(self.requests[i].num_tokens for i in ids)
         drafts = output.scheduled_spec_decode_tokens
         # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
         decoding = len(ids) + sum(map(len, drafts.values()))
         prefill = 0
         if self.control.speechless or output.total_num_scheduled_tokens != decoding:
             prefill = sum(
-                _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
-                for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+                _prefill_tokens(self.requests[i], num, len(drafts.get(i, ())))
+                for i, num in output.num_scheduled_tokens.items()
             )
         return Scheduled(
             request_ids=ids,
             drafts=drafts,
             waiting=len(self.waiting),
-            context_tokens=sum(map(len, map(_all_tokens, requests))),
+            context_tokens=self._context_tokens,
             prefill_tokens=prefill,
             free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
         )
@@ -148,6 +154,11 @@ class PolicyScheduler(Scheduler):
             what = self._in_flight.popleft()
             with self.control.inside:
                 counts = _counts(what.request_ids, model_runner_output)
+                if what.request_ids is self._batch:
+                    self._context_tokens += sum(counts)
+                else:
+                    # Another batch has been put together before this one's tokens were known.
+                    self._batch = []
             self.control.sampled(what, counts)
             self.capture.landed()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -233,9 +244,6 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
             request = self.requests[request_id]
             request.spec_token_ids = request.spec_token_ids[:share]
-
-
-_all_tokens = attrgetter("_all_token_ids")
 
 
 def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
