@@ -7,6 +7,7 @@ short. A file's fixtures are made once, in the process that has the file.
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("engine")
     engines = {item.path for item in items if item.get_closest_marker("engine")}
     items.sort(key=lambda item: item.path not in engines)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever runs start on Ray here are forks of one process."""
+    if not any(item.get_closest_marker("engine") for item in request.session.items):
+        yield
+        return
+    from tltlab.runtime.ray.start import preforking
+
+    with preforking():
+        yield
 
 
 def pytest_collection_finish() -> None:
