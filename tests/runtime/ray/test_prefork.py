@@ -82,6 +82,7 @@ def test_without_a_process_to_fork_the_script_runs_by_itself(tmp_path: Path):
 @pytest.mark.engine
 def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(start, "MODULES", ("decimal",))
+    monkeypatch.setattr(start, "_prefork", [])
     with start.ray_running():
         actor = ray.remote(Actor).options(num_cpus=0, runtime_env=runtime_env({"OWN": "mine"})).remote()
         pid, parent = ray.get(actor.place.remote())
