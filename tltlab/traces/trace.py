@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from tltlab.console import progress
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import new_folder, write_durably
 
@@ -199,7 +200,8 @@ class Trace:
 def read(path: str | Path) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths.
 
-    Raises TraceError. Tables are loaded when they are used; the check itself streams.
+    Of a CSV standard error gets what was read and what was assumed. Raises TraceError. Tables are loaded when they are
+    used; the check itself streams.
     """
     trace = _opened(path)
     files = {name: table for name, table in trace._tables.items() if isinstance(table, FileTable)}
@@ -212,7 +214,9 @@ def _opened(path: str | Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
     path = locate(path)
     if path.is_file() and ".csv" in path.suffixes:
-        return Trace.from_tables(*tables_from_csv(path))
+        manifest, columns = tables_from_csv(path)
+        progress(f"{path}: {manifest.notes}")
+        return Trace.from_tables(manifest, columns)
     if not path.is_dir():
         raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder{_hint(path)}")
     if not (path / MANIFEST_FILE).exists():
