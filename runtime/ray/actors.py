@@ -39,7 +39,8 @@ def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, An
 
 def _user_paths() -> list[str]:
     installed = (sys.prefix, sys.base_prefix)
-    return [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
+    paths = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
+    return list(dict.fromkeys([*paths, os.getcwd()]))
 
 
 def get(refs: Any, *, died: type[RunError] = RunError) -> Any:

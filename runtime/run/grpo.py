@@ -16,7 +16,7 @@ import numpy as np
 
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
@@ -201,12 +201,12 @@ class GrpoRun:
             finally:
                 self._locked = False
 
-    def set_policy(self, policy: Policy, name: str | None = None) -> None:
+    def set_policy(self, policy: PolicySource, name: str | None = None) -> None:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step.
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
-        self._choose_by(policy, name)
+        self._choose_by(load_policy(policy), name)
         self._write_notes()
 
     def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:

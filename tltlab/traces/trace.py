@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from tltlab.config import shown
 from tltlab.console import progress
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import new_folder, write_durably
@@ -197,12 +198,16 @@ class Trace:
         return frame
 
 
-def read(path: str | Path) -> Trace:
-    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths.
+def read(path: str | Path | Trace) -> Trace:
+    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths; a Trace stays as it is.
 
     Of a CSV standard error gets what was read and what was assumed. Raises TraceError. Tables are loaded when they are
     used; the check itself streams.
     """
+    if isinstance(path, Trace):
+        return path
+    if not isinstance(path, str | Path):
+        raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
     trace = _opened(path)
     files = {name: table for name, table in trace._tables.items() if isinstance(table, FileTable)}
     for rl_steps in _chunks(files) if files else ():

@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -333,6 +334,29 @@ def test_a_users_own_class_takes_its_arguments_from_the_file(own, tmp_path):
     loaded = load_policy(tmp_path / "p.json")
     assert loaded == policy
     assert loaded.build(rng()).choose(StepState(rl_step=0, batch=8)) == NO_SPECULATION
+
+
+def test_the_current_folder_is_looked_up_and_left_again(own):
+    before = [*sys.path]
+    load_policy(f"{own}:Halving").build(rng())
+    assert sys.path == before
+    assert "a module of Python itself" in error_of("antigravity:Flying")
+
+
+def test_a_class_is_the_policy_that_its_path_names(own):
+    policy = load_policy(f"{own}:Halving")
+    cls = policy.selector.load()
+    assert load_policy(cls) == policy
+    fixed = Policy(selector=FixedSpec(strategy=D4))
+    assert (
+        load_policy(D4) == load_policy({"kind": "fixed", "strategy": NGRAM_4}) == load_policy(fixed.selector) == fixed
+    )
+    assert load_policy(load_policy("beg-mab").model_dump(mode="json")) == load_policy("beg-mab")
+
+    class Local(cls):
+        pass
+
+    assert "Local is defined in a function, where other processes cannot find it" in error_of(Local)
 
 
 def test_arguments_that_do_not_fit_are_refused(own, tmp_path):
