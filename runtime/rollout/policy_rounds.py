@@ -151,7 +151,7 @@ class PolicyRounds:
         self.rollouts: list[RoundRollout] = []
         self._in_force: list[dict[str, Any]] = []
         self._repeats: list[dict[str, Any]] = []
-        self._events = RunEvents(self.out / "events.jsonl")
+        self.events = RunEvents(self.out / "events.jsonl")
         self._stack = ExitStack()
 
     def __enter__(self) -> PolicyRounds:
@@ -164,7 +164,7 @@ class PolicyRounds:
                 self.specs,
                 lambda worker: None,
                 place.worker_options,
-                events=self._events,
+                events=self.events,
                 on_restart=lambda worker: None,
             )
             self._stack.callback(self._pool.close)
@@ -205,7 +205,7 @@ class PolicyRounds:
         return done
 
     def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
-        rl_step = self._events.rl_step = len(self._in_force)
+        rl_step = self.events.rl_step = len(self._in_force)
         policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
         self._pool.set_policy(policy, rl_step)
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})

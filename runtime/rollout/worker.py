@@ -19,7 +19,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 
 
@@ -47,7 +47,13 @@ class RolloutWorker:
             seed=self.recipe.seed + self.number,
             vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
-        self.engine.warm_up(self.temperature)
+        try:
+            self.engine.warm_up(self.temperature)
+        except EngineDied as error:
+            # What it lost is of no interest yet.
+            cause = error.__cause__
+            why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
+            raise EngineDied(f"the engine's first batch failed: {why}") from cause
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence)
         return os.getpid()

@@ -53,6 +53,7 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     if not resume and (out / "run.json").exists():
         raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
     run = GrpoRun(recipe, out, resume=resume, replay=replay)
+    run.events.watch = lambda sentence: log.note(sentence)
     description, last_step = run_json(recipe), recipe.train.steps
     evaluates = bool(run.data.heldout) and recipe.eval.num_prompts > 0
 

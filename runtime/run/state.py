@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from datetime import UTC, datetime
@@ -129,7 +129,8 @@ class RunEvents:
     It is written at once, so that a run that is killed has told all it knew.
 
     Every line has `time` (ISO 8601, UTC), `rl_step` (the step under way) and `event`, a sentence; what else there is
-    depends on it. A disk that is full costs the line, not the run. Safe to use from several threads.
+    depends on it. A disk that is full costs the line, not the run. Safe to use from several threads. `watch` is told
+    what is noted, at once.
 
     >>> RunEvents(Path("run/events.jsonl")).note("the trainer of worker 1 died", worker=1)          # doctest: +SKIP
     """
@@ -139,12 +140,14 @@ class RunEvents:
         self.rl_step = 0
         self._lock = threading.Lock()
         self._untold: list[str] = []
+        self.watch: Callable[[str], None] = lambda sentence: None
 
     def note(self, sentence: str, **fields: Any) -> None:
         """Something that whoever watches the run should know."""
         with self._lock:
             self._untold.append(sentence)
         self.record(sentence, **fields)
+        self.watch(sentence)
 
     def record(self, sentence: str, **fields: Any) -> None:
         """Something for the file alone."""

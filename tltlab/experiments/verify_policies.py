@@ -204,6 +204,7 @@ def verify_policies(
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tltlab-verify-")))
         session = PolicyRounds(source, policies, folder, seed=seed)
+        session.events.watch = say
         say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
         with session:
             session.settle()
