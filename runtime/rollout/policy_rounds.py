@@ -287,5 +287,7 @@ def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
             "train": recipe.train.model_copy(update={"gpus": 0.0}),
             "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
             "seed": seed,
+            # A run does not choose what code is imported here.
+            "code": (),
         }
     )

@@ -18,6 +18,7 @@ from math import isfinite
 from typing import Any
 
 from tltlab.errors import ConfigError
+from tltlab.files import found_in
 
 Reward = Callable[[str, str, str], float]
 
@@ -53,14 +54,18 @@ def _number(value: Any) -> float:
     return number
 
 
-def load_rewards(terms: Sequence[tuple[str, float]]) -> WeightedReward:
-    """Import functions by (path, weight); ConfigError says which does not import or cannot be called."""
+def load_rewards(terms: Sequence[tuple[str, float]], code: Sequence[str] = ()) -> WeightedReward:
+    """Import functions by (path, weight), last from the folders `code`.
+
+    ConfigError says which does not import or cannot be called.
+    """
     if not terms:
         raise ConfigError("reward names no function: give package.module:function, or terms with path and weight")
     for path, weight in terms:
         if not isfinite(weight):
             raise ConfigError(f"reward {path!r} has weight {weight}, which is not a finite number")
-    return WeightedReward(terms=tuple((load_reward(path), weight) for path, weight in terms))
+    with found_in(code):
+        return WeightedReward(terms=tuple((load_reward(path), weight) for path, weight in terms))
 
 
 def load_reward(path: str) -> Reward:

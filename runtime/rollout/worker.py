@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,8 @@ class RolloutWorker:
     """One engine in its own process."""
 
     def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec], feed: str | None) -> None:
+        # A policy's class is built here.
+        sys.path += [folder for folder in recipe.code if folder not in sys.path]
         self.recipe = recipe
         self.number = number
         self.drafters = drafters

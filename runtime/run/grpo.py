@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
-from tltlab.policies.policy import Policy, PolicySource, load_policy
+from tltlab.files import found_in, write_json
+from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe, keep_code
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
@@ -125,7 +125,8 @@ class GrpoRun:
         self.reward_pool = RewardPool(recipe)
         self.tokenizer = load_tokenizer(recipe.model)
         self.data = RunData(recipe, self.tokenizer)
-        self.policy = load_policy(recipe.rollout.policy)
+        with found_in(recipe.code):
+            self.policy = load_policy(recipe.rollout.policy)
         refuse(policy_on_engines(recipe, self.policy))
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
@@ -159,6 +160,10 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
+            own = [path.partition(":")[0] for path, _ in self.recipe.reward_terms]
+            if isinstance(self.policy.selector, CustomSpec):
+                own.append(self.policy.selector.module)
+            keep_code(self.recipe, own, self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:
