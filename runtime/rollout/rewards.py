@@ -73,11 +73,13 @@ def load_reward(path: str) -> Reward:
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"reward {path!r} is not package.module:function")
+    if module.endswith(".py"):
+        raise ConfigError(f"reward {path!r} names a file: give its module, {module.removesuffix('.py')}:{name}")
     try:
         function = getattr(importlib.import_module(module), name)
     except AttributeError as error:
         raise ConfigError(f"reward {path!r}: {module} has no {name!r}") from error
-    except Exception as error:  # whatever a user's module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
         raise ConfigError(f"reward {path!r} does not import: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"reward {path!r} is not a function")

@@ -203,6 +203,8 @@ def load_policy(source: PolicySource) -> Policy:
                 f"no policy named {source!r}; there are {', '.join(SHIPPED)}, "
                 f"or give a policy file or package.module:Class"
             )
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
     return _checked(parse_policy(read_json(path), path))
 
 

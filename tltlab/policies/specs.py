@@ -191,8 +191,10 @@ class CustomSpec(Settings):
         try:
             with found_in([os.getcwd()]):
                 module = importlib.import_module(module_name)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"policy {self.path}: cannot import {module_name}: {error}") from error
+        except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
+            raise ConfigError(
+                f"policy {self.path}: cannot import {module_name}: {type(error).__name__}: {error}"
+            ) from error
         found = getattr(module, name, None)
         if found is None:
             raise ConfigError(f"policy {self.path}: {module_name} ({module.__file__}) has no {name}")

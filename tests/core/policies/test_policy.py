@@ -374,11 +374,15 @@ def test_a_generator_handed_over_must_be_part_of_the_state(own):
     assert "restored selector goes on differently" in error_of(f"{own}:Coin")
 
 
-def test_what_is_not_there_or_no_selector_is_refused(own):
+def test_what_is_not_there_or_no_selector_is_refused(own, tmp_path):
     assert "has no Missing" in error_of(f"{own}:Missing")
     assert "not a subclass" in error_of(f"{own}:NotOne")
     assert "cannot import" in error_of("no.such.module:Class")
     assert "cannot import" in error_of(f"broken_{own}:Oops")
+    for name, text in {"raises": "1 / 0", "leaves": "raise SystemExit(0)"}.items():
+        (tmp_path / f"{name}_{own}.py").write_text(text)
+        assert f"cannot import {name}_{own}: " in error_of(f"{name}_{own}:Class")
+    assert f"{own}.py is a module: name the class in it" in error_of(f"{own}.py")
 
 
 def test_a_policy_file_may_name_the_papers_grouping(tmp_path):
