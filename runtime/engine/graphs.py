@@ -243,12 +243,13 @@ def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
         return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
         return {}
+    told = spec.arguments()
     return {
         "method": "suffix",
-        "suffix_decoding_max_tree_depth": spec.max_match + deepest,
-        "suffix_decoding_min_token_prob": spec.min_token_prob,
+        "suffix_decoding_max_tree_depth": told["max_match"] + deepest,
+        "suffix_decoding_min_token_prob": told["min_token_prob"],
         # As many tokens as matched, times this; whatever matched, all of the depth.
-        "suffix_decoding_max_spec_factor": spec.match_factor if spec.length == "match" else float(deepest),
+        "suffix_decoding_max_spec_factor": told["match_factor"] if told["length"] == "match" else float(deepest),
         # Past responses are searched unless the request alone is.
         **({"suffix_decoding_max_cached_requests": 0} if spec.scopes == ("request",) else {}),
     }

@@ -284,8 +284,7 @@ def find_recipe(name_or_path: str | Path) -> Path:
 def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a TOML recipe, a file or one of those that come with tltlab, and apply `section.key=value` overrides.
 
-    Files and folders that it names are looked for in the current folder, and stand in the result with their whole path:
-    a run goes on from anywhere. ConfigError lists every fault with its path.
+    ConfigError lists every fault with its path.
     """
     path = find_recipe(recipe)
     try:
@@ -296,7 +295,7 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
     own = [] if path.parent == FOLDER else [str(path.parent.resolve())]
     fields.setdefault("code", list(dict.fromkeys([*own, os.getcwd()])))
-    return _located(_recipe(fields, overrides, f"recipe {path}"))
+    return _recipe(fields, overrides, f"recipe {path}")
 
 
 def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -332,7 +331,7 @@ def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
             with contextlib.suppress(ImportError, SyntaxError, OSError):
                 finder.import_hook(name)
         for name, module in finder.modules.items():
-            file = Path(module.__file__ or "")
+            file = Path(getattr(module, "__file__", None) or "")
             loaded = getattr(sys.modules.get(name), "__file__", None)
             target = kept / file.relative_to(folder) if file.is_relative_to(folder) else None
             # Python finds what is installed first, whatever has its name there.
@@ -341,8 +340,8 @@ def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
                 write_file(target, file.read_bytes())
 
 
-def _located(recipe: Recipe) -> Recipe:
-    """The recipe with the whole paths of what is there in the current folder."""
+def located(recipe: Recipe) -> Recipe:
+    """The recipe with the whole paths of files and folders that lie in the current one: good from anywhere."""
 
     def whole(name: str | None) -> str | None:
         return os.path.abspath(name) if name and os.path.exists(name) else name

@@ -22,7 +22,7 @@ from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.recipe import Recipe, keep_code
+from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
@@ -50,8 +50,11 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     Returns the summary that it writes there.
     """
     out = Path(out)
-    if not resume and (out / "run.json").exists():
-        raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
+    if not resume:
+        if (out / "run.json").exists():
+            raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
+        # A run goes on from anywhere.
+        recipe = located(recipe)
     run = GrpoRun(recipe, out, resume=resume, replay=replay)
     run.events.watch = lambda sentence: log.note(sentence)
     description, last_step = run_json(recipe), recipe.train.steps

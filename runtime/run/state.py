@@ -84,7 +84,9 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     parts = read_json(folder / STATE)
     if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
         raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can go on with")
-    for name, ours in (("model", recipe.model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
+    # A model may have moved.
+    parts["model"], model = (Path(name).name for name in (parts["model"], recipe.model))
+    for name, ours in (("model", model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
         if parts[name] != ours:
             raise ConfigError(f"{folder} is of a run with {name} {parts[name]!r}, and the recipe has {ours!r}")
     fields = {item.name: parts.pop(item.name) for item in fields_of(RunState)}

@@ -133,15 +133,15 @@ def tune(
     """
     config = replace(config, **settings)
     began = time.perf_counter()
-    several = isinstance(traces, Sequence) and not isinstance(traces, str)
-    traces = [read(trace) for trace in (traces if several else [traces])]  # type: ignore[union-attr, list-item]
-    if not traces:
+    several = traces if isinstance(traces, Sequence) and not isinstance(traces, str) else [traces]
+    sources = [read(trace) for trace in several]
+    if not sources:
         raise ConfigError("no trace to tune on: give at least one")
-    if config.robust and len(traces) == 1 and not config.cost_error:
+    if config.robust and len(sources) == 1 and not config.cost_error:
         raise ConfigError("--robust needs more than one case: several traces, or --cost-error 0.2")
-    parts = [_split(trace, config.judge_steps) for trace in traces]
+    parts = [_split(trace, config.judge_steps) for trace in sources]
     tune_on, judge_on = (
-        [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(traces, parts, strict=True))]
+        [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(sources, parts, strict=True))]
         for side in (0, 1)
     )
     strategies, notes = _strategies(tune_on + judge_on, config)

@@ -180,12 +180,9 @@ def load_policy(source: PolicySource) -> Policy:
     if isinstance(source, Strategy):
         return Policy(selector=FixedSpec(strategy=source))
     if isinstance(source, Mapping | BaseModel):
+        whole = isinstance(source, Mapping) and "selector" in source
         with faults_in("policy", _place):
-            return _checked(
-                Policy.model_validate(source if "selector" in source else {"selector": source})
-                if isinstance(source, Mapping)
-                else Policy(selector=source)
-            )
+            return _checked(Policy.model_validate(source if whole else {"selector": source}))
     if not isinstance(source, str | Path):
         raise ConfigError(
             f"{shown(source)} is no policy: give a name, a file, package.module:Class, a subclass of Selector, a "
