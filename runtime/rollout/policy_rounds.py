@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import ray
 from pydantic import ValidationError
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
@@ -31,7 +30,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.engine.engine import Rollout as Part
 from tltlab.runtime.engine.environment import run_json
-from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.placement import Placement
 from tltlab.runtime.run.rows import StepReport, run_manifest, step_rows
@@ -156,8 +155,7 @@ class PolicyRounds:
 
     def __enter__(self) -> PolicyRounds:
         try:
-            if start_ray(self.recipe.cluster):
-                self._stack.callback(ray.shutdown)
+            self._stack.enter_context(ray_running(self.recipe.cluster))
             place = self._stack.enter_context(Placement(self.recipe))
             self._pool = WorkerPool(
                 self.recipe,

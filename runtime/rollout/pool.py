@@ -18,7 +18,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
-from tltlab.runtime.ray.actors import actor_env, error_of
+from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -290,7 +290,7 @@ class WorkerPool:
             ray.kill(self.handles[n])
         placed = dict(self.options(n))
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
-        handle = RolloutWorker.options(**placed, runtime_env=env).remote(  # type: ignore[attr-defined]
+        handle = RolloutWorker.options(**placed, runtime_env=runtime_env(env)).remote(  # type: ignore[attr-defined]
             self.recipe, n, self.drafters, self.feed(n)
         )
         self.handles[n] = handle
