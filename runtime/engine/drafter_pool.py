@@ -143,7 +143,7 @@ class DrafterPool(Mapping[str, DrafterState]):
         for name in self.specs:
             if name not in wanted or not self._is_model_free(name):
                 continue
-            fed = self._fed[name] = before.pop(name, None) or _Fed(self._drafter(name))
+            fed = self._fed[name] = before.pop(name) if name in before else _Fed(self._drafter(name))
             for key, (prompt, output) in self._running.items():
                 if key not in fed.texts:
                     fed.open(key, prompt, output)

@@ -335,7 +335,8 @@ class _Played:
         """One iteration: what each part took, and whether it verified drafts and made new ones."""
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-        scheduler, us = self.scheduler, defaultdict(float)
+        us: defaultdict[str, float] = defaultdict(float)
+        scheduler = self.scheduler
         deciding_s = self.control.seconds[1]
         # What is played between the calls is nobody's.
         for _ in range(self.batch - len(scheduler.requests)):
@@ -349,7 +350,7 @@ class _Played:
         self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
         if self._runner is not None:
             self._runner.ran(output.num_scheduled_tokens)
-            self._call(us, self._capture)
+            self._call(us, self._captured, self._runner)
         depth = output.num_spec_tokens_to_schedule
         learned = [self._learned(i, depth) if scheduler.num_spec_tokens else [] for i in ids]
         index = {name: n for n, name in enumerate(ids)}
@@ -380,10 +381,10 @@ class _Played:
             us[part] += taken
         return result
 
-    def _capture(self) -> None:
+    def _captured(self, runner: _Runner) -> None:
         """What stands around the runner's sampling."""
         before = self.clock.switch(_CAPTURED)
-        self._runner.sample_tokens()
+        runner.sample_tokens()
         self.clock.switch(before)
 
     def _tokens(self, name: str, draft: Sequence[int]) -> list[int]:
