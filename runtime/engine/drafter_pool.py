@@ -98,15 +98,19 @@ class DrafterPool(Mapping[str, DrafterState]):
         """
         for strategy in strategies:
             self.check(strategy)
-        speculating = [s.drafter for s in strategies if s.speculates]
-        wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
-        before, self._in_use = self._in_use, tuple(n for n in self.specs if n in wanted and self._is_model_free(n))
+        before, self._in_use = self._in_use, self.model_free(strategies)
         for key, prompt, tokens in running:
             for name in set(before) - set(self._in_use):
                 self._drafter(name).close(key)
             for name in set(self._in_use) - set(before):
                 self._drafter(name).open(key, prompt)
                 self._drafter(name).extend(key, tokens)
+
+    def model_free(self, strategies: Sequence[Strategy]) -> tuple[str, ...]:
+        """The model-free drafters that `strategies` may end up with, all of them if there are none."""
+        speculating = [s.drafter for s in strategies if s.speculates]
+        wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
+        return tuple(name for name in self.specs if name in wanted and self._is_model_free(name))
 
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError where this engine cannot run `strategy`."""
@@ -200,6 +204,11 @@ class DrafterPool(Mapping[str, DrafterState]):
             for drafter in self._fed():
                 drafter.remember(key, prompt, response)
 
+    def recall(self, responses: Sequence[Response]) -> None:
+        """Have the drafters in use remember these responses and no others; nothing may be running."""
+        for drafter in self._fed():
+            drafter.recall(responses)
+
     def forget(self) -> None:
         """Drop what every model-free drafter knows and how well each did."""
         for drafter in self._model_free.values():
@@ -207,10 +216,13 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately = {}
         self._counts.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the drafters in use know between rollouts, and how well all did."""
+    def state_dict(self, history: bool = True) -> dict[str, Any]:
+        """What the drafters in use know between rollouts, and how well all did.
+
+        Without `history` the responses that drafters remember are left out: whoever loads it has them recalled.
+        """
         return {
-            "drafters": {name: self._drafter(name).state_dict() for name in self._in_use},
+            "drafters": {name: self._drafter(name).state_dict() for name in self._in_use if history},
             "lately": dict(self._lately),
             "canary": self.canary.state_dict(),
             "updates": self._weights.updates,
