@@ -131,7 +131,7 @@ class RunHistory:
         tokens = iter(load_ragged(folder / TEXTS_FILE)["tokens"] if rows else ())
         prompt: Tokens = np.empty(0, np.int32)
         for visit in rows or ():
-            responses = []
+            responses: list[tuple[Key, Any, Any]] = []
             for rl_step, prompt_id, sample, turn, new in visit:
                 prompt = next(tokens) if new else prompt
                 responses.append(((rl_step, prompt_id, sample, turn), prompt, next(tokens)))

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.arrays import Tokens
 from tltlab.console import table
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
@@ -282,7 +281,7 @@ def long_run(run: LongRun) -> dict[str, Any]:
     drafters = DrafterPool({"suffix": spec}, run.depth)
     drafters.use([strategy])
     window = spec.arguments()["window"]
-    log: defaultdict[str, list[tuple[Key, Tokens, Tokens]]] = defaultdict(list)
+    log: defaultdict[str, list[tuple[Key, Any, Any]]] = defaultdict(list)
     per_step: defaultdict[str, list[float]] = defaultdict(list)
     insert_s, num_inserted = 0.0, 0
     for rl_step in range(run.rl_steps):
@@ -330,8 +329,8 @@ def long_run(run: LongRun) -> dict[str, Any]:
     }
 
 
-def problem(number: int, visit: int, num_samples: int, response_tokens: int) -> tuple[Tokens, list[Tokens]]:
-    """The prompt of a problem and what is answered at a visit: phrases of the problem, as `made_up` strings them."""
+def problem(number: int, visit: int, num_samples: int, response_tokens: int) -> tuple[Any, list[Any]]:
+    """The prompt of a problem and what is answered at a visit, int32: its phrases, as `made_up` strings them."""
     own = np.random.default_rng([number])
     prompt = own.integers(0, 32_000, 256, np.int32)
     phrases = np.split(own.integers(0, 32_000, 16_000, np.int32), np.sort(own.choice(np.arange(1, 16_000), 999, False)))
