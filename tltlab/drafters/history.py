@@ -59,13 +59,14 @@ class History:
         problem.num_running -= 1
         self._drop_if_unused(key[1], problem)
 
-    def add(self, key: Key, prompt: bytes, response: Tokens, num_trees: int) -> None:
-        """Hold a text until as many trees have released it."""
+    def add(self, key: Key, prompt: bytes, response: Tokens, num_trees: int) -> Text:
+        """Hold a text, which is returned, until as many trees have released it."""
         prompt, users = self._prompts.get(prompt, (prompt, 0))
         self._prompts[prompt] = prompt, users + 1
-        self.texts[key] = Text(prompt, response, num_trees)
+        text = self.texts[key] = Text(prompt, response, num_trees)
         self._problem(key).keys[key] = None
         self.num_bytes += TEXT_BYTES + response.nbytes + (0 if users else len(prompt))
+        return text
 
     def release(self, key: Key) -> None:
         """One tree less counts on the text `key`; with the last it goes."""

@@ -264,10 +264,11 @@ class SuffixDrafter(Drafter):
     def _finish(self, key: Key, prompt: bytes, response: Tokens) -> None:
         """Hold a text for the trees that it is in from now on; the window's oldest leave them."""
         names = [_name(scope, key) for scope in self.scopes if scope != "request"]
-        if names:
-            self._history.add(key, prompt, response, len(names))
+        if not names:
+            return
+        text = self._history.add(key, prompt, response, len(names))
         for name in names:
-            for oldest in self._trees[name].finish(key, len(response), self.window):
+            for oldest in self._trees[name].finish(key, text, self.window):
                 self._history.release(oldest)
             self._free_if_done(name)
 
@@ -312,7 +313,7 @@ class SuffixDrafter(Drafter):
     def _make_room(self, tree: TextTree | None = None) -> float:
         """Empty trees that nobody drafts from until what `tree` is to hold has room; how many tokens have."""
         texts = self._history.texts
-        wanted = sum(len(texts[key].response) for key in tree.finished) if tree is not None else 0
+        wanted = sum(tree.size(texts[key]) for key in tree.finished) if tree is not None else 0
         held = self._held_tokens()
         for name, other in list(self._built.items()):
             if held + wanted <= self._most_tokens:
@@ -382,7 +383,7 @@ class TextTree:
     """The texts of one scope, and each prompt once while a response to it is there.
 
     `finished` is in the order of finishing. `index` is the library's tree, which knows texts by number; it is None
-    until `build`, and need not have all that is finished. `num_tokens` is what it has of finished responses.
+    until `build`, and need not have all that is finished. `num_tokens` is what it has of finished texts.
     """
 
     def __init__(self, new_index: Callable[[], Any], *, whole: bool, num_before: int) -> None:
@@ -409,14 +410,14 @@ class TextTree:
         self.index = self._new_index()
         fitting = []
         for key in reversed(self.finished):
-            room -= len(texts[key].response)
+            room -= self.size(texts[key])
             if room < 0:
                 break
             fitting.append(key)
         for key in reversed(fitting):
             # A copy: the tree takes writable tokens only.
             self.add(key, np.frombuffer(texts[key].prompt, np.int32).copy(), texts[key].response)
-            self._count(key, len(texts[key].response))
+            self._count(key, texts[key])
 
     def open(self, key: Key, prompt: Tokens) -> None:
         """Begin a running text with its prompt."""
@@ -446,11 +447,11 @@ class TextTree:
     def extend(self, key: Key | bytes, tokens: Tokens) -> None:
         self.index.extend_ndarray(self._number[key], tokens)
 
-    def finish(self, key: Key, num_tokens: int, window: int | None) -> list[Key]:
-        """A response of so many tokens is complete; which older ones had to leave."""
+    def finish(self, key: Key, text: Text, window: int | None) -> list[Key]:
+        """A text is complete; which older ones had to leave."""
         self.finished[key] = None
         if self.index is not None:
-            self._count(key, num_tokens)
+            self._count(key, text)
         surplus = 0 if window is None else len(self.finished) - window
         oldest = list(islice(self.finished, max(surplus, 0)))
         for left in oldest:
@@ -463,7 +464,7 @@ class TextTree:
         self.unindex(key)
 
     def unindex(self, key: Key) -> int:
-        """Take a finished text out of the index, where it is in it; how many tokens of responses that were."""
+        """Take a finished text out of the index, where it is in it; how many tokens that were."""
         if key not in self._size:
             return 0
         self.index.remove(self._number.pop(key))
@@ -477,9 +478,13 @@ class TextTree:
         self.num_tokens -= num_tokens
         return num_tokens
 
-    def _count(self, key: Key, num_tokens: int) -> None:
-        self._size[key] = num_tokens
-        self.num_tokens += num_tokens
+    def size(self, text: Text) -> int:
+        """How many tokens it has of a text: the response's, and those of the prompt that stand before."""
+        return len(text.response) + self._num_before
+
+    def _count(self, key: Key, text: Text) -> None:
+        self._size[key] = self.size(text)
+        self.num_tokens += self._size[key]
 
     def _new_number(self) -> int:
         self._next += 1
