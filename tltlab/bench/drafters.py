@@ -220,7 +220,8 @@ class LongRun:
 
     Prompts come again every `repeat_every` RL steps, None for never. `history_mib` is the drafter's, None without a
     bound. `recalled`: the driver holds the texts and tells them before a rollout, as `tltlab train` does; else the
-    engine is on its own. In each RL step the first response of the first `probes` groups is drafted for, `depth` deep.
+    engine is on its own. In each RL step the first response of the first `probes` groups is drafted for, `depth` deep,
+    before its siblings grow.
     """
 
     rl_steps: int
@@ -303,14 +304,17 @@ def long_run(run: LongRun) -> dict[str, Any]:
             start = time.perf_counter()
             for key in keys:
                 drafters.open(key, prompt)
+            insert_s += time.perf_counter() - start
+            # Drafted for before there are siblings to draft from: what is accepted is history's, and its own text's.
+            for key, text in zip(keys[:num_probes], texts, strict=False):
+                found = _generate(drafters, strategy, key, text.tolist())
+                drafts, accepted = drafts + found[0], accepted + found[1]
+            start = time.perf_counter()
             for at in range(0, run.response_tokens, CHUNK):
                 for key, text in zip(keys[num_probes:], texts[num_probes:], strict=True):
                     drafters.extend(key, text[at : at + CHUNK])
             insert_s += time.perf_counter() - start
             num_inserted += run.response_tokens * (run.group_size - num_probes)
-            for key, text in zip(keys[:num_probes], texts, strict=False):
-                found = _generate(drafters, strategy, key, text.tolist())
-                drafts, accepted = drafts + found[0], accepted + found[1]
             for key in keys:
                 drafters.close(key)
             if run.recalled:
