@@ -22,6 +22,7 @@ import numpy as np
 from tltlab.console import table
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError, InputError
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
@@ -277,25 +278,23 @@ def long_run(run: LongRun) -> dict[str, Any]:
     """One case of `bench_history` in this process."""
     from tltlab.runtime.engine.drafter_pool import DrafterPool
 
-    strategy = Strategy.chain("suffix", run.depth)
-    spec = SuffixSpec(history_mib=run.history_mib)
-    drafters = DrafterPool({"suffix": spec}, run.depth)
-    drafters.use([strategy])
-    window = spec.arguments()["window"]
+    drafter = SuffixDrafter(history_mib=run.history_mib)
+    engine = DrafterPool({"suffix": drafter}, run.depth)
+    engine.use([Strategy.chain("suffix", run.depth)])
     log: defaultdict[str, list[tuple[Key, Any, Any]]] = defaultdict(list)
     per_step: defaultdict[str, list[float]] = defaultdict(list)
     insert_s, num_inserted = 0.0, 0
     for rl_step in range(run.rl_steps):
         start = time.perf_counter()
-        json.loads(json.dumps(drafters.state_dict(history=False)))
+        json.loads(json.dumps(engine.state_dict(history=False)))
         per_step["state_ms"].append((time.perf_counter() - start) * 1e3)
         visit, turn = (0, rl_step) if run.repeat_every is None else divmod(rl_step, run.repeat_every)
         names = [f"p{turn}-{group}" for group in range(run.num_groups)]
         if run.recalled:
             start = time.perf_counter()
-            drafters.recall([text for name in names for text in log[name]])
+            engine.recall([text for name in names for text in log[name]])
             per_step["recall_ms"].append((time.perf_counter() - start) * 1e3)
-        drafters.begin(rl_step)
+        drafter.begin(rl_step)
         drafts = accepted = 0
         for group, name in enumerate(names):
             prompt, texts = problem(turn * run.num_groups + group, visit, run.group_size, run.response_tokens)
@@ -303,28 +302,30 @@ def long_run(run: LongRun) -> dict[str, Any]:
             num_probes = int(group < run.probes)
             start = time.perf_counter()
             for key in keys:
-                drafters.open(key, prompt)
+                drafter.open(key, prompt)
             insert_s += time.perf_counter() - start
             # Drafted for before there are siblings to draft from: what is accepted is history's, and its own text's.
             for key, text in zip(keys[:num_probes], texts, strict=False):
-                found = _generate(drafters, strategy, key, text.tolist())
+                found = _generate(drafter, key, text.tolist(), run.depth)
                 drafts, accepted = drafts + found[0], accepted + found[1]
             start = time.perf_counter()
             for at in range(0, run.response_tokens, CHUNK):
                 for key, text in zip(keys[num_probes:], texts[num_probes:], strict=True):
-                    drafters.extend(key, text[at : at + CHUNK])
+                    drafter.extend(key, text[at : at + CHUNK])
+                # Who searches has what grew put in first.
+                drafter.propose(keys[-1], 1)
             insert_s += time.perf_counter() - start
             num_inserted += run.response_tokens * (run.group_size - num_probes)
             for key in keys:
-                drafters.close(key)
+                drafter.close(key)
             if run.recalled:
                 log[name] += [(key, prompt, text) for key, text in zip(keys, texts, strict=True)]
-                del log[name][:-window]
+                del log[name][: -(drafter.window or 0)]
         per_step["drafts"].append(drafts)
         per_step["accepted"].append(accepted)
         per_step["resident_mib"].append((resident_bytes() or 0) / 2**20)
     start = time.perf_counter()
-    json.loads(json.dumps(drafters.state_dict()))
+    json.loads(json.dumps(engine.state_dict()))
     return {
         "num_rl_steps": run.rl_steps,
         "insert_us_per_token": insert_s / max(num_inserted, 1) * 1e6,
@@ -349,15 +350,15 @@ def problem(number: int, visit: int, num_samples: int, response_tokens: int) -> 
     return prompt, texts
 
 
-def _generate(drafters: Any, strategy: Strategy, key: Key, text: Sequence[int]) -> tuple[int, int]:
+def _generate(drafter: Drafter, key: Key, text: Sequence[int], depth: int) -> tuple[int, int]:
     """Let a request generate `text`, a draft at a time; how many drafts there were and tokens of them accepted."""
-    drafters.extend(key, text[:1])
+    drafter.extend(key, text[:1])
     done, drafts, accepted = 1, 0, 0
     while done < len(text):
-        name, draft = drafters.propose(strategy, key, min(strategy.draft_depth, len(text) - done), [])
+        draft = drafter.propose(key, min(depth, len(text) - done)).tokens
         kept = next((n for n, token in enumerate(draft) if token != text[done + n]), len(draft))
-        drafters.observe(name, key, len(draft), kept)
-        drafters.extend(key, text[done : done + kept + 1])
+        drafter.observe(key, len(draft), kept)
+        drafter.extend(key, text[done : done + kept + 1])
         done, drafts, accepted = done + kept + 1, drafts + 1, accepted + kept
     return drafts, accepted
 
