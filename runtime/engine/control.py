@@ -6,7 +6,6 @@ iterations in a `Ledger`. Nothing here knows vLLM.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -216,8 +215,16 @@ class Control:
     def remember(self, responses: Sequence[Response]) -> None:
         """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
         self.drafters.remember(responses)
-        for key, prompt, response in responses:
-            live = Live(key=key, prompt=prompt, output=response, max_response_tokens=max(len(response), 1))
+        self.learn_lengths([(key, len(response)) for key, _, response in responses])
+
+    def recall(self, responses: Sequence[Response]) -> None:
+        """Have drafters remember these responses of earlier rollouts and no others; nothing may be running."""
+        self.drafters.recall(responses)
+
+    def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
+        """Let the budget learn how many tokens responses that were generated elsewhere have."""
+        for key, num_tokens in lengths:
+            live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
             self.seat.budget.finished(cast(RequestState, live), drafted=0, accepted=0)
 
     @property
@@ -225,9 +232,12 @@ class Control:
         """Seconds spent inside in all, and of these deciding."""
         return self.inside.seconds, self.seat.deciding.seconds
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned."""
-        return copy.deepcopy({**self.seat.state_dict(), "drafters": self.drafters.state_dict()})
+    def state_dict(self, history: bool = True) -> dict[str, Any]:
+        """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned.
+
+        It may share lists with what goes on learning. Without `history` it has no texts: they are to be recalled.
+        """
+        return {**self.seat.state_dict(), "drafters": self.drafters.state_dict(history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave; nothing may be running. A replay, now or to come, goes on where it was."""

@@ -137,12 +137,8 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Feed from now on the drafters that `strategies` name, all of them if there are none, what runs included."""
         for strategy in strategies:
             self.check(strategy)
-        speculating = [s.drafter for s in strategies if s.speculates]
-        wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
         before, self._fed = self._fed, {}
-        for name in self.specs:
-            if name not in wanted or not self._is_model_free(name):
-                continue
+        for name in self.model_free(strategies):
             fed = self._fed[name] = before.pop(name) if name in before else _Fed(self._drafter(name))
             for key, (prompt, output) in self._running.items():
                 if key not in fed.texts:
@@ -150,6 +146,12 @@ class DrafterPool(Mapping[str, DrafterState]):
         for fed in before.values():
             for key in list(fed.texts):
                 fed.close(key)
+
+    def model_free(self, strategies: Sequence[Strategy]) -> tuple[str, ...]:
+        """The model-free drafters that `strategies` may end up with, all of them if there are none."""
+        speculating = [s.drafter for s in strategies if s.speculates]
+        wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
+        return tuple(name for name in self.specs if name in wanted and self._is_model_free(name))
 
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError where this engine cannot run `strategy`."""
@@ -281,6 +283,11 @@ class DrafterPool(Mapping[str, DrafterState]):
             for fed in self._fed.values():
                 fed.drafter.remember(key, prompt, response)
 
+    def recall(self, responses: Sequence[Response]) -> None:
+        """Have the drafters in use remember these responses and no others; nothing may be running."""
+        for fed in self._fed.values():
+            fed.drafter.recall(responses)
+
     def forget(self) -> None:
         """Drop what every model-free drafter knows and how well each did."""
         for drafter in self._model_free.values():
@@ -288,10 +295,13 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately = {}
         self._counts.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the drafters in use know between rollouts, and how well all did."""
+    def state_dict(self, history: bool = True) -> dict[str, Any]:
+        """What the drafters in use know between rollouts, and how well all did.
+
+        Without `history` the responses that drafters remember are left out: whoever loads it has them recalled.
+        """
         return {
-            "drafters": {name: fed.drafter.state_dict() for name, fed in self._fed.items()},
+            "drafters": {name: fed.drafter.state_dict() for name, fed in self._fed.items() if history},
             "lately": dict(self._lately),
             "canary": self.canary.state_dict(),
             "updates": self._weights.updates,

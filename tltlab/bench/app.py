@@ -185,6 +185,38 @@ def drafter(
 
 
 @app.command()
+def history(
+    rl_steps: Annotated[int, typer.Option(min=1, help="RL steps of each case.")] = 300,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that an engine generates in each.")] = 1_000_000,
+    response_tokens: Annotated[int, typer.Option(min=2, help="Length of a response; eight are a group.")] = 8192,
+    repeat_every: Annotated[int, typer.Option(min=1, help="RL steps after which prompts come again.")] = 10,
+    history_mib: Annotated[float, typer.Option(min=0.01, help="Most MiB that history takes.")] = 256.0,
+    unbounded_steps: Annotated[
+        int, typer.Option(min=1, help="RL steps that are done without a bound too; each takes 0.3 kB per token.")
+    ] = 12,
+    fast: Annotated[bool, typer.Option("--fast", help="60 RL steps of 200,000 tokens and 16 MiB.")] = False,
+    as_json: Json = False,
+) -> None:
+    """A long run's suffix history: memory once its bound is reached, what its state costs, what is accepted.
+
+    Example: tltlab bench history --rl-steps 60 --step-tokens 200000
+    """
+    from .drafters import LongRun, bench_history, history_text
+
+    if fast:
+        rl_steps, step_tokens, history_mib = min(rl_steps, 60), min(step_tokens, 200_000), min(history_mib, 16.0)
+    run = LongRun(
+        rl_steps=rl_steps,
+        step_tokens=step_tokens,
+        response_tokens=response_tokens,
+        repeat_every=repeat_every,
+        history_mib=history_mib,
+    )
+    found = bench_history(run, unbounded_steps=unbounded_steps, progress=progress)
+    emit(found, as_json=as_json, text=history_text(found))
+
+
+@app.command()
 def policy(
     calls: Annotated[int, typer.Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every case runs, in turn.")] = 3,

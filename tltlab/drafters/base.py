@@ -8,7 +8,7 @@ one problem. Drafts are greedy, so verification keeps each drafted token with th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 Key = tuple[int, str, int, int]
@@ -87,3 +87,10 @@ class Drafter(ABC):
         self.open(key, prompt)
         self.extend(key, response)
         self.close(key)
+
+    def recall(self, responses: Iterable[tuple[Key, Sequence[int], Sequence[int]]]) -> None:  # noqa: B027
+        """Remember these (key, prompt, response) and no others; nothing is open.
+
+        It is asked before each rollout by whoever keeps the history of a run. A drafter that keeps nothing beyond a
+        group has nothing to do.
+        """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -28,9 +29,10 @@ class NgramDrafter(Drafter):
     over its tokens, the product of their shares among all continuations of their matches.
 
     Time: a token inserted costs max_match - min_match + 1 dictionary updates, a token proposed at most as many
-    look-ups. Text is inserted when its group is next proposed for. Memory: about 0.5 kB per token of new text at the
-    default match lengths; the group's is freed by `begin` of a later RL step, the request's, with that scope, by
-    `close`.
+    look-ups. Text is inserted when its group is next proposed for: what never is costs nothing. Memory: about 0.5 kB
+    per token of new text at the default match lengths; the group's is freed by `begin` of a later RL step, the
+    request's, with that scope, by `close`. Groups in which nothing runs are freed before, the oldest first, where all
+    take more than `history_mib` MiB; None is no bound.
 
     >>> drafter = NgramDrafter()
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])
@@ -41,14 +43,19 @@ class NgramDrafter(Drafter):
     Draft(tokens=[8, 9], expected=2.0)
     """
 
-    def __init__(self, min_match: int = 2, max_match: int = 5, scope: Scope = "group") -> None:
+    def __init__(
+        self, min_match: int = 2, max_match: int = 5, scope: Scope = "group", history_mib: float | None = 256.0
+    ) -> None:
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"ngram: needs 1 <= min_match <= max_match, got {min_match} and {max_match}")
         if scope not in get_args(Scope):
             raise ConfigError(f"ngram: scope must be 'group' or 'request', got {scope!r}")
+        if history_mib is not None and not 0 < history_mib < math.inf:
+            raise ConfigError(f"ngram: history_mib must be above 0 MiB, or none for no bound, got {history_mib}")
         self.min_match = min_match
         self.max_match = max_match
         self.scope = scope
+        self.history_mib = history_mib
         self.forget()
 
     def forget(self) -> None:
@@ -85,6 +92,17 @@ class NgramDrafter(Drafter):
         del self._running[key]
         if self.scope == "request":
             del self._stores[key]
+        elif self.history_mib is not None:
+            self._free(self.memory_bytes - self.history_mib * 2**20)
+
+    def _free(self, surplus: float) -> None:
+        """Drop groups in which nothing runs, the oldest first, until they took `surplus` bytes."""
+        if surplus > 0:
+            used = {self._name(key) for key in self._running}
+            for name in [name for name in self._stores if name not in used]:
+                surplus -= self._stores.pop(name).memory_bytes
+                if surplus <= 0:
+                    return
 
     @property
     def memory_bytes(self) -> int:
@@ -106,7 +124,7 @@ class _Running:
 class _Store:
     """What followed which n-gram. `best` has the winner for each; `counts` only where something occurred twice.
 
-    Text is `waiting` until it is looked up, in the order it came: what never is costs no insertion.
+    Text is `waiting` until it is looked up, in the order it came.
     """
 
     def __init__(self, min_match: int, max_match: int) -> None:
