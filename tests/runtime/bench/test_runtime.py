@@ -19,7 +19,7 @@ def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int
     return Measured(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
         plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
-        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0,
+        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0, drafting_s=0.0,
     )  # fmt: skip
 
 
@@ -162,6 +162,10 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     assert all(
         0 < m["tail_seconds"] < m["seconds"] and 0 < m["recorder_share"] + m["policy_share"] < 1 for m in found["modes"]
     )
+    assert {m["mode"]: m["drafting_share"] > 0 for m in found["modes"]}.items() >= {
+        "off": False,
+        "suffix 8": True,
+    }.items()
     assert all(row["num_pairs"] == 0 for row in found["rows"] if row["mode"] == "off")
     tokens, drafts = ({e: sum(r[of] for r in found["rows"] if r["mode"] == "suffix 8" and r["epoch"] == e)
                        for e in (1, 2)} for of in ("num_tokens", "num_pairs"))  # fmt: skip
