@@ -72,6 +72,9 @@ class PolicyScheduler(Scheduler):
         self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()
+        self._drafted = False
+        self._batch: list[str] = []
+        self._context_tokens = 0
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -90,6 +93,7 @@ class PolicyScheduler(Scheduler):
     def _enter(self, request: Request, key: Key) -> None:
         prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
         live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
+        self._batch = []
         self.capture.enter(request.request_id)
         if self.recording is not None:
             self.recording.arrived(live)
@@ -122,21 +126,25 @@ class PolicyScheduler(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def _scheduled(self, output: SchedulerOutput) -> Scheduled:
-        requests = [self.requests[i] for i in output.num_scheduled_tokens]
+        ids = list(output.num_scheduled_tokens)
+        if ids == self._batch:
+            ids = self._batch
+        else:
+            self._batch, self._context_tokens = ids, sum(self.requests[i].num_tokens for i in ids)
         drafts = output.scheduled_spec_decode_tokens
         # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
-        decoding = len(requests) + sum(map(len, drafts.values()))
+        decoding = len(ids) + sum(map(len, drafts.values()))
         prefill = 0
         if self.control.speechless or output.total_num_scheduled_tokens != decoding:
             prefill = sum(
-                _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
-                for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+                _prefill_tokens(self.requests[i], num, len(drafts.get(i, ())))
+                for i, num in output.num_scheduled_tokens.items()
             )
         return Scheduled(
-            request_ids=list(output.num_scheduled_tokens),
+            request_ids=ids,
             drafts=drafts,
             waiting=len(self.waiting),
-            context_tokens=sum(request.num_tokens for request in requests),
+            context_tokens=self._context_tokens,
             prefill_tokens=prefill,
             free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
         )
@@ -145,9 +153,12 @@ class PolicyScheduler(Scheduler):
         if scheduler_output.num_scheduled_tokens:
             what = self._in_flight.popleft()
             with self.control.inside:
-                index = model_runner_output.req_id_to_index
-                sampled = model_runner_output.sampled_token_ids
-                counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
+                counts = _counts(what.request_ids, model_runner_output)
+                if what.request_ids is self._batch:
+                    self._context_tokens += sum(counts)
+                else:
+                    # Another batch has been put together before this one's tokens were known.
+                    self._batch = []
             self.control.sampled(what, counts)
             self.capture.landed()
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -158,14 +169,20 @@ class PolicyScheduler(Scheduler):
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        draft_token_ids.draft_token_ids = self.control.drafts(
+        drafts = self.control.drafts(
             draft_token_ids.req_ids, draft_token_ids.draft_token_ids, getattr(draft_token_ids, "draft_s", None)
         )
+        before, self._drafted = self._drafted, any(drafts)
+        if not self._drafted and not before:
+            # Nobody has a draft, and nobody gets one.
+            return
+        draft_token_ids.draft_token_ids = drafts
         super().update_draft_token_ids(draft_token_ids)
         if len(self.running) > len(draft_token_ids.req_ids):
             # What had no room in this iteration would else be verified with the draft of an earlier choice.
+            here = set(draft_token_ids.req_ids)
             for request in self.running:
-                if request.spec_token_ids and request.request_id not in draft_token_ids.req_ids:
+                if request.spec_token_ids and request.request_id not in here:
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +244,17 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
             request = self.requests[request_id]
             request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
+    """The tokens that each request got, in their order: the runner's is most often the same."""
+    sampled = output.sampled_token_ids
+    if not sampled:
+        return [0] * len(request_ids)
+    if output.req_ids == request_ids:
+        return list(map(len, sampled))
+    index = output.req_id_to_index
+    return [len(sampled[index[i]]) for i in request_ids]
 
 
 def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
