@@ -21,7 +21,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.replay import START, ReplayedDecisions
 from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
@@ -145,6 +145,7 @@ class Control:
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
+        self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
         self.ledger = Ledger(self.seat.tell, worker=worker, overlapped=overlapped, clock=clock)
         self.inside = Stopwatch(clock)
@@ -161,6 +162,7 @@ class Control:
         running = [(live.key, live.prompt, live.output[: live.shown]) for live in self.live.values()]
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies, running)
         self.seat.take(selector, budget)
+        self.steers = True
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
@@ -258,6 +260,12 @@ class Control:
                     self.drafters.check(choice.strategy)
                 self.ledger.choose(choice)
             return self.drafters.worker_depth(self.ledger.in_force.strategy)
+
+    def watched(self, what: Scheduled, strategy: Strategy) -> None:
+        """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
+        with self.inside:
+            self.ledger.schedule(what)
+            self.ledger.choose(Choice(strategy))
 
     def allot(self, live: Sequence[Live]) -> list[int]:
         """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""

@@ -89,6 +89,8 @@ def _arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": seed,
+        # Asynchronously, what is in flight when a rollout ends is of no rollout: its choices are in no trace and cannot
+        # be made again, and its blocks are still in use when the prefix cache is to be emptied for a resume.
         "async_scheduling": False,
     }
     if cpu:
@@ -114,7 +116,7 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     try:
         llm = vllm.LLM(
             model=model,
-            scheduler_cls=scheduler_cls(bool(args["async_scheduling"])),
+            scheduler_cls=scheduler_cls(None),
             weight_transfer_config=WeightTransferConfig(backend=LOCAL_BACKEND),
             **args,
         )

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 
-from .timing import time_drafting
+from .runners import time_drafting
 
 LOCAL_BACKEND = "tltlab-local"
+
+GRACE_S = 60.0
+"""How long a server that ends waits at most for an engine core that records to finish its trace."""
 
 
 def register() -> None:
@@ -31,6 +35,7 @@ def register() -> None:
         mend_top_k_of_nothing()
     time_drafting()
     answer_for_the_policy()
+    wait_for_recordings()
 
 
 def answer_for_the_policy() -> None:
@@ -56,6 +61,34 @@ def answer_for_the_policy() -> None:
         stock(self)
 
     EngineCore.shutdown = shutdown
+
+
+def wait_for_recordings() -> None:
+    """Have a server that ends wait for engine cores that record.
+
+    By default `vllm serve` kills its engine cores (SIGKILL) in the instant after it has asked them to end (SIGTERM).
+    Their requests are aborted as before; what they get is the time to write down what there was.
+    """
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    if hasattr(CoreEngineProcManager, "tltlab_grace_s"):
+        return
+    CoreEngineProcManager.tltlab_grace_s = 0.0
+    start, stop = CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown
+
+    @wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = getattr(kwargs.get("vllm_config"), "additional_config", None)
+        if isinstance(config, dict) and (config.get("tltlab") or {}).get("record") is not None:
+            self.tltlab_grace_s = GRACE_S
+        start(self, *args, **kwargs)
+
+    @wraps(stop)
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        grace_s = self.tltlab_grace_s
+        stop(self, timeout=max(timeout or 0.0, grace_s) if grace_s else timeout)
+
+    CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
 
 
 def mend_speculative_sampling() -> None:
