@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .runners import time_drafting
+from .runners import spare_speculation, time_drafting
 
 LOCAL_BACKEND = "tltlab-local"
 
@@ -34,6 +34,7 @@ def register() -> None:
         mend_speculative_sampling()
         mend_top_k_of_nothing()
     time_drafting()
+    spare_speculation()
     answer_for_the_policy()
     wait_for_recordings()
 

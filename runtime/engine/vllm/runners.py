@@ -1,13 +1,68 @@
-"""How long an engine's workers draft: measured around vLLM's own propose, handed on with the drafts themselves."""
+"""What is changed in vLLM's model runners: drafting is timed, and iterations without drafts cost what plain ones do."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+
+
+def spare_speculation() -> None:
+    """Have the V1 runner run an iteration that verifies nothing as an engine built without speculation does.
+
+    This holds where nothing drafts in the runner (`NoProposer`): drafts come from beside the scheduler, so no
+    iteration has anything to keep up. vLLM else gathers the logits of no drafts, samples by rejection and proposes, in
+    all a quarter of an iteration of a small model.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+
+    if hasattr(V1Runner.execute_model, "spared_by_tltlab"):
+        return
+    execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
+
+    @wraps(execute_stock)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        with _without_speculation(self, not scheduler_output.scheduled_spec_decode_tokens):
+            return execute_stock(self, scheduler_output, *args, **kwargs)
+
+    @wraps(sample_stock)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.execute_model_state
+        with _without_speculation(self, state is not None and state.spec_decode_metadata is None):
+            return sample_stock(self, *args, **kwargs)
+
+    execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
+    V1Runner.execute_model, V1Runner.sample_tokens = execute_model, sample_tokens
+
+
+@contextmanager
+def _without_speculation(runner: Any, wanted: bool) -> Iterator[None]:
+    """Within, if `wanted`, the runner has no speculative_config. Hybrid models keep their states by it in each pass."""
+    if not (wanted and getattr(runner, "drafter", None).__class__ is NoProposer) or runner.model_config.is_hybrid:
+        yield
+        return
+    speculative, runner.speculative_config = runner.speculative_config, None
+    try:
+        yield
+    finally:
+        runner.speculative_config = speculative
+
+
+class NoProposer:
+    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
 
 
 def time_drafting() -> None:

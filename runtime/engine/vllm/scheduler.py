@@ -37,6 +37,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .capture import NoCapture
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound
+from .runners import NoProposer as NoProposer
 
 EXTRA = "tltlab"
 """Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
@@ -224,7 +225,7 @@ class PolicyScheduler(Scheduler):
             self._draft_s = draft_s
 
     def _draft(self, of_workers: DraftTokenIds, draft_s: float | None) -> None:
-        """Give the last iteration's requests their next drafts, made here or `of_workers`, there in `draft_s` seconds."""
+        """Give the last iteration's requests their next drafts. Those `of_workers` were made in `draft_s` seconds."""
         self._due, self._draft_s = None, None
         drafts = self.control.drafts(of_workers.req_ids, of_workers.draft_token_ids, draft_s)
         if any(drafts):
@@ -304,19 +305,6 @@ def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> in
     if request.num_output_tokens + request.num_output_placeholders == 0:
         return num_scheduled
     return max(num_scheduled - num_drafts - 1, 0)
-
-
-class NoProposer:
-    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        pass
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to load."""
-
-    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        return [[] for _ in sampled_token_ids]
 
 
 def call_control(core: Any, message: bytes) -> bytes:
