@@ -40,8 +40,10 @@ def register() -> None:
 
 
 def answer_for_the_policy() -> None:
-    """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`,
-    and let what it records be finished before the engine core goes."""
+    """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
+
+    What it records is finished before the engine core goes, and workers that draft nothing are not asked for drafts.
+    """
     from vllm.v1.engine.core import EngineCore
 
     def tltlab(self: Any, message: bytes) -> bytes:
@@ -52,7 +54,12 @@ def answer_for_the_policy() -> None:
     if hasattr(EngineCore, "tltlab"):
         return
     EngineCore.tltlab = tltlab
-    stock = EngineCore.shutdown
+    stock, stock_step = EngineCore.shutdown, EngineCore.post_step
+
+    def post_step(self: Any, model_executed: bool) -> None:
+        # Asking takes a message to each rank and back.
+        if not getattr(self.scheduler, "drafts_here_alone", False):
+            stock_step(self, model_executed)
 
     def shutdown(self: Any) -> None:
         # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
@@ -61,7 +68,7 @@ def answer_for_the_policy() -> None:
             close_recording()
         stock(self)
 
-    EngineCore.shutdown = shutdown
+    EngineCore.shutdown, EngineCore.post_step = shutdown, post_step
 
 
 def wait_for_recordings() -> None:

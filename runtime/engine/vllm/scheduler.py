@@ -87,6 +87,8 @@ class PolicyScheduler(Scheduler):
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         if self.num_spec_tokens and self.control.steers:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        speculative = self.vllm_config.speculative_config
+        self.drafts_here_alone = speculative is not None and str(speculative.model).endswith(NoProposer.__name__)
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
             model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
