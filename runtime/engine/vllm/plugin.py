@@ -33,8 +33,8 @@ def register() -> None:
     if current_platform.is_cpu():
         mend_speculative_sampling()
         mend_top_k_of_nothing()
-    time_drafting()
     spare_speculation()
+    time_drafting()
     answer_for_the_policy()
     wait_for_recordings()
 

@@ -1,4 +1,4 @@
-"""What an engine built for drafts does in iterations that have none: what an engine without speculation does."""
+"""What an engine built for drafts does in iterations without any: as one without speculation. And what comes after."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.engine import Engine
-from tltlab.strategy import Strategy
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
 
-from ..asking import fixed, requests, switching
+from ..asking import fixed, kept_and_refused, request, requests, switching
 
 pytestmark = pytest.mark.engine
 
@@ -63,3 +65,60 @@ def test_greedy_tokens_are_the_same_with_drafts_in_some_iterations(cramped: Engi
         drafted = cramped.generate(requests(6, 60), rl_step=1, temperature=0.0)
         assert [r.token_ids for r in drafted.responses] == [r.token_ids for r in plain.responses]
         assert sum(row["num_accepted"] for row in drafted.iterations) > 0
+
+
+class OffThenOn(Selector):
+    """No drafts for `off` iterations, then as deep as it goes for 10, again and again."""
+
+    strategies = (NO_SPECULATION, Strategy.chain("learned", 4))
+
+    def __init__(self, off: int) -> None:
+        self.off = off
+        self.turn = -1
+
+    def choose(self, state: StepState) -> Strategy:
+        self.turn += 1
+        return self.strategies[self.turn % (self.off + 10) >= self.off]
+
+
+def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3) -> float:
+    """The share of drafts refused; greedily a drafter that is the target itself has none."""
+    asked = [
+        request(f"p{n}", 0, [1, *([4 + n, 5, 7, 6] * 50)[: prompt_tokens - 1]], 100 - n, rl_step=rl_step)
+        for n in range(4)
+    ]
+    engine.set_policy(OffThenOn(off))
+    kept, lost = kept_and_refused(engine.generate(asked, rl_step=rl_step, temperature=0.0))
+    assert kept
+    return lost / (kept + lost)
+
+
+def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+    runner = roomy.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    passes = []
+    forward = runner.drafter.model.forward
+    monkeypatch.setattr(runner.drafter.model, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
+    roomy.set_policy(None)
+    roomy.generate(requests(4, 30), rl_step=0, temperature=1.0)
+    assert passes == []
+    roomy.llm.reset_prefix_cache()
+    always = refused(roomy, off=0, rl_step=1)
+    assert refused(roomy, off=30, rl_step=2) <= always + 0.01
+    monkeypatch.setattr(type(runner.tltlab_rest), "catches_up", lambda *args: None)
+    assert refused(roomy, off=30, rl_step=3) > always + 0.2
+
+
+def test_it_knows_what_lies_in_the_cache_since_it_rested(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+    roomy.llm.reset_prefix_cache()
+    always = refused(roomy, off=0, rl_step=0, prompt_tokens=150)
+    roomy.llm.reset_prefix_cache()
+    refused(roomy, off=20, rl_step=1, prompt_tokens=150)
+    assert refused(roomy, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
+
+
+def test_it_catches_up_in_passes_that_it_has_room_for(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
+    runner = roomy.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    roomy.llm.reset_prefix_cache()
+    always = refused(roomy, off=0, rl_step=0)
+    monkeypatch.setattr(runner.drafter, "max_num_tokens", 50)
+    assert refused(roomy, off=30, rl_step=1) <= always + 0.01
