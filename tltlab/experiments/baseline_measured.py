@@ -172,9 +172,10 @@ def bench_runtime(
         rollouts = bench.measure(chosen, epochs, rounds, seed, progress)
         off = bench.measure_off(off_batches, rounds, seed, progress)
     finally:
-        for engine in (bench.stock, *bench.engines.values()):
-            if engine is not None:
-                engine.close()
+        if bench.stock is not None:
+            bench.stock.close()
+        for engine in bench.engines.values():
+            engine.close()
     summary = summarise([row for row in rollouts if row.round], seed=seed)
     return {
         "model": str(model),

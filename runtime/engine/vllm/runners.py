@@ -82,7 +82,7 @@ class Rest:
     """
 
     def __init__(self, runner: Any) -> None:
-        drafter = getattr(runner, "drafter", None)
+        drafter: Any = getattr(runner, "drafter", None)
         settings = runner.vllm_config.additional_config
         ours = (settings.get("tltlab") or {}) if isinstance(settings, dict) else {}
         at_rest = drafter is not None and not runner.model_config.is_hybrid

@@ -74,7 +74,7 @@ if ends == "vanishes":
     found += [generate(), generate()]
 else:
     repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
-    found.append(generate(logit_bias={9: 99.0}, repetition_detection=repeats))
+    found.append(generate(allowed_token_ids=[9], repetition_detection=repeats))
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     stock, failed = scheduler.update_from_output, []
 
@@ -126,7 +126,7 @@ def test_a_server_that_is_told_to_end_finishes_its_trace(random_model: Path, tmp
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = serve_arguments(vllm_options("none", record=tmp_path / "trace"))
-    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(random_model), *options]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model), *options]
     limits = ["--max-model-len", "128", "--kv-cache-memory-bytes", str(1 << 25), "--dtype", "float32"]
     with open(tmp_path / "log", "w") as log:
         server = subprocess.Popen(

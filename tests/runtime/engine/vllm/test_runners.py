@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.engine import Engine
@@ -81,44 +83,58 @@ class OffThenOn(Selector):
         return self.strategies[self.turn % (self.off + 10) >= self.off]
 
 
-def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3) -> float:
-    """The share of drafts refused; greedily a drafter that is the target itself has none."""
-    asked = [
-        request(f"p{n}", 0, [1, *([4 + n, 5, 7, 6] * 50)[: prompt_tokens - 1]], 100 - n, rl_step=rl_step)
-        for n in range(4)
-    ]
+@pytest.fixture
+def attentive(roomy: Engine, good: dict[str, torch.Tensor]) -> Iterator[Engine]:
+    """The roomy engine with weights that attend to more than the last token, in target and draft model."""
+    weights = {name: value * 30 if "v_proj" in name else value for name, value in good.items()}
+    for number, given in enumerate((weights, good), start=1):
+        roomy.update_weights(given.items(), number)
+        roomy.update_draft_weights(given.items())
+        if given is weights:
+            yield roomy
+
+
+def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, first: int = 0) -> float:
+    """The share of drafts refused; greedily a drafter that is the target itself has none.
+
+    Prompts differ by `first`: blocks of the cache are used again, and would else hold just what is missing.
+    """
+    prompts = [([1, 4 + first + n, 5 + first, 7, 6 + n] * 40)[:prompt_tokens] for n in range(4)]
+    asked = [request(f"p{n}", 0, prompt, 100 - n, rl_step=rl_step) for n, prompt in enumerate(prompts)]
     engine.set_policy(OffThenOn(off))
     kept, lost = kept_and_refused(engine.generate(asked, rl_step=rl_step, temperature=0.0))
     assert kept
     return lost / (kept + lost)
 
 
-def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
-    runner = roomy.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(
+    attentive: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    runner = attentive.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
     passes = []
     forward = runner.drafter.model.forward
     monkeypatch.setattr(runner.drafter.model, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
-    roomy.set_policy(None)
-    roomy.generate(requests(4, 30), rl_step=0, temperature=1.0)
+    attentive.set_policy(None)
+    attentive.generate(requests(4, 30), rl_step=0, temperature=1.0)
     assert passes == []
-    roomy.llm.reset_prefix_cache()
-    always = refused(roomy, off=0, rl_step=1)
-    assert refused(roomy, off=30, rl_step=2) <= always + 0.01
+    attentive.llm.reset_prefix_cache()
+    always = refused(attentive, off=0, rl_step=1)
+    assert refused(attentive, off=30, rl_step=2, first=4) <= always + 0.01
     monkeypatch.setattr(type(runner.tltlab_rest), "catches_up", lambda *args: None)
-    assert refused(roomy, off=30, rl_step=3) > always + 0.2
+    assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
 
 
-def test_it_knows_what_lies_in_the_cache_since_it_rested(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
-    roomy.llm.reset_prefix_cache()
-    always = refused(roomy, off=0, rl_step=0, prompt_tokens=150)
-    roomy.llm.reset_prefix_cache()
-    refused(roomy, off=20, rl_step=1, prompt_tokens=150)
-    assert refused(roomy, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
+def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+    attentive.llm.reset_prefix_cache()
+    always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
+    attentive.llm.reset_prefix_cache()
+    refused(attentive, off=20, rl_step=1, prompt_tokens=150)
+    assert refused(attentive, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
 
 
-def test_it_catches_up_in_passes_that_it_has_room_for(roomy: Engine, monkeypatch: pytest.MonkeyPatch):
-    runner = roomy.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    roomy.llm.reset_prefix_cache()
-    always = refused(roomy, off=0, rl_step=0)
+def test_it_catches_up_in_passes_that_it_has_room_for(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+    runner = attentive.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    attentive.llm.reset_prefix_cache()
+    always = refused(attentive, off=0, rl_step=0)
     monkeypatch.setattr(runner.drafter, "max_num_tokens", 50)
-    assert refused(roomy, off=30, rl_step=1) <= always + 0.01
+    assert refused(attentive, off=30, rl_step=1, first=4) <= always + 0.01
