@@ -8,10 +8,10 @@ export HF_HUB_OFFLINE ?= 1
 demo: setup
 	$(BIN)/tltlab demo --out demo $(DEMO_ARGS)
 
-# What starts no engine, in two processes: run that line after every change. Then engines, Ray and trainers, one by one.
+# In two processes: first what starts no engine (run that line after every change), then engines, Ray and trainers.
 test: setup check
 	$(BIN)/pytest -n 2 -m "not engine"
-	$(BIN)/pytest -m engine
+	$(BIN)/pytest -n 2 -m engine
 
 # On a machine with a CUDA device, in an environment of its own (PYTHON=...) with a CUDA build of torch; what needs vLLM
 # is skipped, with the reason, where vLLM or its CUDA build is missing.

@@ -7,6 +7,7 @@ short. A file's fixtures are made once, in the process that has the file.
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ sys.dont_write_bytecode = False
 STARTING = {"ray_cluster", "ray_here", "started_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
 
+LONGEST = {"test_demo.py", "test_faults.py", "test_run.py", "test_experiments_real.py"}
+"""What takes more than a minute begins first, so that no process is left with it at the end."""
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
@@ -45,7 +49,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if STARTING & set(getattr(item, "fixturenames", ())):
             item.add_marker("engine")
     engines = {item.path for item in items if item.get_closest_marker("engine")}
-    items.sort(key=lambda item: item.path not in engines)
+    items.sort(key=lambda item: (item.path not in engines, item.path.name not in LONGEST))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever runs start on Ray here are forks of one process."""
+    if not any(item.get_closest_marker("engine") for item in request.session.items):
+        yield
+        return
+    from tltlab.runtime.ray.start import preforking
+
+    with preforking():
+        yield
 
 
 def pytest_collection_finish() -> None:

@@ -20,6 +20,7 @@ from tltlab.runtime.drafter.offline.runs import annotated_drafts, by_position, i
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.models.make import Size, make_model
 from tltlab.runtime.models.runs import Sizes, fixed_depth, recipe_of, trained_beside, warmed_up
+from tltlab.runtime.ray.start import preforking
 from tltlab.runtime.recipe.recipe import DataConfig, EvalConfig, Recipe, RolloutConfig, TrainConfig
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.rows import StepReport
@@ -63,6 +64,8 @@ FAST = Setting(
 )
 
 
+# Both runs' processes are forks of one, which imports while the model is trained.
+@preforking()
 def run_demo(out: Path, setting: Setting, *, task: str, seed: int) -> dict[str, Any]:
     """Run every stage into `out`; returns what `summary.json` says."""
     began = time.perf_counter()

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tltlab.errors import RunError
-from tltlab.runtime.ray.actors import get
+from tltlab.runtime.ray.actors import get, runtime_env
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
@@ -187,7 +187,7 @@ class TrainerProcesses:
             num_cpus=0,
             # `run` takes one thread for good.
             max_concurrency=8,
-            runtime_env={"env_vars": {**env, "OMP_NUM_THREADS": str(self.config.threads)}},
+            runtime_env=runtime_env({**env, "OMP_NUM_THREADS": str(self.config.threads)}),
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
         ).remote(self._places[worker], self.config)
         ready = actor.start.remote(self.target, self.state, self.published, **given)

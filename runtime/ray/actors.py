@@ -12,34 +12,33 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from tltlab.errors import RunError, TltlabError
 
-from .start import LOOPBACK
+from .start import ENV, LOOPBACK, fork_command
 
-# One thread per process: two on a busy machine stall for seconds. Numba's own threads belong to vLLM's n-gram drafter.
-_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "NUMBA_NUM_THREADS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "TQDM_DISABLE": "1",
-    "RAY_DEDUP_LOGS": "0",
-}
 # Else vLLM and process groups take the machine's outward address for their own sockets.
 _ON_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, Any]:
-    """A `runtime_env` for an actor, `extra` variables winning. `host` is `cluster.host`: on loopback, all stay on it.
+def actor_env(extra: Mapping[str, str], host: str = LOOPBACK[0]) -> dict[str, str]:
+    """The environment variables of an actor, `extra` winning. `host` is `cluster.host`: on loopback, all stay on it.
 
     Modules that this process finds outside its installation import in the actor too, such as a user's policy.
     """
-    env = _ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
+    env = ENV | {"PYTHONPATH": os.pathsep.join(_user_paths())}
     if host in LOOPBACK:
         env |= _ON_LOOPBACK
-    return {"env_vars": env | dict(extra)}
+    return env | dict(extra)
+
+
+def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
+    """Ray's `runtime_env` for an actor with these environment variables."""
+    command = fork_command()
+    return {"env_vars": dict(env)} | ({} if command is None else {"py_executable": command})
 
 
 def _user_paths() -> list[str]:
     installed = (sys.prefix, sys.base_prefix)
-    return [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
+    paths = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
+    return list(dict.fromkeys([*paths, os.getcwd()]))
 
 
 def get(refs: Any, *, died: type[RunError] = RunError) -> Any:

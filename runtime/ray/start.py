@@ -17,10 +17,69 @@ from tltlab.console import progress, sigterm_does
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import ClusterConfig
 
+from .prefork import Prefork
+
+ENV = {
+    # One thread per process: two on a busy machine stall for seconds. Numba's own belong to vLLM's n-gram drafter.
+    "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "RAY_DEDUP_LOGS": "0",
+}
+"""Environment variables of every actor."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _NICENESS = "RAY_worker_niceness"
 MOST_STARTS = 3
 """How often Ray is started before that has failed: on a busy machine its servers may answer too late."""
+
+
+MODULES = (
+    "tltlab.runtime.trainer.trainer",
+    "tltlab.runtime.drafter.training",
+    "tltlab.runtime.engine.engine",
+    "tltlab.runtime.engine.vllm.scheduler",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+)
+"""What takes actors longest to import; nothing of it needs Ray."""
+
+_prefork: list[Prefork] = []
+
+
+@contextmanager
+def preforking(cluster: ClusterConfig | None = None) -> Iterator[None]:
+    """Within, actors on this machine start as forks (see `Prefork`), of one process however many runs there are.
+
+    Not where they run on other machines, or have GPUs.
+    """
+    elsewhere = ray.is_initialized() or os.environ.get("RAY_ADDRESS", "local") != "local"
+    if _prefork or elsewhere or (cluster or ClusterConfig()).gpus_per_node:
+        yield
+        return
+    with Prefork(MODULES, ENV) as started:
+        _prefork.append(started)
+        try:
+            yield
+        finally:
+            _prefork.clear()
+
+
+def fork_command() -> str | None:
+    """What Ray is to start workers by in place of `python`, None for `python`."""
+    return _prefork[0].command if _prefork else None
+
+
+@contextmanager
+def ray_running(cluster: ClusterConfig | None = None) -> Iterator[None]:
+    """Within, Ray runs: see `start_ray`; one that was started here ends, and its actors are forks."""
+    with preforking(cluster):
+        started = start_ray(cluster)
+        try:
+            yield
+        finally:
+            if started:
+                ray.shutdown()
 
 
 def start_ray(cluster: ClusterConfig | None = None) -> bool:

@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-import ray
 from pydantic import ValidationError
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
@@ -31,7 +30,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.engine.engine import Rollout as Part
 from tltlab.runtime.engine.environment import run_json
-from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.placement import Placement
 from tltlab.runtime.run.rows import StepReport, run_manifest, step_rows
@@ -151,20 +150,19 @@ class PolicyRounds:
         self.rollouts: list[RoundRollout] = []
         self._in_force: list[dict[str, Any]] = []
         self._repeats: list[dict[str, Any]] = []
-        self._events = RunEvents(self.out / "events.jsonl")
+        self.events = RunEvents(self.out / "events.jsonl")
         self._stack = ExitStack()
 
     def __enter__(self) -> PolicyRounds:
         try:
-            if start_ray(self.recipe.cluster):
-                self._stack.callback(ray.shutdown)
+            self._stack.enter_context(ray_running(self.recipe.cluster))
             place = self._stack.enter_context(Placement(self.recipe))
             self._pool = WorkerPool(
                 self.recipe,
                 self.specs,
                 lambda worker: None,
                 place.worker_options,
-                events=self._events,
+                events=self.events,
                 on_restart=lambda worker: None,
             )
             self._stack.callback(self._pool.close)
@@ -205,7 +203,7 @@ class PolicyRounds:
         return done
 
     def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
-        rl_step = self._events.rl_step = len(self._in_force)
+        rl_step = self.events.rl_step = len(self._in_force)
         policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
         self._pool.set_policy(policy, rl_step)
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
@@ -287,5 +285,7 @@ def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
             "train": recipe.train.model_copy(update={"gpus": 0.0}),
             "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
             "seed": seed,
+            # A run does not choose what code is imported here.
+            "code": (),
         }
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
-from tltlab.runtime.ray.actors import actor_env, error_of
+from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -41,6 +42,7 @@ class WorkerLost(RunError):
 class _Worker:
     """What is known of a worker, and what it is told when it starts again.
 
+    `failed_start` is why it died before the pool had started, without numbers, which differ from worker to worker.
     `memory` is what its policy and drafters had learned under `learned_by`, as a dict or a reference to one; `since`
     are the responses that its drafters have seen from then on. `taken` is the memory that a rollout under way began
     with.
@@ -53,6 +55,7 @@ class _Worker:
     since: list[Remembered] = field(default_factory=list)
     taken: Any = None
     replayed: list[dict[str, Any]] = field(default_factory=list)
+    failed_start: str = ""
 
 
 class WorkerPool:
@@ -69,7 +72,8 @@ class WorkerPool:
     the responses are the same as if nobody had died. Meanwhile the others go on. While engines sleep nobody is started:
     who dies then is back when they are woken.
 
-    Raises RunError when a worker dies too often or does not start in time, ConfigError for what engines cannot do, and
+    Raises RunError when a worker dies too often or does not start in time, and at once when all die in the same way
+    before one has started; ConfigError for what engines cannot do, and
     what a worker raises of ours as itself.
     """
 
@@ -286,7 +290,7 @@ class WorkerPool:
             ray.kill(self.handles[n])
         placed = dict(self.options(n))
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
-        handle = RolloutWorker.options(**placed, runtime_env=env).remote(  # type: ignore[attr-defined]
+        handle = RolloutWorker.options(**placed, runtime_env=runtime_env(env)).remote(  # type: ignore[attr-defined]
             self.recipe, n, self.drafters, self.feed(n)
         )
         self.handles[n] = handle
@@ -339,13 +343,22 @@ class WorkerPool:
                 worker.learned_by, worker.memory, worker.since = self._policy, worker.taken, []
             worker.taken = None
         ray.kill(self.handles[n])
+        when = f"in RL step {self.events.rl_step}" if self._running else "at its start"
+        if not self._running and self._dies_everywhere(n, lost):
+            self.events.note(f"rollout worker {n} died {when} ({lost}), as all do", worker=n)
+            raise RunError(f"no engine can start: each dies of this at its start: {lost}") from lost
         if worker.deaths > most:
             raise RunError(
                 f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
             ) from lost
-        self.events.note(
-            f"rollout worker {n} died in RL step {self.events.rl_step} ({lost}); started again{doing}", worker=n
-        )
+        self.events.note(f"rollout worker {n} died {when} ({lost}); started again{doing}", worker=n)
+
+    def _dies_everywhere(self, n: int, lost: WorkerLost) -> bool:
+        """Whether every worker's first start failed like worker n's now; one alone may have been killed by chance."""
+        self._workers[n].failed_start = self._workers[n].failed_start or re.sub(r"\d+", "", str(lost))
+        failed_itself = isinstance(lost.__cause__, RayTaskError)
+        same = len({worker.failed_start for worker in self._workers}) == 1
+        return same and (failed_itself or len(self._workers) > 1)
 
     async def _answer(self, n: int, call: Any) -> Any:
         """What a call to worker n returns; WorkerLost where it dies of it, an error of ours for all else."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.drafter_pool import Response as Remembered
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 
 
@@ -28,6 +29,8 @@ class RolloutWorker:
     """One engine in its own process."""
 
     def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec], feed: str | None) -> None:
+        # A policy's class is built here.
+        sys.path += [folder for folder in recipe.code if folder not in sys.path]
         self.recipe = recipe
         self.number = number
         self.drafters = drafters
@@ -47,7 +50,13 @@ class RolloutWorker:
             seed=self.recipe.seed + self.number,
             vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
-        self.engine.warm_up(self.temperature)
+        try:
+            self.engine.warm_up(self.temperature)
+        except EngineDied as error:
+            # What it lost is of no interest yet.
+            cause = error.__cause__
+            why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
+            raise EngineDied(f"the engine's first batch failed: {why}") from cause
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence)
         return os.getpid()

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
-import ray
-
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec
 from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.ray.actors import actor_env
-from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
@@ -47,8 +45,7 @@ class RunActors:
 
     def _start(self, stack: ExitStack) -> None:
         recipe, drafting = self.recipe, self._drafting
-        if start_ray(recipe.cluster):
-            stack.callback(ray.shutdown)
+        stack.enter_context(ray_running(recipe.cluster))
         place = stack.enter_context(Placement(recipe))
         stack.callback(drafting.close)
         drafting.prepare()
@@ -56,7 +53,7 @@ class RunActors:
         self.pool = WorkerPool(
             recipe, drafters, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
         )
-        env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)["env_vars"]
+        env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)
         self.trainers = TrainerGroup(recipe, place.trainer_options, env)
         stack.callback(self.trainers.close)
         stack.callback(self.pool.close)

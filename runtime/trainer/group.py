@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
-from tltlab.runtime.ray.actors import error_of
+from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .losses import Mismatch
@@ -62,7 +62,7 @@ class TrainerGroup:
         for rank in range(self.recipe.train.ranks):
             options = dict(self._options(rank))
             env = self._env | dict(options.pop("env_vars", {}))
-            actor = TrainerActor.options(**options, runtime_env={"env_vars": env})  # type: ignore[attr-defined]
+            actor = TrainerActor.options(**options, runtime_env=runtime_env(env))  # type: ignore[attr-defined]
             self.handles.append(actor.remote(self.recipe, rank))
         where = self._wait([actor.place.remote() for actor in self.handles], "start", timeout_s)
         meeting = self._rendezvous(where)

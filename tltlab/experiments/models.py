@@ -83,11 +83,10 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
 
     `more` are `Sizes` that the settings do not have.
     """
-    import ray
     import torch
 
     from tltlab.runtime.models.runs import Sizes, warmed_up
-    from tltlab.runtime.ray.start import start_ray
+    from tltlab.runtime.ray.start import ray_running
 
     # Two threads on a busy machine stall for seconds.
     torch.set_num_threads(1)
@@ -110,12 +109,8 @@ def prepared(settings: RunSettings, folder: Path, progress: Callable[[str], None
         out = Path(place)
         head = settings.head or warmed_up(model, out / "head", sizes, progress)
         # One Ray for all runs: each would start its own, which takes longer than a fast run.
-        started = start_ray()
-        try:
+        with ray_running():
             yield Prepared(model=model, head=head, out=out, sizes=sizes)
-        finally:
-            if started:
-                ray.shutdown()
 
 
 def on_devices(recipe: Any, settings: RunSettings) -> Any:

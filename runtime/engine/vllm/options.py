@@ -11,7 +11,7 @@ from tltlab.config import FrozenModel
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
@@ -48,7 +48,7 @@ class Attachment(FrozenModel):
 
 
 def vllm_options(
-    policy: str | Path | Policy,
+    policy: PolicySource,
     *,
     drafters: Mapping[str, DrafterSpec] | None = None,
     max_draft_depth: int | None = None,
@@ -60,7 +60,7 @@ def vllm_options(
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM`, `AsyncEngineArgs` or, as JSON, for `vllm serve`, that run `policy`.
 
-    `policy` is a shipped name, a policy file or a Policy; `drafters` add to, or replace, the ones it names. The engine
+    `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a

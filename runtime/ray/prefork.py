@@ -1,0 +1,190 @@
+"""Ray's workers forked from a process that has imported what they need: torch and vLLM take each of them 8 s else.
+
+`Prefork` starts the process that imports; Ray starts each worker by `command`, which is this file run as a script: it
+asks that process for a fork, which becomes the worker, and stands for it, so that Ray may signal or kill either. The
+fork has the script's arguments, environment, folder and standard streams.
+
+What a module does when it is imported is done once, under the environment of the process that imports. CUDA does not
+survive a fork, and some modules touch it when they are imported, so this is for machines without GPUs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+_MOST_BYTES = 1 << 20
+"""Of a worker's command line and environment."""
+_STREAMS = (0, 1, 2)
+
+
+class Prefork:
+    """A process that imports `modules` under the environment `env` and forks when asked; a context manager.
+
+    It ends, and its folder goes, when this process ends or leaves the context; its forks stay. What does not import is
+    left for the forks to complain of. A fork costs some 20 ms and the memory that it writes to.
+    """
+
+    def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
+        self._folder = tempfile.mkdtemp(prefix="tltlab-fork-")
+        address = str(Path(self._folder) / "socket")
+        self.command = f"{sys.executable} -I -S {Path(__file__).resolve()} {address}"
+        """What takes the place of `python` in a worker's command line."""
+        # The process notices by this pipe that this one has ended.
+        held, self._hold = os.pipe()
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(address)
+            server.listen(64)
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __spec__.name, self._folder, str(server.fileno()), str(held), *modules],
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(server.fileno(), held),
+                start_new_session=True,
+            )
+        os.close(held)
+
+    def __enter__(self) -> Prefork:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        os.close(self._hold)
+        # It may be importing still.
+        self._process.kill()
+        self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _serve(folder: str, listening: int, held: int, modules: Sequence[str]) -> NoReturn:
+    """Import, then fork for whoever connects, until nobody holds the other end of the pipe `held`."""
+    # A Ray that was imported before the fork cannot connect after it. What vLLM can do without it need not know.
+    sys.modules["ray"] = None  # type: ignore[assignment]
+    gc.disable()
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            import_module(module)
+    del sys.modules["ray"]
+    # What is there stays: no fork looks through it, or writes to its pages.
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    server = socket.socket(fileno=listening)
+    ended, wake = os.pipe2(os.O_NONBLOCK)
+    signal.set_wakeup_fd(wake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    forks: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as ready:
+        for place in (server.fileno(), ended, held):
+            ready.register(place, selectors.EVENT_READ)
+        while True:
+            places = {key.fd for key, _ in ready.select()}
+            if held in places:
+                shutil.rmtree(folder, ignore_errors=True)
+                # Not by the way of an interpreter's end, where some libraries write of leaks.
+                os._exit(0)
+            if ended in places:
+                os.read(ended, 4096)
+                _reap(forks)
+            if server.fileno() in places:
+                asker, _ = server.accept()
+                if (fork := os.fork()) == 0:
+                    ready.close()
+                    for place in (server.detach(), ended, wake, held, *(other.detach() for other in forks.values())):
+                        os.close(place)
+                    _become_worker(asker)
+                forks[fork] = asker
+
+
+def _reap(forks: dict[int, socket.socket]) -> None:
+    """Tell the askers of forks that have ended how."""
+    for fork in list(forks):
+        done, status = os.waitpid(fork, os.WNOHANG)
+        if done:
+            with forks.pop(fork) as asker, contextlib.suppress(OSError):
+                asker.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+
+
+def _become_worker(asker: socket.socket) -> NoReturn:
+    """What a fork does: be the worker that `asker` stands for, and end with it."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        message, streams, _, _ = socket.recv_fds(asker, _MOST_BYTES, len(_STREAMS))
+        for stream, own in zip(streams, _STREAMS, strict=True):
+            os.dup2(stream, own)
+            os.close(stream)
+        while not message.endswith(b"\n"):
+            message += asker.recv(_MOST_BYTES)
+        asked = json.loads(message)
+        os.chdir(asked["folder"])
+        os.environ.clear()
+        os.environ.update(asked["env"])
+        script, *arguments = asked["argv"]
+        sys.argv = [script, *arguments]
+        theirs = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        sys.path[:1] = [str(Path(script).parent), *(path for path in theirs if path not in sys.path)]
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()
+        threading.Thread(target=_end_with, args=(asker,), daemon=True).start()
+        runpy.run_path(script, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with(asker: socket.socket) -> None:
+    """Pass on the signals that `asker` gets; it has been killed where nothing more comes."""
+    while number := asker.recv(1):
+        os.kill(os.getpid(), number[0])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ask(address: str, argv: Sequence[str]) -> NoReturn:
+    """What Ray starts: have a worker forked, stand for it, and end as it does. Where nobody forks, be the worker."""
+    with socket.socket(socket.AF_UNIX) as server:
+        try:
+            server.connect(address)
+        except OSError:
+            os.execv(sys.executable, [sys.executable, *argv])
+        signal.signal(signal.SIGTERM, lambda number, _: server.sendall(bytes([number])))
+        asked = {"argv": argv, "env": dict(os.environ), "folder": os.getcwd()}
+        message = json.dumps(asked).encode() + b"\n"
+        sent = socket.send_fds(server, [message], _STREAMS)
+        server.sendall(message[sent:])
+        code = int(server.recv(16) or b"1")
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    if sys.flags.isolated:
+        _ask(sys.argv[1], sys.argv[2:])
+    _serve(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

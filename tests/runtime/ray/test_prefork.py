@@ -1,0 +1,96 @@
+"""Workers that are forks of a process which has imported their modules: real ones, of a Ray of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from tltlab.runtime.ray import start
+from tltlab.runtime.ray.actors import runtime_env
+from tltlab.runtime.ray.prefork import Prefork
+
+WAIT_S = 60
+
+
+class Actor:
+    def place(self) -> tuple[int, int]:
+        return os.getpid(), os.getppid()
+
+    def knows(self, module: str) -> bool:
+        return module in sys.modules
+
+    def sees(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+@pytest.fixture(scope="module")
+def prefork() -> Iterator[Prefork]:
+    with Prefork(["decimal", "no_such_module"], {"SAID": "once"}) as prefork:
+        yield prefork
+
+
+def run(prefork: Prefork, code: str, folder: Path, **options) -> subprocess.Popen:
+    """A script as Ray would start it."""
+    script = folder / "script.py"
+    script.write_text(code)
+    return subprocess.Popen([*prefork.command.split(), str(script), "argument"], text=True, **options)
+
+
+def test_a_fork_is_what_the_script_would_have_been(prefork: Prefork, tmp_path: Path):
+    code = """import os, sys
+print(sys.argv[1], os.getcwd(), os.environ["OWN"], "SAID" in os.environ, "decimal" in sys.modules)
+raise SystemExit(3)"""
+    with run(prefork, code, tmp_path, cwd=tmp_path, env=os.environ | {"OWN": "mine"}, stdout=subprocess.PIPE) as asked:
+        out, _ = asked.communicate(timeout=WAIT_S)
+    assert out.split() == ["argument", str(tmp_path), "mine", "False", "True"]
+    assert asked.returncode == 3
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_fork_ends_with_what_stands_for_it(prefork: Prefork, tmp_path: Path, sent: signal.Signals):
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    with run(prefork, code, tmp_path, stdout=subprocess.PIPE) as asked:
+        assert asked.stdout is not None
+        fork = psutil.Process(int(asked.stdout.readline()))
+        asked.send_signal(sent)
+        assert asked.wait(WAIT_S) == -sent
+    psutil.wait_procs([fork], timeout=WAIT_S)
+    assert not fork.is_running()
+
+
+def test_what_stands_for_a_fork_ends_as_it_does(prefork: Prefork, tmp_path: Path):
+    with run(prefork, "import os; os.kill(os.getpid(), 9)", tmp_path) as asked:
+        assert asked.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_without_a_process_to_fork_the_script_runs_by_itself(tmp_path: Path):
+    with Prefork([], {}) as gone:
+        pass
+    with run(gone, "import sys; print('decimal' in sys.modules)", tmp_path, stdout=subprocess.PIPE) as asked:
+        assert asked.communicate(timeout=WAIT_S)[0].strip() == "False"
+    assert not Path(gone.command.split()[-1]).parent.exists()
+
+
+@pytest.mark.engine
+def test_actors_are_forks_and_die_as_actors_do(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(start, "MODULES", ("decimal",))
+    monkeypatch.setattr(start, "_prefork", [])
+    with start.ray_running():
+        actor = ray.remote(Actor).options(num_cpus=0, runtime_env=runtime_env({"OWN": "mine"})).remote()
+        pid, parent = ray.get(actor.place.remote())
+        assert "tltlab.runtime.ray.prefork" in psutil.Process(parent).cmdline()
+        assert ray.get([actor.knows.remote("decimal"), actor.sees.remote("OWN")]) == [True, "mine"]
+        ray.kill(actor)
+        fork = psutil.Process(pid)
+        psutil.wait_procs([fork], timeout=WAIT_S)
+        assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE
+    assert start.fork_command() is None
+    assert not psutil.pid_exists(parent)
