@@ -90,7 +90,7 @@ class PlainStock:
             responses=[responses[name] for name in names],
             iterations=rows,
             decisions=[],
-            duration_s=since - start,
+            duration_s=time.perf_counter() - start,
             recorder_s=0.0,
             policy_s=0.0,
         )
