@@ -332,6 +332,18 @@ class Engine:
         """Show the drafters in use responses generated elsewhere or earlier: (key, prompt ids, response ids) each."""
         self._call("remember", list(responses))
 
+    def recall(self, responses: Iterable[Remembered]) -> None:
+        """Have the drafters in use remember these responses of earlier rollouts and no others; nothing may be running.
+
+        (key, prompt ids, response ids) each. Drafts that follow depend on nothing older: it costs about what the
+        responses' drafters take to index them, for those whose prompts come again.
+        """
+        self._call("recall", list(responses))
+
+    def learn_lengths(self, lengths: Iterable[tuple[Key, int]]) -> None:
+        """Let the draft budget learn how many tokens responses of other engines have: (key, tokens) each."""
+        self._call("learn_lengths", list(lengths))
+
     def forget(self) -> None:
         """Drop all that model-free drafters know."""
         self._call("drafters.forget")
@@ -353,9 +365,12 @@ class Engine:
         """
         self._call("seat.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did."""
-        return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict"), allow_nan=False)))
+    def state_dict(self, *, history: bool = True) -> dict[str, Any]:
+        """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did.
+
+        Without `history` it has no responses and is small however long a run is: `recall` them after it is loaded.
+        """
+        return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict", history), allow_nan=False)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, with nothing cached; nothing may be running.

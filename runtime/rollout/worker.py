@@ -19,7 +19,6 @@ from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 
@@ -74,8 +73,8 @@ class RolloutWorker:
         self.engine.replay(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """What policy, budget and model-free drafters have learned, as JSON types."""
-        return self.engine.state_dict()
+        """What policy and budget have learned and how drafters did, as JSON types; what they remember is recalled."""
+        return self.engine.state_dict(history=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
@@ -97,12 +96,21 @@ class RolloutWorker:
         self.feed.status(rl_step - 1, busy=False)
 
     def generate(
-        self, requests: list[GenerationRequest], rl_step: int, seed: list[int], *, repeatable: bool, quota: int | None
+        self,
+        requests: list[GenerationRequest],
+        rl_step: int,
+        seed: list[int],
+        history: list[Any],
+        *,
+        repeatable: bool,
+        quota: int | None,
     ) -> Rollout:
         """Roll out from random state `seed`; `repeatable` keeps the state before, so that `repeat` can follow.
 
-        With `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
+        Drafters remember `history` alone, references to lists of (key, prompt, response) (`RunHistory.of`). With
+        `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
         """
+        self._recall(history)
         self.before = self.engine.snapshot() if repeatable else None
         self.feed.status(rl_step, busy=True)
         try:
@@ -117,8 +125,9 @@ class RolloutWorker:
         """
         return None if self.before is None else self._from(self.before, requests, rl_step, seed)
 
-    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int], history: list[Any]) -> Rollout:
         """Do a rollout that is still to come, and leave no trace of it."""
+        self._recall(history)
         self.before = self.engine.snapshot()
         return self._from(self.before, requests, rl_step, seed)
 
@@ -131,9 +140,12 @@ class RolloutWorker:
         finally:
             self.engine.restore(after)
 
-    def remember(self, responses: list[Remembered]) -> None:
-        """Show the drafters what other workers generated."""
-        self.engine.remember(responses)
+    def _recall(self, history: list[Any]) -> None:
+        self.engine.recall([response for visit in ray.get(history) for response in visit])
+
+    def learn_lengths(self, lengths: list[list[tuple[Key, int]]], own: int | None) -> None:
+        """Let the budget learn the lengths of responses of every worker but number `own`."""
+        self.engine.learn_lengths([length for n, part in enumerate(lengths) if n != own for length in part])
 
     def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
         """Generate without speculation, sampling as rollouts do."""

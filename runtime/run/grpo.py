@@ -259,7 +259,8 @@ class GrpoRun:
         if self._first is not None:
             self._repeat(*self._first, rl_step)
         self.drafting.annotate()
-        self.pool.remember_others(collected.requests, collected.parts)
+        left = self.recipe.train.steps - rl_step - 1
+        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
 

@@ -105,11 +105,22 @@ def tables_of_lengths(
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
-    """All cells as text, indexed by line number; columns are named c0, c1, ... without a header."""
+    """All cells as text, indexed by line number; columns are named c0, c1, ... without a header.
+
+    Between cells is a comma; where the first line has none, a semicolon or a tab if it has that.
+    """
+
+    def cells_between(separator: str) -> pd.DataFrame:
+        return pd.read_csv(
+            path, header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig",
+            sep=separator,
+        )  # fmt: skip
+
     try:
-        frame = pd.read_csv(
-            path, header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig"
-        )
+        frame = cells_between(",")
+        first = str(frame.iloc[0, 0]) if frame.shape[1] == 1 else ""
+        if separator := next((each for each in ";\t" if each in first), None):
+            frame = cells_between(separator)
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
     except (OSError, ValueError) as error:

@@ -102,6 +102,9 @@ class PolicyScheduler(Scheduler):
         self._worker_depth = 0
         self._draft_s: float | None = None
         self._due: list[str] | None = None
+        self._drafted = False
+        self._batch: list[str] = []
+        self._context_tokens = 0
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -120,6 +123,7 @@ class PolicyScheduler(Scheduler):
     def _enter(self, request: Request, key: Key) -> None:
         prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
         live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
+        self._batch = []
         self.capture.enter(request.request_id)
         self._record(lambda recording: recording.arrived(live))
 
@@ -179,21 +183,25 @@ class PolicyScheduler(Scheduler):
         return Strategy.chain(str(speculative.method), depth) if speculative and depth else NO_SPECULATION
 
     def _scheduled(self, output: SchedulerOutput) -> Scheduled:
-        requests = [self.requests[i] for i in output.num_scheduled_tokens]
+        ids = list(output.num_scheduled_tokens)
+        if ids == self._batch:
+            ids = self._batch
+        else:
+            self._batch, self._context_tokens = ids, sum(self.requests[i].num_tokens for i in ids)
         drafts = output.scheduled_spec_decode_tokens
         # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
-        decoding = len(requests) + sum(map(len, drafts.values()))
+        decoding = len(ids) + sum(map(len, drafts.values()))
         prefill = 0
         if self.control.speechless or output.total_num_scheduled_tokens != decoding:
             prefill = sum(
-                _prefill_tokens(request, num, len(drafts.get(request.request_id, ())))
-                for request, num in zip(requests, output.num_scheduled_tokens.values(), strict=True)
+                _prefill_tokens(self.requests[i], num, len(drafts.get(i, ())))
+                for i, num in output.num_scheduled_tokens.items()
             )
         return Scheduled(
-            request_ids=list(output.num_scheduled_tokens),
+            request_ids=ids,
             drafts=drafts,
             waiting=len(self.waiting),
-            context_tokens=sum(request.num_tokens for request in requests),
+            context_tokens=self._context_tokens,
             prefill_tokens=prefill,
             free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
         )
@@ -202,9 +210,12 @@ class PolicyScheduler(Scheduler):
         if scheduler_output.num_scheduled_tokens:
             what = self._in_flight.popleft()
             with self.control.inside:
-                index = model_runner_output.req_id_to_index
-                sampled = model_runner_output.sampled_token_ids
-                counts = {i: len(sampled[index[i]]) if sampled else 0 for i in what.request_ids}
+                counts = _counts(what.request_ids, model_runner_output)
+                if what.request_ids is self._batch:
+                    self._context_tokens += sum(counts)
+                else:
+                    # Another batch has been put together before this one's tokens were known.
+                    self._batch = []
             self.control.sampled(what, counts)
             self.capture.landed()
             if self.control.steers and not self.control.overlapped:
@@ -230,12 +241,16 @@ class PolicyScheduler(Scheduler):
         """Give the last iteration's requests their next drafts. Those `of_workers` were made in `draft_s` seconds."""
         self._due, self._draft_s = None, None
         drafts = self.control.drafts(of_workers.req_ids, of_workers.draft_token_ids, draft_s)
-        if any(drafts):
-            super().update_draft_token_ids(DraftTokenIds(of_workers.req_ids, drafts))
+        before, self._drafted = self._drafted, any(drafts)
+        if not self._drafted and not before:
+            # Nobody has a draft, and nobody gets one.
+            return
+        super().update_draft_token_ids(DraftTokenIds(of_workers.req_ids, drafts))
         if len(self.running) > len(of_workers.req_ids):
             # What had no room in this iteration would else be verified with the draft of an earlier choice.
+            here = set(of_workers.req_ids)
             for request in self.running:
-                if request.spec_token_ids and request.request_id not in of_workers.req_ids:
+                if request.spec_token_ids and request.request_id not in here:
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +315,17 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
             request = self.requests[request_id]
             request.spec_token_ids = request.spec_token_ids[:share]
+
+
+def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
+    """The tokens that each request got, in their order: the runner's is most often the same."""
+    sampled = output.sampled_token_ids
+    if not sampled:
+        return [0] * len(request_ids)
+    if output.req_ids == request_ids:
+        return list(map(len, sampled))
+    index = output.req_id_to_index
+    return [len(sampled[index[i]]) for i in request_ids]
 
 
 def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:

@@ -59,6 +59,12 @@ def test_the_rl_step_of_a_csv_goes_by_other_names_too(command, tmp_path, name):
     assert f"response_tokens from output_tokens, rl_step from {name} (not read: reward)" in err
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_cells_of_a_csv_may_have_a_semicolon_or_a_tab_between_them(tmp_path, separator):
+    trace = read(csv(tmp_path, "step,length\n3,310\n4,95\n".replace(",", separator)))
+    assert (trace.rl_steps, trace.outcomes["response_tokens"].tolist()) == ([3, 4], [310, 95])
+
+
 def test_two_columns_that_could_be_the_rl_step_are_refused_unless_they_say_the_same(command, tmp_path):
     code, _, err = command("simulate", csv(tmp_path, "step,iteration,length\n0,0,5\n0,1,9\n"), "--workers", 1)
     assert (code, err.count("\n")) == (2, 1)
