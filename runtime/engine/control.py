@@ -22,7 +22,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.replay import START, ReplayedDecisions
 from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
@@ -187,6 +187,7 @@ class Control:
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
+        self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
         self.ledger = Ledger(self.seat.tell, worker=worker, overlapped=overlapped, clock=clock)
         self.inside = Stopwatch(clock)
@@ -204,6 +205,7 @@ class Control:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
+        self.steers = True
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
@@ -301,6 +303,12 @@ class Control:
                         self.drafters.check(choice.strategy)
                 self.ledger.choose(choice)
             return self.drafters.worker_depth(self.ledger.in_force.strategy)
+
+    def watched(self, what: Scheduled, strategy: Strategy) -> None:
+        """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
+        with self.inside:
+            self.ledger.schedule(what)
+            self.ledger.choose(Choice(strategy))
 
     def _state(self, request_ids: Sequence[str]) -> StepState:
         """What a policy sees of the iteration that was scheduled last."""

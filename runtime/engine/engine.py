@@ -26,6 +26,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
+from .recording import how_it_ended
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
@@ -100,7 +101,8 @@ class Engine:
     `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
     built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
     another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
-    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults.
+    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults. Scheduling is
+    synchronous unless they say otherwise, whatever drafts: else a rollout could not be replayed or resumed bit by bit.
     """
 
     def __init__(
@@ -128,7 +130,11 @@ class Engine:
                 check_drafter(model, name, spec)
         check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
         attachment = Attachment(
-            drafters=specs if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
+            policy=_PLAIN,
+            drafters=specs if own_process else {},
+            max_draft_depth=max_draft_depth,
+            worker=worker,
+            seed=seed,
         )
         self._dead = ""
         self._canary_stops = False
@@ -469,7 +475,7 @@ def _response(request: GenerationRequest, output: Any, t_finish: float, first: M
         key=request.key,
         token_ids=list(output.token_ids),
         logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
-        finish_reason=output.finish_reason,
+        finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
         t_first_token=first.get(request.key, t_finish),
         t_finish=t_finish,
     )

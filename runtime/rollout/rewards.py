@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import find_spec
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError
@@ -74,7 +75,7 @@ def load_reward(path: str) -> Reward:
     if not (module and colon and name):
         raise ConfigError(f"reward {path!r} is not package.module:function")
     if module.endswith(".py"):
-        raise ConfigError(f"reward {path!r} names a file: give its module, {module.removesuffix('.py')}:{name}")
+        raise ConfigError(f"reward {path!r} names a file: give its module, {Path(module).stem}:{name}")
     try:
         function = getattr(importlib.import_module(module), name)
     except AttributeError as error:

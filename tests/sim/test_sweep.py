@@ -10,10 +10,12 @@ import pandas as pd
 import pytest
 
 from tltlab.bench.simulator import COSTS, example_bandit, random_tables
+from tltlab.calibration.api import calibrate
 from tltlab.errors import ConfigError, InputError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
 from tltlab.policies.selector import Selector
+from tltlab.report.timeline import timeline
 from tltlab.sim.scenario import AnyPolicy, OwnPolicy, Scenario
 from tltlab.sim.simulate import simulate
 from tltlab.sim.sweep import compare, sweep
@@ -110,6 +112,8 @@ def test_a_trace_is_given_by_its_path_too():
     trace, settings = TINY, {"acceptance": "geometric:0.7"}
     by_path = simulate(trace, Halving, **settings)
     assert by_path.policy == "Halving"
+    assert calibrate(trace).costs == calibrate(read(trace)).costs
+    assert timeline(trace, compare=by_path).axes
     assert by_path.makespan_s == simulate(read(trace), Halving(), **settings).makespan_s
     assert sweep(trace, "none")["makespan_s"].tolist() == sweep(Scenario.of(trace), "none")["makespan_s"].tolist()
     assert (

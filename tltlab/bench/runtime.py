@@ -7,18 +7,8 @@ from typing import Any
 from tltlab.console import table
 
 _HEADER = (
-    "mode",
-    "seconds",
-    "tail",
-    "plain",
-    "tokens/s",
-    "accept",
-    "record",
-    "policy",
-    "drafting",
-    "speed-up",
-    "in the tail",
-)
+    "mode", "seconds", "tail", "plain", "tokens/s", "accept", "record", "policy", "drafting", "speed-up", "in the tail",
+)  # fmt: skip
 
 
 def text(found: dict[str, Any]) -> str:
@@ -42,10 +32,17 @@ def text(found: dict[str, Any]) -> str:
     lines += [
         "",
         "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the scheduler",
-        "plain: what plain decoding of the same responses would take, from the step times of the plain rollouts; a",
-        f"speed-up is its ratio to the seconds, over that of plain decoding, with 95 % intervals over {rounds} rounds"
+        "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's rollouts; a",
+        f"speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over {rounds} rounds"
         + (", too narrow below ten" if rounds < 10 else ""),
     ]
+    if found.get("off"):
+        lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
+        rows = [
+            (f"{row['batch']}", row["drafters"], f"{row['stock_s']:.3f}", f"{row['off_s']:.3f}", _interval(row))
+            for row in found["off"]
+        ]
+        lines += [table(("batch", "drafters", "stock", "off", "speed"), rows, indent=2), ""]
     for goal in found["goals"]:
         lines.append(
             f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "

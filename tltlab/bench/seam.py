@@ -47,6 +47,7 @@ _PARTS = {
     "_update_after_schedule": "schedule",
     "update_from_output": "outputs",
     "update_draft_token_ids": "drafts",
+    "_draft": "drafts",
 }
 """The part of an iteration that a method belongs to; requests come and go in the others."""
 _VLLM, _REQUESTS, _CAPTURED = "vllm", "requests", "capture"
@@ -238,7 +239,7 @@ def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
         return method
 
     below = type("Stock", (stock_cls,), {name: switching(stock_cls, name, _VLLM) for name in hooks})
-    parts = {name: switching(scheduler_cls, name, _PARTS.get(name, _REQUESTS)) for name in hooks}
+    parts = {name: switching(scheduler_cls, name, _PARTS.get(name, _REQUESTS)) for name in (*hooks, "_draft")}
     return type("Timed", (scheduler_cls, below), parts)
 
 

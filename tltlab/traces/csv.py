@@ -96,20 +96,37 @@ def tables_from_csv(
 def tables_of_lengths(
     key: pd.DataFrame, lengths: Any, prompt_tokens: Any, cap: int, cut: Any
 ) -> dict[str, pd.DataFrame]:
-    """Workload and outcomes of responses known by their lengths alone; `cut` says which reached the cap."""
+    """Workload and outcomes of responses known by their lengths alone; `cut` says which reached the cap.
+
+    `epoch` counts the earlier RL steps with the same prompt.
+    """
+    visits = key[["rl_step", "prompt_id"]].drop_duplicates().sort_values("rl_step", kind="stable")
+    visits["epoch"] = visits.groupby("prompt_id", sort=False).cumcount()
+    epoch = key.merge(visits, on=["rl_step", "prompt_id"], how="left")["epoch"].to_numpy()
     workload = key.assign(
-        turn=0, epoch=0, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
+        turn=0, epoch=epoch, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
     )
     outcomes = key.assign(turn=0, response_tokens=lengths, finish_reason=np.where(cut, "length", "stop"))
     return {"workload": workload, "outcomes": outcomes}
 
 
 def _read_csv(path: Path) -> pd.DataFrame:
-    """All cells as text, indexed by line number; columns are named c0, c1, ... without a header."""
+    """All cells as text, indexed by line number; columns are named c0, c1, ... without a header.
+
+    Between cells is a comma; where the first line has none, a semicolon or a tab if it has that.
+    """
+
+    def cells_between(separator: str) -> pd.DataFrame:
+        return pd.read_csv(
+            path, header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig",
+            sep=separator,
+        )  # fmt: skip
+
     try:
-        frame = pd.read_csv(
-            path, header=None, dtype=str, keep_default_na=False, skip_blank_lines=False, encoding="utf-8-sig"
-        )
+        frame = cells_between(",")
+        first = str(frame.iloc[0, 0]) if frame.shape[1] == 1 else ""
+        if separator := next((each for each in ";\t" if each in first), None):
+            frame = cells_between(separator)
     except pd.errors.EmptyDataError as error:
         raise TraceError(f"{path}: empty; wanted one response length per line") from error
     except (OSError, ValueError) as error:

@@ -42,9 +42,10 @@ def test_a_csv_of_lengths_is_a_trace(tmp_path, text):
 
 
 def test_known_columns_of_a_csv_are_used(tmp_path):
-    text = "rl_step,prompt_id,prompt_tokens,length\n0,a,7,1\n0,a,7,2\n1,b,8,3\n"
+    text = "rl_step,prompt_id,prompt_tokens,length\n4,a,7,1\n0,a,7,1\n0,a,7,2\n1,b,8,3\n"
     trace = import_dump(csv(tmp_path, text))
-    assert trace.rl_steps == [0, 1]
+    assert trace.workload["epoch"].tolist() == [0, 0, 0, 1]
+    trace = trace.select([0, 1])
     assert trace.outcomes["sample"].tolist() == [0, 1, 0]
     assert trace.workload["prompt_tokens"].tolist() == [7, 7, 8]
 
@@ -57,6 +58,12 @@ def test_the_rl_step_of_a_csv_goes_by_other_names_too(command, tmp_path, name):
     code, out, err = command("trace", "describe", path, "--json")
     assert (code, len(json.loads(out)["rl_steps"])) == (0, 2)
     assert f"response_tokens from output_tokens, rl_step from {name} (not read: reward)" in err
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_cells_of_a_csv_may_have_a_semicolon_or_a_tab_between_them(tmp_path, separator):
+    trace = read(csv(tmp_path, "step,length\n3,310\n4,95\n".replace(",", separator)))
+    assert (trace.rl_steps, trace.outcomes["response_tokens"].tolist()) == ([3, 4], [310, 95])
 
 
 def test_two_columns_that_could_be_the_rl_step_are_refused_unless_they_say_the_same(command, tmp_path):

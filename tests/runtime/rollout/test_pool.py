@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -267,6 +268,27 @@ def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file
             pool.evaluate(requests(0, 1))
     finally:
         pool.recipe = patient
+
+
+def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
+    on_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
+):
+    """vLLM's attention on the CPU has no heads of 20 numbers, which it says in its first batch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(random_model, tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(random_model, head_dim=20)).save_pretrained(tmp_path / "model")
+    pool = pool_of(load_recipe(recipe_file, [f"model={tmp_path / 'model'}", "faults.max_restarts=100"]), tmp_path)
+    said: list[str] = []
+    pool.events.watch = said.append
+    try:
+        with pytest.raises(RunError, match=r"no engine can start: .* first batch failed: RuntimeError: .*head_dim=20"):
+            pool.start()
+    finally:
+        pool.close()
+    assert said == events(pool)
+    assert sorted(line.split(" (")[0] for line in said) == [f"rollout worker {n} died at its start" for n in range(2)]
+    assert pool._deaths_so_far() == [1, 1]
 
 
 def test_a_start_that_takes_too_long_ends_the_run(on_ray: None, recipe_file: Path, tmp_path: Path):
