@@ -429,14 +429,14 @@ class _Played:
             for store in getattr(fed.drafter, "_stores", {}).values():
                 for name, taken in (("propose", lookup), ("add", insert)):
                     setattr(store, name, _timed_call(getattr(store, name), taken))
-        taken = []
+        found: list[tuple[float, float]] = []
         for _ in range(8 * _FEWEST):
             lookup[0] = insert[0] = 0.0
             if self._iterate()["speculates"]:
-                taken.append((lookup[0] * 1e6, insert[0] * 1e6))
-            if len(taken) == 2 * _FEWEST:
+                found.append((lookup[0] * 1e6, insert[0] * 1e6))
+            if len(found) == 2 * _FEWEST:
                 break
-        lookup_us, insert_us = np.median(np.array(taken or [(0.0, 0.0)]), axis=0).tolist()
+        lookup_us, insert_us = np.median(np.array(found or [(0.0, 0.0)]), axis=0).tolist()
         return lookup_us, insert_us
 
 
