@@ -130,8 +130,8 @@ class GrpoRun:
             refuse(exact_replay(recipe))
         self.recipe = recipe
         self.out = Path(out)
-        self.reward_pool = RewardPool(recipe)
         self.tokenizer = load_tokenizer(recipe.model)
+        self.reward_pool = RewardPool(recipe, self.tokenizer)
         self.data = RunData(recipe, self.tokenizer)
         self.policy = load_policy(recipe.rollout.policy)
         refuse(policy_on_engines(recipe, self.policy))
@@ -327,7 +327,7 @@ class GrpoRun:
             return parts
 
         def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-            given = self._rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
+            given = self.reward_pool.rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
             for failure in self.reward_pool.take_failures():
                 self.events.note(failure)
             return given
@@ -343,13 +343,6 @@ class GrpoRun:
             score=score,
             rl_step=rl_step,
             policy_version=self.state.policy_version,
-        )
-
-    def _rewards(self, responses: Sequence[tuple[str, Sequence[int], str]]) -> list[float]:
-        """Of (prompt, token ids of the response, answer) each."""
-        decode = self.tokenizer.decode
-        return self.reward_pool.rewards(
-            [(prompt, str(decode(ids, skip_special_tokens=True)), answer) for prompt, ids, answer in responses]
         )
 
     def _repeat(
@@ -423,7 +416,8 @@ class GrpoRun:
         def answered() -> float:
             self.actors.engines_turn()
             responses = self.pool.evaluate(requests)
-            rewards = self._rewards([(p.text, r.token_ids, p.answer) for p, r in zip(prompts, responses, strict=True)])
+            pairs = zip(prompts, responses, strict=True)
+            rewards = self.reward_pool.rewards([(p.text, r.token_ids, p.answer) for p, r in pairs])
             return sum(rewards) / len(rewards)
 
         return self._through(answered)

@@ -427,8 +427,15 @@ def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
     watch(run.data.rollouts, "collect", "collected")
     watch(run.pool, "generate", "rollouts")
     watch(run.pool, "remember_others", "history")
-    watch(run, "_rewards", "rewards")
-    watch(run.reward_pool, "rewards", "reward processes")
+    watch(run.reward_pool, "rewards", "rewards")
+    rewards = run.reward_pool.rewards
+
+    def counted(items: Sequence[Any]) -> list[float]:
+        with meter.part(SCRIPTED):
+            meter.bytes["rewards"] += sum(len(pickle.dumps(item, protocol=5)) for item in items)
+        return rewards(items)
+
+    stack.enter_context(patch.object(run.reward_pool, "rewards", counted))
     watch(run.trainers, "old_logprobs", "samples")
     watch(run.trainers, "update", "samples")
     watch(run, "_record", "trace rows")
