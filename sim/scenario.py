@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from pydantic import BaseModel
 
 from tltlab.acceptance.load import Acceptance, Settled
+from tltlab.config import shown
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
 from tltlab.costs.base import CostModel
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.policies.policy import Policy
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.policies.selector import Selector
+from tltlab.policies.specs import build_class, check_contract
 from tltlab.sim.engine.batch import Batch, FluidBatch
 from tltlab.sim.engine.by_request import Rates
 from tltlab.sim.engine.drawn import ReplayBatch, SampledBatch
@@ -23,7 +29,7 @@ from tltlab.sim.engine.requests import Requests, requests_by_step
 from tltlab.sim.engine.worker import LeaveIdle, RolloutSimulator, SimulatedRollout
 from tltlab.state import DrafterState, RequestState
 from tltlab.strategy import MODEL_FREE, Strategy
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, read
 
 from .bounds import largest_batch, lower_bound_s, shared_bound_s
 from .config import SimulationConfig, load_spot_training
@@ -38,6 +44,76 @@ class PolicyLike(Protocol):
     def strategies(self) -> tuple[Strategy, ...]: ...
 
     def build(self, rng: np.random.Generator) -> Selector: ...
+
+
+@dataclass(frozen=True)
+class OwnPolicy:
+    """A user's own selector: a class, built for each worker, or an instance, of which each worker gets a copy.
+
+    Raises ConfigError where it breaks the contract of `Selector`.
+    """
+
+    source: type[Selector] | Selector
+
+    def __post_init__(self) -> None:
+        check_contract(self.build, self.name)
+
+    @property
+    def name(self) -> str:
+        return (self.source if isinstance(self.source, type) else type(self.source)).__name__
+
+    @property
+    def strategies(self) -> tuple[Strategy, ...]:
+        return self.build(np.random.default_rng(0)).strategies
+
+    def build(self, rng: np.random.Generator) -> Selector:
+        if isinstance(self.source, type):
+            return build_class(self.source, rng, {}, self.name)
+        return deepcopy(self.source)
+
+
+AnyPolicy = PolicySource | Selector | PolicyLike
+"""A policy as `load_policy` takes it, a selector, whose copies the workers get, or anything that builds selectors."""
+
+
+def as_policy(source: AnyPolicy) -> PolicyLike:
+    """The policy that a user means. Raises ConfigError as `load_policy` does."""
+    if isinstance(source, Selector) or (isinstance(source, type) and issubclass(source, Selector)):
+        return OwnPolicy(source)
+    if hasattr(source, "build") and hasattr(source, "strategies") and not isinstance(source, BaseModel | type):
+        return source
+    return load_policy(source)
+
+
+def policy_name(source: AnyPolicy) -> str:
+    """What a user calls it, else its kind."""
+    if isinstance(source, str | Path | Strategy):
+        return str(source)
+    policy = as_policy(source)
+    if isinstance(policy, OwnPolicy):
+        return policy.name
+    return policy.selector.kind if isinstance(policy, Policy) else type(policy).__name__
+
+
+def named_policies(sources: Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str) -> dict[str, PolicyLike]:
+    """Policies by name: a dict of them, a list, whose own names they get, or shipped names with commas between.
+
+    Raises ConfigError for none, and for a name that comes twice.
+    """
+    if isinstance(sources, str):
+        sources = [name.strip() for name in sources.split(",") if name.strip()]
+    if isinstance(sources, Mapping):
+        named = {str(name): as_policy(source) for name, source in sources.items()}
+    elif isinstance(sources, Sequence):
+        names = [policy_name(source) for source in sources]
+        if twice := [name for n, name in enumerate(names) if name in names[:n]]:
+            raise ConfigError(f"policy {twice[0]} is given twice; in Python a dict names two that are called the same")
+        named = dict(zip(names, map(as_policy, sources), strict=True))
+    else:
+        raise ConfigError(f"{shown(sources)} are no policies: give a list of them, or a dict by name")
+    if not named:
+        raise ConfigError("no policy to simulate: give at least one")
+    return named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +134,12 @@ class Scenario:
     coordinator: CoordinatorConfig | None = None
 
     @classmethod
-    def of(cls, trace: Trace, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
-        """The simulation of a trace; `settings` are fields of `SimulationConfig` that replace those of `config`."""
-        config = replace(config, **settings)
+    def of(cls, trace: str | Path | Trace, config: SimulationConfig = SimulationConfig(), **settings: Any) -> Scenario:
+        """The simulation of a trace, or of what `read` finds at a path.
+
+        `settings` are fields of `SimulationConfig` that replace those of `config`.
+        """
+        trace, config = read(trace), replace(config, **settings)
         workers = config.num_workers(trace)
         steps = tuple(requests_by_step(trace, config.rl_steps, config.max_response_tokens))
         acceptance, acceptance_name = config.find_acceptance(trace)

@@ -13,16 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from tltlab.policies.policy import Policy, load_policy
 from tltlab.sim.engine import record
 from tltlab.sim.engine.log import Columns
 from tltlab.sim.engine.regime import Regime
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.traces import metrics
-from tltlab.traces.trace import Manifest, Trace
+from tltlab.traces.trace import Manifest, Trace, read
 
 from .config import SimulationConfig
-from .scenario import PolicyLike, Scenario, budgets_of
+from .scenario import AnyPolicy, Scenario, as_policy, budgets_of, policy_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +136,8 @@ def _contexts_outside(c: Columns, least: float, most: float) -> int:
 
 
 def simulate(
-    trace: Trace,
-    policy: str | Path | PolicyLike = "none",
+    trace: str | Path | Trace,
+    policy: AnyPolicy = "none",
     config: SimulationConfig = SimulationConfig(),
     *,
     record_iterations: bool = False,
@@ -146,25 +145,27 @@ def simulate(
 ) -> SimResult:
     """Replay the responses of `trace` under `policy`, one RL step at a time, all requests present at its start.
 
-    Response lengths are the trace's; what is simulated is when each token comes. `settings` are the fields of
-    `SimulationConfig` (costs, acceptance, workers, placement, mode, seed, ...), which replace those of `config`.
+    Response lengths are the trace's, a Trace or a path that `tltlab.read` takes; what is simulated is when each token
+    comes. `policy` is whatever `load_policy` takes, also a class that no module has, or a selector, of which every
+    worker gets a copy. `settings` are the fields of `SimulationConfig` (costs, acceptance, workers, placement, mode,
+    seed, ...), which replace those of `config`.
 
     A selector is built per worker from `np.random.default_rng([seed, worker])` and lives through all RL steps. It is
     asked before and told after every iteration, or once per `decision_block` iterations with their mean; a memoryless
     one is asked once for each batch and number of waiting requests. `record_iterations` adds iterations and decisions
     to the result's trace.
 
-    Raises ConfigError for a term, an acceptance or a placement that is missing or unknown.
+    Raises ConfigError for no policy, and a term, an acceptance or a placement that is missing or unknown.
 
-    >>> simulate(tltlab.read("traces/tiny"), "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
+    >>> simulate("traces/tiny", "none", workers=8).summary["makespan_s"]  # doctest: +SKIP
     """
-    config = replace(config, **settings)
-    chosen: PolicyLike = load_policy(policy) if isinstance(policy, str | Path | Policy) else policy
+    config, trace = replace(config, **settings), read(trace)
+    chosen = as_policy(policy)
     scenario = Scenario.of(trace, config)
     started = time.perf_counter()
     rollouts = scenario.rollouts(chosen, record_rewards=record_iterations)
     wall_s = time.perf_counter() - started
-    name = _name(policy)
+    name = policy_name(policy)
     return SimResult(
         rollouts=rollouts,
         manifest=_manifest(trace, scenario, name, config.placement or "contiguous"),
@@ -175,12 +176,6 @@ def simulate(
         bounds_s=lambda: None if budgets_of(chosen, 1) else scenario.bounds_s(chosen.strategies),
         record_iterations=record_iterations,
     )
-
-
-def _name(policy: str | Path | PolicyLike) -> str:
-    if isinstance(policy, str | Path):
-        return str(policy)
-    return policy.selector.kind if isinstance(policy, Policy) else type(policy).__name__
 
 
 def _manifest(trace: Trace, scenario: Scenario, policy: str, placement: str) -> Manifest:

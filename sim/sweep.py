@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -18,26 +19,34 @@ from joblib import Parallel, delayed, parallel_config
 from tltlab.arrays import Floats
 from tltlab.errors import ConfigError
 from tltlab.stats import paired_interval
+from tltlab.traces.trace import Trace
 
-from .scenario import PolicyLike, Scenario, budgets_of
+from .scenario import AnyPolicy, PolicyLike, Scenario, budgets_of, named_policies
+
+Policies = Mapping[str, AnyPolicy] | Sequence[AnyPolicy] | str
 
 
 def sweep(
-    scenario: Scenario, policies: Mapping[str, PolicyLike], *, jobs: int = 1, ray_address: str | None = None
+    scenario: Scenario | Trace | str | Path,
+    policies: Policies,
+    *,
+    jobs: int = 1,
+    ray_address: str | None = None,
 ) -> pd.DataFrame:
     """Simulate every policy on the scenario: one row per policy and RL step, in order, with `makespan_s`.
 
+    `scenario` may be a trace or its path: then it is that of `Scenario.of`. `policies` are a dict of policies by name,
+    a list or names with commas between, each as `simulate` takes it.
     `jobs` processes share the policies; with `ray_address` ("auto", "local", or an address) they run on a Ray cluster
     instead, `jobs` at a time, or as many as it has CPUs where jobs is 1. The numbers do not depend on either. Raises
     ConfigError for jobs < 1 or a missing Ray.
 
-    >>> sweep(Scenario.of(trace), {"plain": load_policy("none")}).makespan_s.tolist()  # doctest: +SKIP
+    >>> sweep("traces/tiny", "none,beg-mab").makespan_s.tolist()  # doctest: +SKIP
     """
     if jobs < 1:
         raise ConfigError(f"jobs must be at least 1, got {jobs}")
+    scenario, policies = _scenario(scenario), named_policies(policies)
     names = list(policies)
-    if not names:
-        raise ConfigError("no policy to simulate: give at least one")
     # The table rows are for writing traces: workers need not receive them.
     lean = replace(scenario, steps=tuple(replace(step, rows=step.rows.iloc[:0]) for step in scenario.steps))
     if jobs == 1 and ray_address is None:
@@ -60,15 +69,15 @@ def sweep(
 
 
 def compare(
-    scenario: Scenario,
-    policies: Mapping[str, PolicyLike],
+    scenario: Scenario | Trace | str | Path,
+    policies: Policies,
     *,
     baseline: str | None = None,
     repeats: int = 1,
     jobs: int = 1,
     ray_address: str | None = None,
 ) -> pd.DataFrame:
-    """Compare policies: one row each, the fastest first.
+    """Compare policies, given as `sweep` takes them: one row each, the fastest first.
 
     Columns: `policy`, `makespan_s` (mean over RL steps and repeats), `ratio` to the `baseline` (the first policy; below
     1 is faster) with its paired bootstrap interval `ratio_low` to `ratio_high` over the RL steps, and `regret` to the
@@ -76,10 +85,11 @@ def compare(
     shares its luck among the policies, and a step's repeats are averaged before resampling, since they share its
     lengths. Raises ConfigError.
     """
+    scenario, policies = _scenario(scenario), named_policies(policies)
     names = list(policies)
-    baseline = names[0] if names and baseline is None else baseline
-    if baseline is None or baseline not in policies:
-        raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names) or '(none given)'}")
+    baseline = names[0] if baseline is None else baseline
+    if baseline not in policies:
+        raise ConfigError(f"the baseline {baseline!r} is none of the policies {', '.join(names)}")
     if repeats < 1:
         raise ConfigError(f"repeats must be at least 1, got {repeats}")
     strategies = tuple(dict.fromkeys(s for policy in policies.values() for s in policy.strategies))
@@ -107,6 +117,10 @@ def ratio_columns(name: str, seconds: Floats, base: Floats, seed: int) -> dict[s
     """The ratio of two series of RL steps, and its paired 95 % bootstrap interval as `name`_low and `name`_high."""
     ratio = paired_interval(seconds, base, level=0.95, rng=np.random.default_rng(seed))
     return {name: ratio.estimate, f"{name}_low": ratio.low, f"{name}_high": ratio.high}
+
+
+def _scenario(given: Scenario | Trace | str | Path) -> Scenario:
+    return given if isinstance(given, Scenario) else Scenario.of(given)
 
 
 def _makespans(scenario: Scenario, policies: Mapping[str, PolicyLike]) -> dict[str, list[float]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from tltlab.errors import ConfigError
 from tltlab.planning.system_binding import BoundSystem, PerDrafter, bind
 from tltlab.planning.systems import System, find_systems
 from tltlab.strategy import MODEL_FREE
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, read
 
 from .config import SimulationConfig, Source
 from .engine.requests import Requests
@@ -48,7 +49,7 @@ class SystemRun:
 
 
 def simulate_system(
-    trace: Trace,
+    trace: str | Path | Trace,
     bound: BoundSystem,
     config: SimulationConfig = SimulationConfig(),
     *,
@@ -62,7 +63,7 @@ def simulate_system(
     Acceptance and what idle workers train are the system's, and so is the placement that `config` leaves open. A system
     whose trainer has GPUs of its own generates on fewer workers. Raises ConfigError as `simulate` does.
     """
-    config = replace(config, **settings)
+    config, trace = replace(config, **settings), read(trace)
     workers = config.num_workers(trace)
     generating = generating_workers(bound.system, workers)
     result = simulate(
@@ -89,13 +90,15 @@ def simulate_system(
     return SystemRun(bound=bound, result=result, whole=run_steps(result, stages, topology=topology))
 
 
-def by_name(trace: Trace, name: str, config: SimulationConfig = SimulationConfig(), **options: Any) -> SystemRun:
+def by_name(
+    trace: str | Path | Trace, name: str, config: SimulationConfig = SimulationConfig(), **options: Any
+) -> SystemRun:
     """Simulate the system of that name; the `options` are those of `simulate_system`.
 
     What `config` trains on idle workers replaces what the system does. Raises ConfigError for an unknown name, and with
     the reason for a system that cannot be simulated here.
     """
-    (system,) = find_systems([name])
+    (system,), trace = find_systems([name]), read(trace)
     scenario = Scenario.of(trace, config)
     try:
         bound = bind(system, scenario.costs, replayable(scenario.acceptance, scenario.steps))
@@ -110,7 +113,7 @@ def by_name(trace: Trace, name: str, config: SimulationConfig = SimulationConfig
 
 
 def compare_systems(
-    trace: Trace,
+    trace: str | Path | Trace,
     systems: str | Sequence[str | System] = "all",
     config: SimulationConfig = SimulationConfig(),
     *,
@@ -136,11 +139,11 @@ def compare_systems(
     `num_workers` and `num_gpus` too.
     Raises ConfigError where no system is left.
 
-    >>> compare_systems(tltlab.read("traces/tiny"), "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
+    >>> compare_systems("traces/tiny", "verl,tlt-base").set_index("system").ratio  # doctest: +SKIP
     """
     if repeats < 1 or jobs < 1:
         raise ConfigError(f"repeats and jobs must be at least 1, got {repeats} and {jobs}")
-    config = replace(config, placement=None, spot=None, **settings)
+    config, trace = replace(config, placement=None, spot=None, **settings), read(trace)
     # Refuses what is wrong with the trace or the settings before anything is called left out.
     scenario = Scenario.of(trace, config)
     model_free = None if model_free_acceptance is None else load_acceptance(model_free_acceptance)

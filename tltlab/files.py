@@ -7,13 +7,26 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError, InputError, RunError
+
+
+@contextmanager
+def found_in(folders: Iterable[str | Path]) -> Iterator[None]:
+    """Within, modules are looked up in these folders too, after all other places; what was imported stays."""
+    added = [str(folder) for folder in folders if str(folder) not in sys.path]
+    sys.path += added
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
 
 
 def write_json(path: Path, value: Any) -> None:

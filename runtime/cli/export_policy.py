@@ -40,9 +40,10 @@ def export_policy(
     ] = 1.0,
     as_json: Json = False,
 ) -> None:
-    """Draft depths by batch size and CUDA graphs for them, as settings of vLLM; tree strategies are refused.
+    """Draft depths by batch size and CUDA graphs for them, as settings that vLLM 0.32 takes.
 
-    With --model-shape the memory of the graphs is predicted, and with --memory-gb refused where it is more.
+    What it does not is refused: trees, several drafters, suffix decoding of several depths. With --model-shape the
+    memory of the graphs is predicted, also of a policy that is refused, and with --memory-gb refused where it is more.
 
     Example: tltlab export-policy policy.json --max-batch 64 --model-shape Qwen2.5-7B --memory-gb 4 --out vllm.json
     """
@@ -52,6 +53,9 @@ def export_policy(
     if memory_gb is not None and model_shape is None:
         raise ConfigError("--memory-gb needs --model-shape: a model's folder, or a name such as Qwen2.5-7B")
     plan = plan_graphs(load_policy(policy), max_batch, fill=fill)
+    refused = plan.refused()
+    if refused is not None and (out is not None or model_shape is None):
+        raise ConfigError(f"policy {policy} has no settings of plain vLLM: {refused}")
     memory = None
     if model_shape is not None:
         cap = float("inf") if memory_gb is None else memory_gb * GIB
@@ -59,12 +63,12 @@ def export_policy(
     if out is not None:
         write_json(out, plan.settings())
     report = {
-        "vllm": plan.settings(),
+        "vllm": plan.settings() if refused is None else None,
         "num_full_graphs": len(plan.full_graphs()),
         "num_piecewise_graphs": len(plan.capture_sizes),
         "without_full_graph": [list(pair) for pair in plan.without_full_graph()],
         "predicted_graph_gib": None if memory is None else memory / GIB,
-        "notes": list(plan.notes),
+        "notes": [*plan.notes, *([] if refused is None else [f"no settings of plain vLLM: {refused}"])],
         "out": None if out is None else str(out),
     }
     emit(report, as_json=as_json, text=_text(plan, report))
@@ -101,9 +105,9 @@ def _text(plan: GraphPlan, report: dict[str, Any]) -> str:
     depths = ", ".join(map(str, plan.depths))
     memory = report["predicted_graph_gib"]
     lines = [
-        json.dumps(report["vllm"], indent=2),
+        *([] if report["vllm"] is None else [json.dumps(report["vllm"], indent=2)]),
         f"K in {depths}; {report['num_full_graphs']} full and {report['num_piecewise_graphs']} piecewise graphs"
         + ("" if memory is None else f", {memory:.2f} GiB by the model"),
-        *(f"note: {note}" for note in plan.notes),
+        *(f"note: {note}" for note in report["notes"]),
     ]
     return "\n".join(lines)

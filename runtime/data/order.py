@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from tltlab.arrays import Ints
 from tltlab.errors import ConfigError
 
 
@@ -54,6 +55,21 @@ class DataOrder:
             (passed_over if number in excluded else taken).append(number)
         self._passed_over = passed_over
         return [(self.epoch, number) for number in taken]
+
+    def turns(self) -> Ints:
+        """How many prompts come before each one comes next, if none is excluded, [num_prompts].
+
+        >>> order = DataOrder(4, seed=0)
+        >>> order.take(2)
+        [(0, 2), (0, 0)]
+        >>> order.turns().tolist()  # 1 and 3 are left of this epoch
+        [3, 0, 4, 1]
+        """
+        left = [*self._passed_over, *self._order[self._next :]]
+        turns = np.empty(self.num_prompts, np.int64)
+        turns[_epoch_order(self.num_prompts, self.epoch + 1, self.seed)] = len(left) + np.arange(self.num_prompts)
+        turns[left] = np.arange(len(left))
+        return turns
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, in JSON types."""

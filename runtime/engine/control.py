@@ -6,11 +6,11 @@ iterations in a `Ledger`. Nothing here knows vLLM.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from tltlab.policies.policy import Policy
 from tltlab.policies.replay import START, ReplayedDecisions
 from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState
-from tltlab.strategy import NO_SPECULATION
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
@@ -34,7 +34,7 @@ _LATELY = 0.2
 class Live:
     """One request in the engine, as policies see it: it has the fields of `tltlab.state.RequestState`, always current.
 
-    `output` grows by itself; drafters have been shown its first `shown` tokens; `drafter` made the draft in flight.
+    `output` grows by itself; `drafter` made the draft in flight.
     """
 
     key: Key
@@ -43,7 +43,6 @@ class Live:
     max_response_tokens: int
     recent_acceptance: float | None = None
     length_class: int | None = None
-    shown: int = 0
     drafter: str = ""
     drafted: int = 0
     accepted: int = 0
@@ -57,10 +56,39 @@ class Live:
         return len(self.output)
 
 
+class _Running(Sequence[Live]):
+    """The requests of an iteration, looked up when a policy first reads them: most never do."""
+
+    __slots__ = ("_ids", "_live", "_read")
+
+    def __init__(self, ids: Sequence[str], live: Mapping[str, Live]) -> None:
+        self._ids, self._live = ids, live
+        self._read: list[Live] | None = None
+
+    def _requests(self) -> list[Live]:
+        if self._read is None:
+            self._read = [self._live[i] for i in self._ids if i in self._live]
+        return self._read
+
+    def __len__(self) -> int:
+        return len(self._requests())
+
+    @overload
+    def __getitem__(self, index: int) -> Live: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Live]: ...
+    def __getitem__(self, index: int | slice) -> Live | list[Live]:
+        return self._requests()[index]
+
+    def __iter__(self) -> Iterator[Live]:
+        return iter(self._requests())
+
+
 class Seat:
     """The policy's place: the selector that is asked and told, the budget that shares out, or none of either.
 
-    `deciding` runs while the policy chooses, shares out or learns.
+    `deciding` runs while the policy chooses, shares out or learns. A selector that is memoryless is asked once for each
+    change of what it looks at, and told nothing.
     """
 
     def __init__(self, *, worker: int, clock: Clock) -> None:
@@ -69,17 +97,28 @@ class Seat:
         self.deciding = Stopwatch(clock)
         self._worker = worker
         self._replayed: tuple[int, int] = START
+        self._answer: tuple[int, int, Choice] | None = None
 
     def take(self, selector: Selector | None, budget: DraftBudget | None) -> None:
         """Choose by `selector` and share out by `budget`, by default evenly, from now on."""
         self.selector = selector
         self.budget = budget or UniformBudget()
+        self._answer = None
+
+    def answer(self, batch: int, waiting: int) -> Choice | None:
+        """What the selector chose last, where it would choose that again."""
+        before = self._answer
+        return before[2] if before is not None and before[0] == batch and before[1] == waiting else None
 
     def ask(self, state: StepState) -> Choice:
         """The selector's choice for `state`."""
-        assert self.selector is not None
-        strategy = self.selector.choose(state)
-        return Choice(strategy, self.selector, self.selector.bucket_, self.selector.propensity_)
+        selector = self.selector
+        assert selector is not None
+        strategy = selector.choose(state)
+        learns = not selector.memoryless or type(selector).reward is not Selector.reward
+        choice = Choice(strategy, selector, selector.bucket_, selector.propensity_, learns)
+        self._answer = (state.batch, state.waiting, choice) if selector.memoryless else None
+        return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
         """Have the selector that made `choice`, in force or not any more, learn its outcome; the reward it learns."""
@@ -95,6 +134,7 @@ class Seat:
         if inner is None:
             raise ConfigError("decisions are replayed under the policy that made them, and none is set")
         self.selector = ReplayedDecisions(inner, rows, worker=self._worker)
+        self._answer = None
         self.selector.go_to(self._replayed)
 
     def begin(self, rl_step: int) -> None:
@@ -131,8 +171,9 @@ class Control:
 
     Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
     opens a rollout, `end` closes it and returns its rows; see `Ledger`, also for `overlapped`. An iteration calls
-    `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`; each but the
-    first takes O(batch). `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
+    `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but
+    requests are looked at one by one only where there are drafts or the policy reads them. `inside` runs while the
+    ledger is kept, `seat.deciding` and it while the policy decides.
     """
 
     def __init__(
@@ -145,12 +186,14 @@ class Control:
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
+        self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
         self.ledger = Ledger(self.seat.tell, worker=worker, overlapped=overlapped, clock=clock)
         self.inside = Stopwatch(clock)
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
+        self._turn = 0
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -158,9 +201,9 @@ class Control:
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
-        running = [(live.key, live.prompt, live.output[: live.shown]) for live in self.live.values()]
-        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies, running)
+        self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
+        self.steers = True
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
@@ -174,8 +217,16 @@ class Control:
     def remember(self, responses: Sequence[Response]) -> None:
         """Let drafters and budget learn from responses generated elsewhere: (key, prompt, response) each."""
         self.drafters.remember(responses)
-        for key, prompt, response in responses:
-            live = Live(key=key, prompt=prompt, output=response, max_response_tokens=max(len(response), 1))
+        self.learn_lengths([(key, len(response)) for key, _, response in responses])
+
+    def recall(self, responses: Sequence[Response]) -> None:
+        """Have drafters remember these responses of earlier rollouts and no others; nothing may be running."""
+        self.drafters.recall(responses)
+
+    def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
+        """Let the budget learn how many tokens responses that were generated elsewhere have."""
+        for key, num_tokens in lengths:
+            live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
             self.seat.budget.finished(cast(RequestState, live), drafted=0, accepted=0)
 
     @property
@@ -183,9 +234,12 @@ class Control:
         """Seconds spent inside in all, and of these deciding."""
         return self.inside.seconds, self.seat.deciding.seconds
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned."""
-        return copy.deepcopy({**self.seat.state_dict(), "drafters": self.drafters.state_dict()})
+    def state_dict(self, history: bool = True) -> dict[str, Any]:
+        """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned.
+
+        It may share lists with what goes on learning. Without `history` it has no texts: they are to be recalled.
+        """
+        return {**self.seat.state_dict(), "drafters": self.drafters.state_dict(history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave; nothing may be running. A replay, now or to come, goes on where it was."""
@@ -217,7 +271,7 @@ class Control:
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self.keys.add(key)
         self.speechless.add(request_id)
-        self.drafters.open(key, prompt)
+        self.drafters.open(key, prompt, output)
         return live
 
     def finish(self, request_id: str) -> Live | None:
@@ -226,7 +280,6 @@ class Control:
         self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
-            self.drafters.extend(live.key, live.output[live.shown :])
             self.drafters.close(live.key)
             self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
         return live
@@ -239,25 +292,36 @@ class Control:
     def scheduled(self, what: Scheduled) -> int:
         """Choose what the iteration drafts at its end; the depth for the engine's workers."""
         with self.inside:
-            verified = self.ledger.schedule(what)
+            self._what, self._verified = what, self.ledger.schedule(what)
             if self.seat.selector is not None:
-                with self.seat.deciding:
-                    batch = [self.live[i] for i in what.request_ids]
-                    self._state = StepState(
-                        rl_step=self.ledger.rl_step,
-                        worker=self.ledger.worker,
-                        batch=len(batch),
-                        waiting=what.waiting,
-                        context_tokens=what.context_tokens,
-                        free_kv_tokens=what.free_kv_tokens,
-                        strategy=verified,
-                        drafters=self.drafters,
-                        requests=cast(Sequence[RequestState], batch),
-                    )
-                    choice = self.seat.ask(self._state)
-                    self.drafters.check(choice.strategy)
+                choice = self.seat.answer(len(what.request_ids), what.waiting)
+                if choice is None:
+                    with self.seat.deciding:
+                        choice = self.seat.ask(self._state(what.request_ids))
+                        self.drafters.check(choice.strategy)
                 self.ledger.choose(choice)
             return self.drafters.worker_depth(self.ledger.in_force.strategy)
+
+    def watched(self, what: Scheduled, strategy: Strategy) -> None:
+        """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
+        with self.inside:
+            self.ledger.schedule(what)
+            self.ledger.choose(Choice(strategy))
+
+    def _state(self, request_ids: Sequence[str]) -> StepState:
+        """What a policy sees of the iteration that was scheduled last."""
+        what = self._what
+        return StepState(
+            rl_step=self.ledger.rl_step,
+            worker=self.ledger.worker,
+            batch=len(request_ids),
+            waiting=what.waiting,
+            context_tokens=what.context_tokens,
+            free_kv_tokens=what.free_kv_tokens,
+            strategy=self._verified,
+            drafters=self.drafters,
+            requests=cast(Sequence[RequestState], _Running(request_ids, self.live)),
+        )
 
     def allot(self, live: Sequence[Live]) -> list[int]:
         """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""
@@ -265,46 +329,46 @@ class Control:
         if isinstance(self.seat.budget, UniformBudget) or not live:
             shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
         else:
-            state = replace(
-                self._state, batch=len(live), strategy=strategy, requests=cast(Sequence[RequestState], live)
-            )
+            requests = cast(Sequence[RequestState], live)
+            state = replace(self._state(()), batch=len(live), strategy=strategy, requests=requests)
             shares = self.seat.budget.allot(state, strategy)
         # A draft is followed by one token of the target's own, so the last token is never worth drafting.
-        return [max(min(n, r.max_response_tokens - len(r.output) - 1), 0) for n, r in zip(shares, live, strict=True)]
+        return [
+            share if share < (room := r.max_response_tokens - len(r.output)) else max(room - 1, 0)
+            for share, r in zip(shares, live, strict=True)
+        ]
 
-    def drafts(
-        self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
-    ) -> list[list[int]]:
+    def drafts(self, request_ids: Sequence[str], learned: list[list[int]], learned_s: float | None) -> list[list[int]]:
         """What each request is to verify next. `learned` are the workers' drafts, made in `learned_s` seconds.
 
         Requests that are gone or have not generated yet get nothing.
         """
-        since_s = self.ledger.clock()
-        if self.drafters.feeds:
-            # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
-            for live in self.live.values():
-                if live.shown < len(live.output):
-                    self.drafters.extend(live.key, live.output[live.shown :])
-                    live.shown = len(live.output)
-        drafts: list[list[int]] = [[] for _ in request_ids]
+        since_s, late_s = self.ledger.clock(), 0.0
+        self._turn += 1
         strategy = self.ledger.in_force.strategy
+        drafts = [[] for _ in request_ids] if strategy.speculates or any(learned) else learned
         if strategy.speculates:
-            going = [(n, self.live[i]) for n, i in enumerate(request_ids) if i in self.live]
-            drafting = [(n, live) for n, live in going if live.output]
+            # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
+            late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
+            lives = [self.live.get(i) for i in request_ids]
+            drafting = [(n, live) for n, live in enumerate(lives) if live is not None and live.output]
             with self.inside, self.seat.deciding:
                 shares = self.allot([live for _, live in drafting])
-            for (n, live), share in zip(drafting, shares, strict=True):
-                if share:
-                    live.drafter, drafts[n] = self.drafters.propose(strategy, live.key, share, learned[n])
-        self.ledger.drafted(since_s, learned_s or 0.0)
+            asked = [(n, live, share) for (n, live), share in zip(drafting, shares, strict=True) if share]
+            made = self.drafters.propose(
+                strategy, [(live.key, share) for _, live, share in asked], [learned[n] for n, _, _ in asked]
+            )
+            for (n, live, _), (drafter, draft) in zip(asked, made, strict=True):
+                live.drafter, drafts[n] = drafter, draft
+        self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
 
-    def sampled(self, what: Scheduled, counts: Mapping[str, int]) -> None:
+    def sampled(self, what: Scheduled, counts: Sequence[int]) -> None:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         with self.inside:
             if self.speechless:
-                for request_id in self.speechless.intersection(what.request_ids):
-                    if counts[request_id]:
+                for request_id, got in zip(what.request_ids, counts, strict=True):
+                    if got and request_id in self.speechless:
                         self.speechless.discard(request_id)
                         self.ledger.first_token(self.live[request_id].key)
             iteration = self.ledger.verified(what, counts)
@@ -315,6 +379,7 @@ class Control:
     def _learn(self, request_ids: Sequence[str], iteration: Iteration) -> None:
         """Count what was kept of each request's draft, and let its drafter know."""
         drafter = iteration.verified.strategy.drafter
+        verified: defaultdict[str, list[tuple[Key, int, int]]] = defaultdict(list)
         for request_id, drafted, kept in zip(request_ids, iteration.drafted, iteration.accepted, strict=True):
             if not drafted or (live := self.live.get(request_id)) is None:
                 continue
@@ -322,7 +387,9 @@ class Control:
             live.accepted += kept
             recent = live.recent_acceptance
             live.recent_acceptance = float(kept) if recent is None else recent + _LATELY * (kept - recent)
-            self.drafters.observe(live.drafter or drafter, live.key, drafted, kept)
+            verified[live.drafter or drafter].append((live.key, drafted, kept))
+        for name, drafts in verified.items():
+            self.drafters.observe(name, drafts)
 
     def idle(self) -> None:
         """Nothing is left to run: the last iteration is over, and what was chosen for the next one has no meaning."""

@@ -6,9 +6,10 @@ pass through. A hybrid decides between the two for each request.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tltlab.coordination.canary import Canary, CanaryConfig, DraftCounts, DraftPositions, Verdict, check_chances
@@ -17,6 +18,8 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, Lea
 from tltlab.errors import ConfigError, RunError
 from tltlab.state import DrafterState
 from tltlab.strategy import Strategy
+
+from .ledger import Clock
 
 Response = tuple[Key, Sequence[int], Sequence[int]]
 """A key, its prompt's tokens and its response's so far."""
@@ -50,8 +53,46 @@ class DrafterReport:
     verdicts: tuple[Verdict, ...]
 
 
+@dataclass(slots=True, eq=False)
+class _Growing:
+    """A request in the engine: a drafter has been shown the first `shown` tokens of `output`, which grows by itself."""
+
+    key: Key
+    output: Sequence[int]
+    shown: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Fed:
+    """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed."""
+
+    drafter: Drafter
+    texts: dict[Key, _Growing] = field(default_factory=dict)
+    turn: float = -math.inf
+
+    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self.drafter.open(key, prompt)
+        self.texts[key] = _Growing(key, output)
+
+    def feed(self) -> None:
+        extend = self.drafter.extend
+        for text in self.texts.values():
+            if (length := len(text.output)) > text.shown:
+                extend(text.key, text.output[text.shown :])
+                text.shown = length
+
+    def close(self, key: Key) -> None:
+        text = self.texts.pop(key)
+        if len(text.output) > text.shown:
+            self.drafter.extend(key, text.output[text.shown :])
+        self.drafter.close(key)
+
+
 class DrafterPool(Mapping[str, DrafterState]):
     """Drafters by the names strategies use; as a mapping it gives policies each one's state.
+
+    A request is known from `open` to `close`. Its text reaches a model-free drafter when a strategy asks it (`feed`),
+    and at the end: while it is not asked it costs nothing.
 
     `drafters` are specs, or `Drafter` objects of one's own; without any there are `ngram` and `suffix`. At most one is
     learned, and a canary watches it: while it is not trusted it does not serve. `max_depth` is the deepest draft the
@@ -72,7 +113,8 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._counts: defaultdict[str, DraftCounts] = defaultdict(DraftCounts)
         self.canary = Canary(CanaryConfig())
         self._of_other_weights: dict[str, Any] | None = None
-        self._in_use: tuple[str, ...] = ()
+        self._running: dict[Key, tuple[Sequence[int], Sequence[int]]] = {}
+        self._fed: dict[str, _Fed] = {}
         learned = {name: spec for name, spec in self.specs.items() if isinstance(spec, LearnedSpec)}
         if len(learned) > 1:
             raise ConfigError(f"an engine holds one learned drafter, got {' and '.join(learned)}")
@@ -91,22 +133,25 @@ class DrafterPool(Mapping[str, DrafterState]):
                         f"drafter {name}: a hybrid's first drafter must be model-free, got {spec.first!r}"
                     )
 
-    def use(self, strategies: Sequence[Strategy], running: Iterable[Response] = ()) -> None:
-        """Feed from now on the drafters that `strategies` name, all of them if there are none.
-
-        `running` are the requests in the engine, with what the drafters have been shown of them.
-        """
+    def use(self, strategies: Sequence[Strategy]) -> None:
+        """Feed from now on the drafters that `strategies` name, all of them if there are none, what runs included."""
         for strategy in strategies:
             self.check(strategy)
+        before, self._fed = self._fed, {}
+        for name in self.model_free(strategies):
+            fed = self._fed[name] = before.pop(name) if name in before else _Fed(self._drafter(name))
+            for key, (prompt, output) in self._running.items():
+                if key not in fed.texts:
+                    fed.open(key, prompt, output)
+        for fed in before.values():
+            for key in list(fed.texts):
+                fed.close(key)
+
+    def model_free(self, strategies: Sequence[Strategy]) -> tuple[str, ...]:
+        """The model-free drafters that `strategies` may end up with, all of them if there are none."""
         speculating = [s.drafter for s in strategies if s.speculates]
         wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
-        before, self._in_use = self._in_use, tuple(n for n in self.specs if n in wanted and self._is_model_free(n))
-        for key, prompt, tokens in running:
-            for name in set(before) - set(self._in_use):
-                self._drafter(name).close(key)
-            for name in set(self._in_use) - set(before):
-                self._drafter(name).open(key, prompt)
-                self._drafter(name).extend(key, tokens)
+        return tuple(name for name in self.specs if name in wanted and self._is_model_free(name))
 
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError where this engine cannot run `strategy`."""
@@ -136,7 +181,7 @@ class DrafterPool(Mapping[str, DrafterState]):
     @property
     def feeds(self) -> bool:
         """Whether any model-free drafter wants the tokens."""
-        return bool(self._in_use)
+        return bool(self._fed)
 
     def worker_depth(self, strategy: Strategy) -> int:
         """How deep the learned drafter must draft under `strategy`; 0 when it is not asked."""
@@ -144,61 +189,104 @@ class DrafterPool(Mapping[str, DrafterState]):
             return 0
         return min(strategy.draft_depth, strategy.tokens_to_verify - 1)
 
-    def propose(self, strategy: Strategy, key: Key, depth: int, learned: list[int]) -> tuple[str, list[int]]:
-        """The draft of at most `depth` tokens for `key` and who made it; `learned` is what the workers drafted."""
-        name = strategy.drafter
-        spec = self.specs[name]
-        if isinstance(spec, HybridSpec):
-            draft = self._drafter(spec.first).propose(key, depth)
-            can = spec.otherwise != self.learned or self._serves()
-            if spec.choose(draft, min(self._lately.get(spec.otherwise, 0.0), depth) if can else 0.0):
-                return spec.first, draft.tokens
-            name = spec.otherwise
+    def feed(self, strategy: Strategy, turn: int, clock: Clock) -> float:
+        """Show the drafters that `strategy` may ask what has been generated, all requests in the order they came.
+
+        Returns the seconds that went into text of turns before `turn`, when nobody asked: a drafter that was not fed in
+        the last k turns has had k parts of it to take in, one of them this turn's. Each drafter gets one `extend` per
+        request that has grown, however long it was not asked.
+        """
+        late_s = 0.0
+        for name in self._asked(strategy.drafter):
+            fed = self._fed[name]
+            start_s = clock()
+            fed.drafter.catch_up()
+            caught_up_s = clock()
+            fed.feed()
+            fed.drafter.catch_up()
+            late_s += caught_up_s - start_s + (clock() - caught_up_s) * (1.0 - 1.0 / (turn - fed.turn))
+            fed.turn = turn
+        return late_s
+
+    def propose(
+        self, strategy: Strategy, asked: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
+    ) -> list[tuple[str, list[int]]]:
+        """For each (key, depth) who drafts and at most `depth` tokens; `learned` is what the workers drafted for it."""
+        spec = self.specs[strategy.drafter]
+        if not isinstance(spec, HybridSpec):
+            return self._propose(strategy.drafter, asked, learned)
+        first, otherwise = spec.first, spec.otherwise
+        lately = self._lately.get(otherwise, 0.0) if otherwise != self.learned or self._serves() else 0.0
+        found = self._drafter(first).propose_all(asked)
+        drafts = [(first, draft.tokens) for draft in found]
+        others = [n for n, (_, depth) in enumerate(asked) if not spec.choose(found[n], min(lately, depth))]
+        instead = self._propose(otherwise, [asked[n] for n in others], [learned[n] for n in others])
+        for n, draft in zip(others, instead, strict=True):
+            drafts[n] = draft
+        return drafts
+
+    def _propose(
+        self, name: str, asked: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
+    ) -> list[tuple[str, list[int]]]:
         if self._learned_spec is not None and name == self.learned:
             if self._serves():
-                return name, learned[:depth]
+                return [(name, tokens[:depth]) for (_, depth), tokens in zip(asked, learned, strict=True)]
             if self._learned_spec.fallback is None:
-                return name, []
+                return [(name, []) for _ in asked]
             name = self._learned_spec.fallback
-        return name, self._drafter(name).propose(key, depth).tokens
+        return [(name, draft.tokens) for draft in self._drafter(name).propose_all(asked)]
 
-    def observe(self, name: str, key: Key, num_drafted: int, num_accepted: int) -> None:
-        """`name` drafted `num_drafted` tokens for `key`, and the first `num_accepted` were kept."""
-        before = self._lately.get(name)
-        self._lately[name] = float(num_accepted) if before is None else before + LATELY * (num_accepted - before)
-        self._counts[name].add(num_drafted, num_accepted)
+    def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
+        """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
+        lately = self._lately.get(name)
+        for _, _, num_accepted in verified:
+            lately = float(num_accepted) if lately is None else lately + LATELY * (num_accepted - lately)
+        if lately is not None:
+            self._lately[name] = lately
         if name == self.learned:
-            self.canary.observe(num_drafted, num_accepted)
-        elif name in self._in_use:
-            self._model_free[name].observe(key, num_drafted, num_accepted)
+            for _, num_drafted, num_accepted in verified:
+                self._counts[name].add(num_drafted, num_accepted)
+                self.canary.observe(num_drafted, num_accepted)
+            return
+        alike = Counter((num_drafted, num_accepted) for _, num_drafted, num_accepted in verified)
+        for (num_drafted, num_accepted), times in alike.items():
+            self._counts[name].add(num_drafted, num_accepted, times)
+        if name in self._fed:
+            self._fed[name].drafter.observe_all(verified)
 
     def begin(self, rl_step: int) -> None:
         """A rollout of `rl_step` begins. One that is done again, or an evaluation's -1, ages no drafter."""
-        for drafter in self._fed():
-            drafter.begin(rl_step)
+        for fed in self._fed.values():
+            fed.drafter.begin(rl_step)
+            fed.turn = -math.inf
         later, self._rl_step = rl_step > self._rl_step, max(rl_step, self._rl_step)
         if later and self.learned is not None:
             # The first rollout under new weights finds them of age 0.
             self._weights = replace(self._weights, age=0 if self._fresh else self._weights.age + 1)
             self._fresh = False
 
-    def open(self, key: Key, tokens: Sequence[int]) -> None:
-        for drafter in self._fed():
-            drafter.open(key, tokens)
-
-    def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        for drafter in self._fed():
-            drafter.extend(key, tokens)
+    def open(self, key: Key, prompt: Sequence[int], output: Sequence[int] = ()) -> None:
+        """A request enters with its prompt; `output` is a view that grows as it generates."""
+        self._running[key] = prompt, output
+        for fed in self._fed.values():
+            fed.open(key, prompt, output)
 
     def close(self, key: Key) -> None:
-        for drafter in self._fed():
-            drafter.close(key)
+        """The request leaves, and its output is whole."""
+        del self._running[key]
+        for fed in self._fed.values():
+            fed.close(key)
 
     def remember(self, responses: Iterable[Response]) -> None:
         """Show the drafters in use whole responses that they did not see grow: (key, prompt, response) each."""
         for key, prompt, response in responses:
-            for drafter in self._fed():
-                drafter.remember(key, prompt, response)
+            for fed in self._fed.values():
+                fed.drafter.remember(key, prompt, response)
+
+    def recall(self, responses: Sequence[Response]) -> None:
+        """Have the drafters in use remember these responses and no others; nothing may be running."""
+        for fed in self._fed.values():
+            fed.drafter.recall(responses)
 
     def forget(self) -> None:
         """Drop what every model-free drafter knows and how well each did."""
@@ -207,10 +295,13 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately = {}
         self._counts.clear()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the drafters in use know between rollouts, and how well all did."""
+    def state_dict(self, history: bool = True) -> dict[str, Any]:
+        """What the drafters in use know between rollouts, and how well all did.
+
+        Without `history` the responses that drafters remember are left out: whoever loads it has them recalled.
+        """
         return {
-            "drafters": {name: self._drafter(name).state_dict() for name in self._in_use},
+            "drafters": {name: fed.drafter.state_dict() for name, fed in self._fed.items() if history},
             "lately": dict(self._lately),
             "canary": self.canary.state_dict(),
             "updates": self._weights.updates,
@@ -225,8 +316,8 @@ class DrafterPool(Mapping[str, DrafterState]):
 
         How a learned drafter did is taken back with its weights: now, or when they are what is swapped in next.
         """
-        for name in self._in_use:
-            self._drafter(name).load_state_dict(state["drafters"].get(name, {}))
+        for name, fed in self._fed.items():
+            fed.drafter.load_state_dict(state["drafters"].get(name, {}))
         self._lately = dict(state["lately"])
         # What was found out about weights says nothing about others, but these may be on their way.
         self._of_other_weights = None
@@ -317,6 +408,15 @@ class DrafterPool(Mapping[str, DrafterState]):
             return name, spec.fallback
         return (name,)
 
+    def _asked(self, name: str) -> tuple[str, ...]:
+        """The model-free drafters that a strategy naming `name` may ask as things stand."""
+        spec = self.specs[name]
+        if isinstance(spec, HybridSpec):
+            return tuple(dict.fromkeys((*self._asked(spec.first), *self._asked(spec.otherwise))))
+        if isinstance(spec, LearnedSpec):
+            return () if spec.fallback is None or self._serves() else (spec.fallback,)
+        return (name,)
+
     def _is_model_free(self, name: str) -> bool:
         return not isinstance(self.specs[name], LearnedSpec | HybridSpec)
 
@@ -329,9 +429,6 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def _when(self) -> str:
         return f" at RL step {self._rl_step}" if self._rl_step >= 0 else ""
-
-    def _fed(self) -> list[Drafter]:
-        return [self._drafter(name) for name in self._in_use]
 
     def _drafter(self, name: str) -> Drafter:
         drafter = self._model_free.get(name)

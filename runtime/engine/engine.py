@@ -26,6 +26,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
+from .recording import how_it_ended
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
@@ -99,7 +100,8 @@ class Engine:
     `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
     built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
     another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
-    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults.
+    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults. Scheduling is
+    synchronous unless they say otherwise, whatever drafts: else a rollout could not be replayed or resumed bit by bit.
     """
 
     def __init__(
@@ -127,7 +129,11 @@ class Engine:
                 check_drafter(model, name, spec)
         check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
         attachment = Attachment(
-            drafters=specs if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
+            policy=_PLAIN,
+            drafters=specs if own_process else {},
+            max_draft_depth=max_draft_depth,
+            worker=worker,
+            seed=seed,
         )
         self._dead = ""
         self._canary_stops = False
@@ -327,6 +333,18 @@ class Engine:
         """Show the drafters in use responses generated elsewhere or earlier: (key, prompt ids, response ids) each."""
         self._call("remember", list(responses))
 
+    def recall(self, responses: Iterable[Remembered]) -> None:
+        """Have the drafters in use remember these responses of earlier rollouts and no others; nothing may be running.
+
+        (key, prompt ids, response ids) each. Drafts that follow depend on nothing older: it costs about what the
+        responses' drafters take to index them, for those whose prompts come again.
+        """
+        self._call("recall", list(responses))
+
+    def learn_lengths(self, lengths: Iterable[tuple[Key, int]]) -> None:
+        """Let the draft budget learn how many tokens responses of other engines have: (key, tokens) each."""
+        self._call("learn_lengths", list(lengths))
+
     def forget(self) -> None:
         """Drop all that model-free drafters know."""
         self._call("drafters.forget")
@@ -348,9 +366,12 @@ class Engine:
         """
         self._call("seat.replay", [{name: row[name] for name in REPLAYED} for row in rows])
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did."""
-        return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict"), allow_nan=False)))
+    def state_dict(self, *, history: bool = True) -> dict[str, Any]:
+        """All that policy, budget and drafters have learned, as JSON types; of a learned drafter how it did.
+
+        Without `history` it has no responses and is small however long a run is: `recall` them after it is loaded.
+        """
+        return cast(dict[str, Any], json.loads(json.dumps(self._call("state_dict", history), allow_nan=False)))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` gave, with nothing cached; nothing may be running.
@@ -452,7 +473,7 @@ def _response(request: GenerationRequest, output: Any, t_finish: float, first: M
         key=request.key,
         token_ids=list(output.token_ids),
         logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
-        finish_reason=output.finish_reason,
+        finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
         t_first_token=first.get(request.key, t_finish),
         t_finish=t_finish,
     )

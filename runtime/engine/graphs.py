@@ -105,6 +105,26 @@ class GraphPlan:
         settings["compilation_config"] = {"cudagraph_capture_sizes": sizes, "max_cudagraph_capture_size": sizes[-1]}
         return settings
 
+    def refused(self) -> str | None:
+        """Why vLLM does not take, or dies of, `settings` without this package's scheduler; None where it runs them."""
+        own = "tltlab.runtime runs it in vLLM: vllm_options(policy), tltlab train"
+        if not self.depths[-1]:
+            return None
+        if len(self.drafters) > 1:
+            names = " and ".join(self.drafters)
+            return f"vLLM has one drafter per engine, and the policy drafts with {names}; {own}"
+        if not self.drafts:
+            return (
+                f"the policy does not say what its drafter {self.drafters[0]} is in vLLM's words: give it under "
+                f'"drafters", with kind "learned", method and model; {own}'
+            )
+        if self.drafts["method"] == "suffix" and self.schedule:
+            return (
+                f"vLLM's suffix decoding has one K for all batches and dies of another, and the policy has "
+                f"{', '.join(map(str, self.depths))}; {own}"
+            )
+        return None
+
     def full_graphs(self) -> tuple[tuple[int, int], ...]:
         """(tokens, K) of each full graph that vLLM captures for decoding under these settings, ascending."""
         rounded = {(-(-size // (k + 1)), k) for size in self.capture_sizes for k in self.depths}
@@ -158,7 +178,9 @@ def plan_graphs(policy: Policy, max_batch: int, *, fill: bool = False) -> GraphP
         asked=_graphs(policy, max_batch, vllm_batches(max_batch)),
         drafters=drafters,
         networks=tuple(name for name in drafters if not isinstance(specs.get(name), NgramSpec | SuffixSpec)),
-        drafts=_method(specs[drafters[0]]) if len(drafters) == 1 and drafters[0] in specs else {},
+        drafts=_method(specs[drafters[0]], max(s.draft_depth for s in strategies))
+        if len(drafters) == 1 and drafters[0] in specs
+        else {},
         notes=(),
     )
     if plan.chosen_at_run_time and len(plan.depths) > max_batch:
@@ -213,13 +235,24 @@ def _graphs(policy: Policy, max_batch: int, batches: Sequence[int]) -> tuple[Bat
     return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs}))
 
 
-def _method(spec: DrafterSpec) -> dict[str, Any]:
+def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     """A drafter in vLLM's words; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
         return {"method": spec.method, "model": spec.model}
     if isinstance(spec, NgramSpec):
         return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
-    return {"method": "suffix"} if isinstance(spec, SuffixSpec) else {}
+    if not isinstance(spec, SuffixSpec):
+        return {}
+    told = spec.arguments()
+    return {
+        "method": "suffix",
+        "suffix_decoding_max_tree_depth": told["max_match"] + deepest,
+        "suffix_decoding_min_token_prob": told["min_token_prob"],
+        # As many tokens as matched, times this; whatever matched, all of the depth.
+        "suffix_decoding_max_spec_factor": told["match_factor"] if told["length"] == "match" else float(deepest),
+        # Past responses are searched unless the request alone is.
+        **({"suffix_decoding_max_cached_requests": 0} if spec.scopes == ("request",) else {}),
+    }
 
 
 def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
@@ -240,8 +273,8 @@ def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
             "vLLM's own n-gram drafter searches the request alone, its suffix drafter the request and all responses "
             "before it: what else the policy's drafter is set to search needs tltlab.runtime"
         )
-    if plan.drafts.get("method") == "suffix" and plan.schedule:
-        yield "vLLM's suffix decoding takes one K only: the schedule needs tltlab.runtime's own drafter"
+    if plan.drafts.get("method") == "suffix":
+        yield "vLLM's suffix decoding needs arctic-inference where vLLM runs"
     if plan.drafters != plan.networks or policy.budget:
         yield "drafts may differ in length between requests: an iteration in which they do has no full graph"
     if plan.drafters and (missing := plan.without_full_graph()):

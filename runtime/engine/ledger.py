@@ -37,12 +37,13 @@ class Scheduled:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A strategy, and the selector that chose it and is told its outcome; without one nobody chose."""
+    """A strategy, and the selector that chose it and, if it `learns`, is told its outcome; without one nobody chose."""
 
     strategy: Strategy
     selector: Selector | None = None
     bucket: int | None = None
     propensity: float = 1.0
+    learns: bool = True
 
 
 NO_CHOICE = Choice(NO_SPECULATION)
@@ -68,6 +69,7 @@ class Iteration:
     accepted: Sequence[int] = ()
     num_generated: int = 0
     draft_s: float | None = 0.0
+    late_s: float = 0.0
     duration_s: float = 0.0
     reward: float | None = None
     sampled: bool = False
@@ -106,8 +108,9 @@ class Ledger:
 
     Per iteration: `start`, `schedule`, `choose` where somebody chooses, `verified`, `sampled`, and `drafted` where
     drafts are made beside the scheduler. An iteration lasts from its start to the next one's, the last before a pause
-    to its own end. With `overlapped` the engine schedules an iteration before it knows the last one's outcome
-    (asynchronous scheduling): durations then run from output to output, and drafting time is unknown.
+    to its own end; text that drafters take in late does not count. With `overlapped` the engine schedules an iteration
+    before it knows the last one's outcome (asynchronous scheduling): durations then run from output to output, and
+    drafting time is unknown.
 
     `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. Times in
     rows are seconds since `origin`, the moment of `begin`. `verified` takes O(batch), everything else O(1), and a
@@ -175,17 +178,15 @@ class Ledger:
         if self.is_open:
             self.first_token_s[key] = self.clock() - self.origin
 
-    def verified(self, what: Scheduled, counts: Mapping[str, int]) -> Iteration:
+    def verified(self, what: Scheduled, counts: Sequence[int]) -> Iteration:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""
         iteration = self._in_flight.popleft()
         if what.drafts:
             iteration.drafted = drafted = list(map(len, map(what.drafts.get, what.request_ids, repeat(()))))
-            iteration.accepted = [
-                counts[i] - 1 if n and counts[i] else 0 for i, n in zip(what.request_ids, drafted, strict=True)
-            ]
+            iteration.accepted = [got - 1 if n and got else 0 for got, n in zip(counts, drafted, strict=True)]
         else:
             iteration.drafted = iteration.accepted = [0] * iteration.batch
-        iteration.num_generated = sum(counts.values())
+        iteration.num_generated = sum(counts)
         return iteration
 
     def sampled(self, iteration: Iteration) -> None:
@@ -201,12 +202,15 @@ class Ledger:
         else:
             self._finish(iteration, self._busy_until_s)
 
-    def drafted(self, since_s: float, learned_s: float) -> None:
-        """The next iteration's drafts were made beside the scheduler since `since_s`, and in workers in `learned_s`."""
+    def drafted(self, since_s: float, learned_s: float, late_s: float = 0.0) -> None:
+        """The next iteration's drafts were made beside the scheduler since `since_s`, and in workers in `learned_s`.
+
+        Of the former `late_s` went into text that drafters had not been shown when it came: no choice pays for it.
+        """
         self._busy_until_s = self.clock()
-        self._draft_s = self._busy_until_s - since_s + learned_s
+        self._draft_s = self._busy_until_s - since_s - late_s + learned_s
         if self._last is not None and not self.overlapped:
-            self._last.draft_s = self._draft_s
+            self._last.draft_s, self._last.late_s = self._draft_s, late_s
 
     def pause(self) -> None:
         """Nothing is left to run: the last iteration ended with its output or its drafts, and no choice is in force."""
@@ -220,11 +224,11 @@ class Ledger:
             self._finish(iteration, now)
 
     def _finish(self, iteration: Iteration, now: float) -> None:
-        iteration.duration_s = now - iteration.start_s
+        iteration.duration_s = now - iteration.start_s - iteration.late_s
         self._over_s = now
         if self.is_open:
             self._over.append(iteration)
-        if iteration.verified.selector is not None:
+        if iteration.verified.selector is not None and iteration.verified.learns:
             iteration.reward = self._tell(iteration.verified, iteration.outcome)
 
     @property

@@ -42,8 +42,8 @@ class Prefork:
     """
 
     def __init__(self, modules: Sequence[str], env: Mapping[str, str]) -> None:
-        folder = tempfile.mkdtemp(prefix="tltlab-fork-")
-        address = str(Path(folder) / "socket")
+        self._folder = tempfile.mkdtemp(prefix="tltlab-fork-")
+        address = str(Path(self._folder) / "socket")
         self.command = f"{sys.executable} -I -S {Path(__file__).resolve()} {address}"
         """What takes the place of `python` in a worker's command line."""
         # The process notices by this pipe that this one has ended.
@@ -52,7 +52,7 @@ class Prefork:
             server.bind(address)
             server.listen(64)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __spec__.name, folder, str(server.fileno()), str(held), *modules],
+                [sys.executable, "-m", __spec__.name, self._folder, str(server.fileno()), str(held), *modules],
                 env={**os.environ, **env},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(server.fileno(), held),
@@ -65,7 +65,10 @@ class Prefork:
 
     def __exit__(self, *exception: object) -> None:
         os.close(self._hold)
+        # It may be importing still.
+        self._process.kill()
         self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _serve(folder: str, listening: int, held: int, modules: Sequence[str]) -> NoReturn:
@@ -102,7 +105,7 @@ def _serve(folder: str, listening: int, held: int, modules: Sequence[str]) -> No
                 asker, _ = server.accept()
                 if (fork := os.fork()) == 0:
                     ready.close()
-                    for place in (server.detach(), ended, wake, held):
+                    for place in (server.detach(), ended, wake, held, *(other.detach() for other in forks.values())):
                         os.close(place)
                     _become_worker(asker)
                 forks[fork] = asker

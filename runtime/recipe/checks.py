@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
+from tltlab.files import found_in
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.vllm.options import check_drafter, check_sampled_drafts
@@ -57,7 +58,9 @@ def rewards(recipe: Recipe) -> Iterable[str]:
 
 
 def policy(recipe: Recipe) -> Iterable[str]:
-    return policy_on_engines(recipe, load_policy(recipe.rollout.policy))
+    with found_in(recipe.code):
+        chosen = load_policy(recipe.rollout.policy)
+    return policy_on_engines(recipe, chosen)
 
 
 def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:

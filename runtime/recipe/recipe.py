@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,9 +14,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from tltlab.config import FiniteModel, json_or_text
-from tltlab.drafters.specs import DrafterSpec
+from tltlab.drafters.specs import DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
+from tltlab.files import read_json, write_file
 from tltlab.runtime.trainer.algorithms import ALGORITHMS
 
 from .drafter import Beta, DrafterConfig
@@ -21,6 +24,8 @@ from .rules import RULES, refuse, vllm_arguments
 
 FOLDER = Path(__file__).parent / "recipes"
 """Of the recipes that come with tltlab."""
+CODE = "code"
+"""In a run's folder: copies of the user's own modules."""
 
 
 class DataConfig(FiniteModel):
@@ -225,7 +230,11 @@ class FaultConfig(FiniteModel):
 
 class Recipe(FiniteModel):
     """A whole run. `model` is a Hugging Face folder or id; `reward` is `package.module:function` or a list of terms,
-    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained."""
+    called as reward(prompt, response, answer) -> float. Without `drafter` none is trained.
+
+    Modules of rewards, and of a policy that is a class, are looked up as usual and last in the folders `code`: by
+    default that of the recipe's file and the current one. A run keeps copies of what it found there (`keep_code`).
+    """
 
     model: str
     reward: str | tuple[RewardTerm, ...]
@@ -239,7 +248,15 @@ class Recipe(FiniteModel):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
     faults: FaultConfig = FaultConfig()
+    code: tuple[str, ...] = ()
     seed: int = Field(default=0, ge=0, lt=2**32)
+
+    @property
+    def reward_terms(self) -> tuple[tuple[str, float], ...]:
+        """Import paths and weights."""
+        if isinstance(self.reward, str):
+            return ((self.reward, 1.0),)
+        return tuple((term.path, term.weight) for term in self.reward)
 
     @model_validator(mode="after")
     def _by_the_rules(self) -> Recipe:
@@ -276,16 +293,73 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
     except ValueError as error:  # nor UTF-8, which TOML is
         raise ConfigError(f"recipe {path} is not TOML: {error}") from error
+    own = [] if path.parent == FOLDER else [str(path.parent.resolve())]
+    fields.setdefault("code", list(dict.fromkeys([*own, os.getcwd()])))
     return _recipe(fields, overrides, f"recipe {path}")
 
 
 def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`."""
+    """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
+
+    Its rewards and policy are looked up in the run's own copies first.
+    """
     path = Path(run) / "run.json"
     description = read_json(path)
     if not isinstance(description, dict) or not isinstance(description.get("recipe"), dict):
         raise ConfigError(f"{path} is not what tltlab train writes: it has no recipe")
-    return _recipe(description["recipe"], overrides, str(path))
+    fields = description["recipe"]
+    kept = str((Path(run) / CODE).resolve())
+    fields["code"] = list(dict.fromkeys([kept, *(fields.get("code") or ())]))
+    return _recipe(fields, overrides, str(path))
+
+
+def keep_code(recipe: Recipe, modules: Iterable[str], run: Path) -> None:
+    """Copy the modules that came from the recipe's folders of code, and what they import there, to RUN/code.
+
+    A run that goes on keeps what it has: it does so with the code that it began with. Found are imports that stand in
+    the code, of modules and of packages with an __init__.py, not files that it reads.
+    """
+    from modulefinder import ModuleFinder
+
+    kept = (Path(run) / CODE).resolve()
+    goes_on = str(kept) in recipe.code
+    for folder in (Path(folder).resolve() for folder in recipe.code):
+        if folder == kept:
+            continue
+        finder = ModuleFinder(path=[str(folder)], excludes=["tltlab"])
+        for name in modules:
+            with contextlib.suppress(ImportError, SyntaxError, OSError):
+                finder.import_hook(name)
+        for name, module in finder.modules.items():
+            file = Path(getattr(module, "__file__", None) or "")
+            loaded = getattr(sys.modules.get(name), "__file__", None)
+            target = kept / file.relative_to(folder) if file.is_relative_to(folder) else None
+            # Python finds what is installed first, whatever has its name there.
+            elsewhere = loaded is not None and Path(loaded).resolve() != file
+            if target is not None and not elsewhere and not (goes_on and target.exists()):
+                write_file(target, file.read_bytes())
+
+
+def located(recipe: Recipe) -> Recipe:
+    """The recipe with the whole paths of files and folders that lie in the current one: good from anywhere."""
+
+    def whole(name: str | None) -> str | None:
+        return os.path.abspath(name) if name and os.path.exists(name) else name
+
+    data, rollout, drafter = recipe.data, recipe.rollout, recipe.drafter
+    policy = os.path.abspath(rollout.policy) if os.path.isfile(rollout.policy) else rollout.policy
+    drafters = {
+        name: spec.model_copy(update={"model": whole(spec.model)}) if isinstance(spec, LearnedSpec) else spec
+        for name, spec in rollout.drafters.items()
+    }
+    changes: dict[str, Any] = {
+        "model": whole(recipe.model),
+        "data": data.model_copy(update={"train": whole(data.train), "heldout": whole(data.heldout)}),
+        "rollout": rollout.model_copy(update={"policy": policy, "drafters": drafters}),
+    }
+    if drafter is not None:
+        changes["drafter"] = drafter.model_copy(update={"checkpoint": whole(drafter.checkpoint)})
+    return recipe.model_copy(update=changes)
 
 
 def _recipe(fields: dict[str, Any], overrides: Sequence[str], source: str) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,11 @@ class Rollouts(ABC):
     @abstractmethod
     def collect(self, tools: RolloutTools) -> Collected:
         """Roll out one RL step."""
+
+    @property
+    def under_way(self) -> Collection[int]:
+        """Numbers of the prompts whose responses go on in the next RL step."""
+        return ()
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
         """What later RL steps depend on, as JSON types; arrays go to files in `folder`."""

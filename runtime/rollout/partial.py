@@ -107,6 +107,10 @@ class PartialRollouts(Rollouts):
             notes=self._take_left_behind() + self._notes(young, num_dropped, num_aborted),
         )
 
+    @property
+    def under_way(self) -> list[int]:
+        return [group.number for group in self._pending]
+
     def _too_old(self, group: PartialGroup, version: int) -> bool:
         oldest, limit = group.oldest_version, self.config.max_age
         return oldest is not None and limit is not None and version - oldest > limit

@@ -150,7 +150,7 @@ class PolicyRounds:
         self.rollouts: list[RoundRollout] = []
         self._in_force: list[dict[str, Any]] = []
         self._repeats: list[dict[str, Any]] = []
-        self._events = RunEvents(self.out / "events.jsonl")
+        self.events = RunEvents(self.out / "events.jsonl")
         self._stack = ExitStack()
 
     def __enter__(self) -> PolicyRounds:
@@ -162,7 +162,7 @@ class PolicyRounds:
                 self.specs,
                 lambda worker: None,
                 place.worker_options,
-                events=self._events,
+                events=self.events,
                 on_restart=lambda worker: None,
             )
             self._stack.callback(self._pool.close)
@@ -203,7 +203,7 @@ class PolicyRounds:
         return done
 
     def _rollout(self, name: str, number: int, *, again: bool) -> RoundRollout:
-        rl_step = self._events.rl_step = len(self._in_force)
+        rl_step = self.events.rl_step = len(self._in_force)
         policy = explore_all(self.policies) if name == EXPLORE else self.policies[name]
         self._pool.set_policy(policy, rl_step)
         self._in_force.append({"rl_step": rl_step, "name": name, "policy": policy.model_dump(mode="json")})
@@ -285,5 +285,7 @@ def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
             "train": recipe.train.model_copy(update={"gpus": 0.0}),
             "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
             "seed": seed,
+            # A run does not choose what code is imported here.
+            "code": (),
         }
     )

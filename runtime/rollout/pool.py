@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +13,10 @@ from typing import Any
 import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
+from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.drafter_pool import Response as Remembered
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
 from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
@@ -24,6 +25,7 @@ from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.traces.trace import Trace
 
 from .collected import later
+from .history import ComesAgain, RunHistory, anytime
 from .worker import RolloutWorker
 
 EVALUATION = 1 << 31
@@ -41,18 +43,20 @@ class WorkerLost(RunError):
 class _Worker:
     """What is known of a worker, and what it is told when it starts again.
 
-    `memory` is what its policy and drafters had learned under `learned_by`, as a dict or a reference to one; `since`
-    are the responses that its drafters have seen from then on. `taken` is the memory that a rollout under way began
-    with.
+    `failed_start` is why it died before the pool had started, without numbers, which differ from worker to worker.
+    `memory` is what its policy and budget had learned under `learned_by`, as a dict or a reference to one; `since` are
+    the lengths that its budget has been told from then on, as arguments of `learn_lengths`. `taken` is the memory that
+    a rollout under way began with.
     """
 
     alive: bool = False
     deaths: int = 0
     learned_by: tuple[Policy, int] | None = None
     memory: Any = None
-    since: list[Remembered] = field(default_factory=list)
+    since: list[tuple[Any, int | None]] = field(default_factory=list)
     taken: Any = None
     replayed: list[dict[str, Any]] = field(default_factory=list)
+    failed_start: str = ""
 
 
 class WorkerPool:
@@ -69,8 +73,11 @@ class WorkerPool:
     the responses are the same as if nobody had died. Meanwhile the others go on. While engines sleep nobody is started:
     who dies then is back when they are woken.
 
-    Raises RunError when a worker dies too often or does not start in time, ConfigError for what engines cannot do, and
+    Raises RunError when a worker dies too often or does not start in time, and at once when all die in the same way
+    before one has started; ConfigError for what engines cannot do, and
     what a worker raises of ours as itself.
+
+    What drafters remember of earlier rollouts lies in `history` and not in workers: each is told with its requests.
     """
 
     def __init__(
@@ -86,6 +93,7 @@ class WorkerPool:
         num_workers = recipe.rollout.num_workers
         self.recipe = recipe
         self.drafters = dict(drafters)
+        self.history = RunHistory(self.drafters)
         self.feed, self.options = feed, options
         self.events, self.on_restart = events, on_restart
         self.handles: list[Any] = [None] * num_workers
@@ -113,6 +121,7 @@ class WorkerPool:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step."""
         self._policy = policy, rl_step
         self._tell(lambda n, handle: handle.set_policy.remote(policy, rl_step))
+        self.history.serve(policy)
 
     def replay(self, trace: Trace) -> None:
         """Let every engine follow the trace's decisions of the worker of its number, for as long as there are any."""
@@ -140,15 +149,19 @@ class WorkerPool:
         """
         self._seeds = [[self.recipe.seed, n, rl_step, round] for n in range(len(self.handles))]
         self._deaths = self._deaths_so_far()
+        recalled = [self.history.of(share) for share in shares]
 
         def ask(n: int, handle: Any) -> Any:
             self._workers[n].taken = handle.state_dict.remote()
             quota = None if quotas is None else quotas[n]
-            return handle.generate.remote(list(shares[n]), rl_step, self._seeds[n], repeatable=repeatable, quota=quota)
+            return handle.generate.remote(
+                list(shares[n]), rl_step, self._seeds[n], recalled[n], repeatable=repeatable, quota=quota
+            )
 
         parts = self._rollouts(ask, shares)
-        for worker, texts in zip(self._workers, _texts(shares, parts), strict=True):
-            worker.learned_by, worker.memory, worker.since, worker.taken = self._policy, worker.taken, texts, None
+        for worker, lengths in zip(self._workers, _lengths(parts), strict=True):
+            worker.learned_by, worker.memory, worker.taken = self._policy, worker.taken, None
+            worker.since = [([lengths], None)]
         return parts
 
     def repeat(self, shares: Shares, rl_step: int) -> list[Rollout]:
@@ -169,8 +182,9 @@ class WorkerPool:
         step = [rl_step, 0] if ahead else []
         self._seeds = [[self.recipe.seed, n, *step] for n in range(len(self.handles))]
         self._deaths = self._deaths_so_far()
+        recalled = [self.history.of(share) for share in shares]
         return self._rollouts(
-            lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n]), shares
+            lambda n, handle: handle.rehearse.remote(list(shares[n]), rl_step, self._seeds[n], recalled[n]), shares
         )
 
     def evaluate(self, requests: Sequence[GenerationRequest]) -> list[Response]:
@@ -180,15 +194,18 @@ class WorkerPool:
         parts = self._rollouts(lambda n, handle: handle.evaluate.remote(shares[n], seeds[n]), shares)
         return [response for part in parts for response in part.responses]
 
-    def remember_others(self, shares: Shares, parts: Sequence[Rollout]) -> None:
-        """Show each worker's drafters what the others generated: a prompt may come back on another worker."""
-        if len(self.handles) == 1:
+    def remember(self, shares: Shares, parts: Sequence[Rollout], comes_again: ComesAgain = anytime) -> None:
+        """Keep what was generated for drafters that meet its prompts again, and tell each budget the others' lengths.
+
+        `comes_again` says how many prompts come before each of these comes again, None for never.
+        """
+        self.history.add(shares, parts, comes_again)
+        if len(self.handles) == 1 or self._policy is None or self._policy[0].budget is None:
             return
-        texts = _texts(shares, parts)
-        others = [[text for m, part in enumerate(texts) if m != n for text in part] for n in range(len(texts))]
-        for worker, new in zip(self._workers, others, strict=True):
-            worker.since = worker.since + new
-        self._tell(lambda n, handle: handle.remember.remote(others[n]))
+        lengths = ray.put(_lengths(parts))
+        for n, worker in enumerate(self._workers):
+            worker.since = [*worker.since, (lengths, n)]
+        self._tell(lambda n, handle: handle.learn_lengths.remote(lengths, n))
 
     def update_weights(self, weights: Any, version: int) -> None:
         """Load the weights that a reference holds, a dict of name -> tensor, into every engine.
@@ -210,7 +227,8 @@ class WorkerPool:
         self._tell(lambda n, handle: handle.wake_up.remote())
 
     def state_dicts(self) -> list[dict[str, Any]]:
-        """What each engine's policy and drafters have learned, as JSON types; of one that is dead, what is known."""
+        """What each engine's policy and budget have learned and how drafters did, as JSON types; of one that is dead,
+        what is known."""
         states = self._all(lambda n, handle: handle.state_dict.remote())
         for n, worker in enumerate(self._workers):
             if worker.alive:
@@ -325,8 +343,8 @@ class WorkerPool:
             yield handle.load_state_dict.remote(worker.memory)
         if self._policy is not None and (worker.memory is None or worker.learned_by != self._policy):
             yield handle.set_policy.remote(*self._policy)
-        if worker.since:
-            yield handle.remember.remote(worker.since)
+        for lengths, own in worker.since:
+            yield handle.learn_lengths.remote(lengths, own)
         if worker.replayed:
             yield handle.replay.remote(worker.replayed)
 
@@ -339,13 +357,22 @@ class WorkerPool:
                 worker.learned_by, worker.memory, worker.since = self._policy, worker.taken, []
             worker.taken = None
         ray.kill(self.handles[n])
+        when = f"in RL step {self.events.rl_step}" if self._running else "at its start"
+        if not self._running and self._dies_everywhere(n, lost):
+            self.events.note(f"rollout worker {n} died {when} ({lost}), as all do", worker=n)
+            raise RunError(f"no engine can start: each dies of this at its start: {lost}") from lost
         if worker.deaths > most:
             raise RunError(
                 f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
             ) from lost
-        self.events.note(
-            f"rollout worker {n} died in RL step {self.events.rl_step} ({lost}); started again{doing}", worker=n
-        )
+        self.events.note(f"rollout worker {n} died {when} ({lost}); started again{doing}", worker=n)
+
+    def _dies_everywhere(self, n: int, lost: WorkerLost) -> bool:
+        """Whether every worker's first start failed like worker n's now; one alone may have been killed by chance."""
+        self._workers[n].failed_start = self._workers[n].failed_start or re.sub(r"\d+", "", str(lost))
+        failed_itself = isinstance(lost.__cause__, RayTaskError)
+        same = len({worker.failed_start for worker in self._workers}) == 1
+        return same and (failed_itself or len(self._workers) > 1)
 
     async def _answer(self, n: int, call: Any) -> Any:
         """What a call to worker n returns; WorkerLost where it dies of it, an error of ours for all else."""
@@ -378,12 +405,9 @@ def _finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     return results
 
 
-def _texts(shares: Shares, parts: Sequence[Rollout]) -> list[list[Remembered]]:
-    """What each worker's responses teach a drafter. Cut ones are left out: their lengths mislead."""
-    prompts = {request.key: request.prompt_token_ids for share in shares for request in share}
-    return [
-        [(r.key, prompts[r.key], r.token_ids) for r in part.responses if r.finish_reason != "abort"] for part in parts
-    ]
+def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:
+    """Of each worker's whole responses. Those of cut ones mislead."""
+    return [[(r.key, len(r.token_ids)) for r in part.responses if r.finish_reason != "abort"] for part in parts]
 
 
 def _came(call: Any) -> bool:

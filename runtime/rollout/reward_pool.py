@@ -25,6 +25,7 @@ from typing import Any
 from pebble import ProcessExpired, ProcessPool
 
 from tltlab.errors import RunError
+from tltlab.files import found_in
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
@@ -70,10 +71,8 @@ class RewardPool:
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
-        reward = recipe.reward
-        terms = ((reward, 1.0),) if isinstance(reward, str) else tuple((term.path, term.weight) for term in reward)
-        self._terms = terms
-        self._reward = load_rewards(terms)
+        self._terms, self._code = recipe.reward_terms, recipe.code
+        self._reward = load_rewards(self._terms, self._code)
         self._config = recipe.reward_pool
         self._start_timeout_s = recipe.faults.start_timeout_s
         self._failures: Counter[str] = Counter()
@@ -124,7 +123,7 @@ class RewardPool:
 
     def _here(self, items: Sequence[Item]) -> list[Outcome]:
         # Standard output is for results, in this process as in the others.
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), found_in(self._code):
             return [_outcome(self._reward, item, self._decoder) for item in items]
 
     def _start(self) -> ProcessPool:
@@ -134,7 +133,7 @@ class RewardPool:
         self._pool = ProcessPool(
             max_workers=processes,
             initializer=_start_process,
-            initargs=(self._terms, os.getpid(), self._decoder),
+            initargs=(self._terms, self._code, os.getpid(), self._decoder),
             context=context,
         )
         if not self._pool.active:  # asking starts it
@@ -228,7 +227,9 @@ class _Process:
     fault: Exception | None = None
 
 
-def _start_process(terms: Sequence[tuple[str, float]], driver: int, decoder: Decoder | None) -> None:
+def _start_process(
+    terms: Sequence[tuple[str, float]], code: Sequence[str], driver: int, decoder: Decoder | None
+) -> None:
     if sys.platform == "linux":
         # A driver that is killed cannot end a reward that hangs.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -240,6 +241,8 @@ def _start_process(terms: Sequence[tuple[str, float]], driver: int, decoder: Dec
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _Process.decoder = decoder
     try:
+        # For good: what a reward imports while it is computed is found there too.
+        sys.path += code
         _Process.reward = load_rewards(terms)
     except Exception as error:  # raised where the driver sees it
         _Process.fault = error

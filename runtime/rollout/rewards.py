@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from importlib.util import find_spec
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError
+from tltlab.files import found_in
 
 Reward = Callable[[str, str, str], float]
 
@@ -53,14 +55,18 @@ def _number(value: Any) -> float:
     return number
 
 
-def load_rewards(terms: Sequence[tuple[str, float]]) -> WeightedReward:
-    """Import functions by (path, weight); ConfigError says which does not import or cannot be called."""
+def load_rewards(terms: Sequence[tuple[str, float]], code: Sequence[str] = ()) -> WeightedReward:
+    """Import functions by (path, weight), last from the folders `code`.
+
+    ConfigError says which does not import or cannot be called.
+    """
     if not terms:
         raise ConfigError("reward names no function: give package.module:function, or terms with path and weight")
     for path, weight in terms:
         if not isfinite(weight):
             raise ConfigError(f"reward {path!r} has weight {weight}, which is not a finite number")
-    return WeightedReward(terms=tuple((load_reward(path), weight) for path, weight in terms))
+    with found_in(code):
+        return WeightedReward(terms=tuple((load_reward(path), weight) for path, weight in terms))
 
 
 def load_reward(path: str) -> Reward:
@@ -68,11 +74,13 @@ def load_reward(path: str) -> Reward:
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ConfigError(f"reward {path!r} is not package.module:function")
+    if module.endswith(".py"):
+        raise ConfigError(f"reward {path!r} names a file: give its module, {Path(module).stem}:{name}")
     try:
         function = getattr(importlib.import_module(module), name)
     except AttributeError as error:
         raise ConfigError(f"reward {path!r}: {module} has no {name!r}") from error
-    except Exception as error:  # whatever a user's module does while it is imported
+    except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
         raise ConfigError(f"reward {path!r} does not import: {type(error).__name__}: {error}") from error
     if not callable(function):
         raise ConfigError(f"reward {path!r} is not a function")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +20,7 @@ from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.engine.drafter_pool import Response as Remembered
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import ColumnRows
 
@@ -30,6 +30,8 @@ class RolloutWorker:
     """One engine in its own process."""
 
     def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec], feed: str | None) -> None:
+        # A policy's class is built here.
+        sys.path += [folder for folder in recipe.code if folder not in sys.path]
         self.recipe = recipe
         self.number = number
         self.drafters = drafters
@@ -49,7 +51,13 @@ class RolloutWorker:
             seed=self.recipe.seed + self.number,
             vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
-        self.engine.warm_up(self.temperature)
+        try:
+            self.engine.warm_up(self.temperature)
+        except EngineDied as error:
+            # What it lost is of no interest yet.
+            cause = error.__cause__
+            why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
+            raise EngineDied(f"the engine's first batch failed: {why}") from cause
         if isinstance(self.feed, FeedSender):
             self.engine.capture(self.feed.sequence)
         return os.getpid()
@@ -67,8 +75,8 @@ class RolloutWorker:
         self.engine.replay(rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """What policy, budget and model-free drafters have learned, as JSON types."""
-        return self.engine.state_dict()
+        """What policy and budget have learned and how drafters did, as JSON types; what they remember is recalled."""
+        return self.engine.state_dict(history=False)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
@@ -90,12 +98,21 @@ class RolloutWorker:
         self.feed.status(rl_step - 1, busy=False)
 
     def generate(
-        self, requests: list[GenerationRequest], rl_step: int, seed: list[int], *, repeatable: bool, quota: int | None
+        self,
+        requests: list[GenerationRequest],
+        rl_step: int,
+        seed: list[int],
+        history: list[Any],
+        *,
+        repeatable: bool,
+        quota: int | None,
     ) -> Rollout:
         """Roll out from random state `seed`; `repeatable` keeps the state before, so that `repeat` can follow.
 
-        With `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
+        Drafters remember `history` alone, references to lists of (key, prompt, response) (`RunHistory.of`). With
+        `quota` it ends once that many prompts have all their requests answered; the rest come back cut.
         """
+        self._recall(history)
         self.before = self.engine.snapshot() if repeatable else None
         self.feed.status(rl_step, busy=True)
         try:
@@ -110,8 +127,9 @@ class RolloutWorker:
         """
         return None if self.before is None else self._from(self.before, requests, rl_step, seed)
 
-    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int]) -> Rollout:
+    def rehearse(self, requests: list[GenerationRequest], rl_step: int, seed: list[int], history: list[Any]) -> Rollout:
         """Do a rollout that is still to come, and leave no trace of it."""
+        self._recall(history)
         self.before = self.engine.snapshot()
         return self._from(self.before, requests, rl_step, seed)
 
@@ -124,9 +142,12 @@ class RolloutWorker:
         finally:
             self.engine.restore(after)
 
-    def remember(self, responses: list[Remembered]) -> None:
-        """Show the drafters what other workers generated."""
-        self.engine.remember(responses)
+    def _recall(self, history: list[Any]) -> None:
+        self.engine.recall([response for visit in ray.get(history) for response in visit])
+
+    def learn_lengths(self, lengths: list[list[tuple[Key, int]]], own: int | None) -> None:
+        """Let the budget learn the lengths of responses of every worker but number `own`."""
+        self.engine.learn_lengths([length for n, part in enumerate(lengths) if n != own for length in part])
 
     def evaluate(self, requests: list[GenerationRequest], seed: list[int]) -> Rollout:
         """Generate without speculation, sampling as rollouts do."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ class RunData:
         data = recipe.data
         read = read_prompts(data.train, data, tokenizer)
         self.train, self.num_dropped = read.prompts, read.num_dropped
+        self._number = {prompt.prompt_id: number for number, prompt in enumerate(self.train)}
         self.heldout: list[Prompt] = []
         if data.heldout is not None:
             self.heldout = load_prompts(data.heldout, data, tokenizer, split=data.heldout_split)
@@ -33,6 +34,18 @@ class RunData:
         """Be at the first prompt, with no response that waits to be finished or used again."""
         self.order = DataOrder(len(self.train), self.recipe.seed)
         self.rollouts = rollouts_of(self.recipe, self.train, self.order)
+
+    def comes_again(self, prompt_ids: Sequence[str], rl_steps_left: int) -> list[int | None]:
+        """How many prompts come before each of these comes again, about; None where the run ends before.
+
+        O(prompts of the data).
+        """
+        turns = self.order.turns()
+        turns[list(self.rollouts.under_way)] = 0
+        rounds = self.recipe.train.sampling_rounds
+        last = rl_steps_left * self.recipe.rollout.prompts_per_step * rounds
+        found = turns[[self._number[prompt_id] for prompt_id in prompt_ids]].tolist()
+        return [turn if turn < last else None for turn in found]
 
     def state_dict(self, folder: Path) -> dict[str, Any]:
         """Where it is in the data, as JSON types; responses that wait go into `folder`, which is made."""

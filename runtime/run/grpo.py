@@ -15,14 +15,14 @@ from typing import Any, TypeVar
 import numpy as np
 
 from tltlab.errors import ConfigError
-from tltlab.files import write_json
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.files import found_in, write_json
+from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
 from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import run_json, versions
 from tltlab.runtime.recipe.checks import policy_on_engines
-from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
@@ -50,9 +50,13 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
     Returns the summary that it writes there.
     """
     out = Path(out)
-    if not resume and (out / "run.json").exists():
-        raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
+    if not resume:
+        if (out / "run.json").exists():
+            raise ConfigError(f"{out} already holds a run; choose another --out, or go on with it by --resume {out}")
+        # A run goes on from anywhere.
+        recipe = located(recipe)
     run = GrpoRun(recipe, out, resume=resume, replay=replay)
+    run.events.watch = lambda sentence: log.note(sentence)
     description, last_step = run_json(recipe), recipe.train.steps
     evaluates = bool(run.data.heldout) and recipe.eval.num_prompts > 0
 
@@ -133,7 +137,8 @@ class GrpoRun:
         self.tokenizer = load_tokenizer(recipe.model)
         self.reward_pool = RewardPool(recipe, self.tokenizer)
         self.data = RunData(recipe, self.tokenizer)
-        self.policy = load_policy(recipe.rollout.policy)
+        with found_in(recipe.code):
+            self.policy = load_policy(recipe.rollout.policy)
         refuse(policy_on_engines(recipe, self.policy))
         self.events = RunEvents(self.out / "events.jsonl")
         self.drafting = drafter_of(recipe, self.policy, self.out, self.events)
@@ -168,6 +173,10 @@ class GrpoRun:
     def __enter__(self) -> GrpoRun:
         with ExitStack() as stack:
             stack.enter_context(self.locked())
+            own = [path.partition(":")[0] for path, _ in self.recipe.reward_terms]
+            if isinstance(self.policy.selector, CustomSpec):
+                own.append(self.policy.selector.module)
+            keep_code(self.recipe, own, self.out)
             folder = self.recovery.newest() if self._resume else None
             self.recovery.prepare(folder)
             if self.data.num_dropped:
@@ -213,12 +222,12 @@ class GrpoRun:
             finally:
                 self._locked = False
 
-    def set_policy(self, policy: Policy, name: str | None = None) -> None:
+    def set_policy(self, policy: PolicySource, name: str | None = None) -> None:
         """Let every engine choose with a fresh selector of `policy`, seeded by the run, the worker and the RL step.
 
         `policies.json` keeps what was in force from which RL step on, so that a run can be predicted.
         """
-        self._choose_by(policy, name)
+        self._choose_by(load_policy(policy), name)
         self._write_notes()
 
     def _choose_as(self, policies: Sequence[Mapping[str, Any]]) -> None:
@@ -262,7 +271,8 @@ class GrpoRun:
         if self._first is not None:
             self._repeat(*self._first, rl_step)
         self.drafting.annotate()
-        self.pool.remember_others(collected.requests, collected.parts)
+        left = self.recipe.train.steps - rl_step - 1
+        self.pool.remember(collected.requests, collected.parts, lambda ids: self.data.comes_again(ids, left))
         for note in collected.notes:
             self.events.note(note)
 

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol, Self
@@ -70,6 +71,7 @@ class RunLog:
                 )
         self._loggers: dict[str, Logger] = {}
         self._screen = Screen(total_steps)
+        self._noted: list[str] = []
         for name, project in chosen.items():
             title, logger = LOGGERS[name]
             try:
@@ -99,10 +101,17 @@ class RunLog:
         with contextlib.suppress(OSError, ValueError):
             self._screen.say(text)
 
+    def note(self, sentence: str) -> None:
+        """Say at once what an RL step's report will have as a note; it is not said again there."""
+        self._noted.append(sentence)
+        self.say(sentence)
+
     def step(self, report: StepReport, metrics: Mapping[str, float]) -> None:
         """Say and log an RL step that is done."""
+        new = [note for note in report.notes if note not in self._noted]
+        self._noted = [note for note in self._noted if note not in report.notes]
         with contextlib.suppress(OSError, ValueError):
-            self._screen.step(report, metrics)
+            self._screen.step(replace(report, notes=new), metrics)
         self.measured(report.rl_step, metrics)
 
     def measured(self, rl_step: int, metrics: Mapping[str, float]) -> None:

@@ -91,6 +91,7 @@ class Recovery:
                 "recipe_policy": self.policy.model_dump(mode="json"),
                 **self.data.state_dict(folder / "rollouts"),
                 "drafter": self.drafting.state_dict(folder / "drafter"),
+                "history": self.actors.pool.history.state_dict(folder / "history"),
             }
             write_state(folder, state, parts, workers, self.recipe)
 
@@ -121,11 +122,11 @@ class Recovery:
         pool = self.actors.pool
         now = self.policy.model_dump(mode="json")
         if folder is None:
-            state, drafter, then = self._origin.copy(), self._origin_drafter, now
+            state, drafter, then, history = self._origin.copy(), self._origin_drafter, now, None
             self.data.begin()
         else:
             state, parts = read_state(folder, self.recipe)
-            drafter, then = parts["drafter"], parts["recipe_policy"]
+            drafter, then, history = parts["drafter"], parts["recipe_policy"], parts.get("history")
             self.data.load_state_dict(parts, folder / "rollouts")
             self.actors.trainers_turn()
             self.actors.trainers.load_checkpoint(str((folder / "trainer").resolve()))
@@ -136,10 +137,12 @@ class Recovery:
             latest = state.policies[-1]
             pool.set_policy(Policy.model_validate(latest["policy"]), latest["rl_step"])
             pool.load_state_dicts(self._origin_workers if folder is None else read_workers(folder, len(pool.handles)))
+            pool.history.load_state_dict(history, self.checkpoints.folder if folder is None else folder / "history")
         else:
             # They may have learned more since this run began.
             pool.set_policy(self.policy, 0)
             pool.load_state_dicts(self._origin_workers)
+            pool.history.load_state_dict(None, self.checkpoints.folder)
             pool.set_policy(self.policy, state.rl_step)
             state.in_force(self.policy)
             self.events.note("another policy than before: what engines had learned under that one is left behind")

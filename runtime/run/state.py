@@ -7,7 +7,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as fields_of
 from datetime import UTC, datetime
@@ -84,7 +84,9 @@ def read_state(folder: Path, recipe: Recipe) -> tuple[RunState, dict[str, Any]]:
     parts = read_json(folder / STATE)
     if not isinstance(parts, dict) or (parts.get("format"), parts.get("version")) != (FORMAT, VERSION):
         raise ConfigError(f"{folder / STATE} is no state of a run that this version of tltlab can go on with")
-    for name, ours in (("model", recipe.model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
+    # A model may have moved.
+    parts["model"], model = (Path(name).name for name in (parts["model"], recipe.model))
+    for name, ours in (("model", model), ("seed", recipe.seed), ("num_workers", recipe.rollout.num_workers)):
         if parts[name] != ours:
             raise ConfigError(f"{folder} is of a run with {name} {parts[name]!r}, and the recipe has {ours!r}")
     fields = {item.name: parts.pop(item.name) for item in fields_of(RunState)}
@@ -129,7 +131,8 @@ class RunEvents:
     It is written at once, so that a run that is killed has told all it knew.
 
     Every line has `time` (ISO 8601, UTC), `rl_step` (the step under way) and `event`, a sentence; what else there is
-    depends on it. A disk that is full costs the line, not the run. Safe to use from several threads.
+    depends on it. A disk that is full costs the line, not the run. Safe to use from several threads. `watch` is told
+    what is noted, at once.
 
     >>> RunEvents(Path("run/events.jsonl")).note("the trainer of worker 1 died", worker=1)          # doctest: +SKIP
     """
@@ -139,12 +142,14 @@ class RunEvents:
         self.rl_step = 0
         self._lock = threading.Lock()
         self._untold: list[str] = []
+        self.watch: Callable[[str], None] = lambda sentence: None
 
     def note(self, sentence: str, **fields: Any) -> None:
         """Something that whoever watches the run should know."""
         with self._lock:
             self._untold.append(sentence)
         self.record(sentence, **fields)
+        self.watch(sentence)
 
     def record(self, sentence: str, **fields: Any) -> None:
         """Something for the file alone."""

@@ -15,10 +15,9 @@ from tltlab.console import Json, emit, made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
 from tltlab.planning.systems import SYSTEMS, find_systems
-from tltlab.policies.policy import load_policy
 from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
-from tltlab.sim.scenario import Scenario
+from tltlab.sim.scenario import Scenario, named_policies
 from tltlab.traces.trace import Trace, read
 
 from . import options
@@ -114,10 +113,7 @@ def _policies(
 ) -> tuple[dict[str, Any], str]:
     from tltlab.sim.sweep import compare as run
 
-    names = [name.strip() for name in policies.split(",") if name.strip()]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"--policies {policies!r}: a policy is given twice")
-    chosen = {name: load_policy(name) for name in names}
+    chosen = named_policies(policies)
     if len(chosen) < 2:
         raise ConfigError(f"--policies {policies!r}: give at least two to compare")
     scenario = Scenario.of(source, config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError
@@ -18,7 +19,7 @@ from tltlab.sim.config import SimulationConfig
 from tltlab.sim.engine.regime import Regimes
 from tltlab.sim.scenario import Scenario
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, read
 
 from .cases import TuningCase, TuningCases
 from .judge import Finalists, Judged, judge
@@ -118,13 +119,13 @@ class TuneConfig(SimulationConfig):
 
 
 def tune(
-    traces: Trace | Sequence[Trace],
+    traces: str | Path | Trace | Sequence[str | Path | Trace],
     config: TuneConfig = TuneConfig(),
     *,
     provenance: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> TuneResult:
-    """Search the fastest policy on some RL steps of the traces, and judge it on the others.
+    """Search the fastest policy on some RL steps of the traces (or their paths), and judge it on the others.
 
     `settings` are fields of `TuneConfig` that replace those of `config`. `provenance` is written into the policy over
     what is found here. Raises ConfigError for a trace with fewer than two RL steps, a missing acceptance, and where no
@@ -132,14 +133,15 @@ def tune(
     """
     config = replace(config, **settings)
     began = time.perf_counter()
-    traces = [traces] if isinstance(traces, Trace) else list(traces)
-    if not traces:
+    several = traces if isinstance(traces, Sequence) and not isinstance(traces, str) else [traces]
+    sources = [read(trace) for trace in several]
+    if not sources:
         raise ConfigError("no trace to tune on: give at least one")
-    if config.robust and len(traces) == 1 and not config.cost_error:
+    if config.robust and len(sources) == 1 and not config.cost_error:
         raise ConfigError("--robust needs more than one case: several traces, or --cost-error 0.2")
-    parts = [_split(trace, config.judge_steps) for trace in traces]
+    parts = [_split(trace, config.judge_steps) for trace in sources]
     tune_on, judge_on = (
-        [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(traces, parts, strict=True))]
+        [_case(trace, i, part[side], config) for i, (trace, part) in enumerate(zip(sources, parts, strict=True))]
         for side in (0, 1)
     )
     strategies, notes = _strategies(tune_on + judge_on, config)

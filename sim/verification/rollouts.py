@@ -81,12 +81,19 @@ class Verification:
 
 
 def verify(
-    run: str | Path, *, rl_steps: Sequence[int] | None = None, window: int = 8, samples: int = 3, seed: int = 0
+    run: str | Path | Trace,
+    *,
+    rl_steps: Sequence[int] | None = None,
+    window: int = 8,
+    samples: int = 3,
+    seed: int = 0,
+    allow_code: Sequence[str] = (),
 ) -> Verification:
     """Predict each RL step of a recorded run from the `window` nearest other steps, and forecast it from earlier ones.
 
     A prediction is the mean of `samples` sampled simulations with the recorded placement. Raises ConfigError for a
-    trace without iterations, fewer than three RL steps, or a policy that the run does not tell.
+    trace without iterations, fewer than three RL steps, a policy that the run does not tell, and one that is a class of
+    a module which `allow_code` does not name.
     """
     trace = read(run)
     if trace.iterations is None or trace.steps is None:
@@ -96,7 +103,7 @@ def verify(
         raise ConfigError(f"{run}: {len(recorded)} RL steps are too few: two to fit on and one to predict are needed")
     measured = _measured(trace)
     prediction = _Prediction(trace=trace, spot=SpotRun(trace=trace), window=window, samples=samples, seed=seed)
-    forces = policies_in_force(trace)
+    forces = policies_in_force(trace, allow_code)
     rows = []
     for step in recorded if rl_steps is None else rl_steps:
         if step not in recorded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.policies.policy import SHIPPED, Policy
+from tltlab.policies.policy import SHIPPED, CustomSpec, Policy
 from tltlab.traces.trace import Trace
 
 _File = TypeVar("_File", bound="_RunFile")
@@ -26,10 +27,11 @@ class InForce:
     seed: int
 
 
-def policies_in_force(trace: Trace) -> dict[int, InForce]:
+def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int, InForce]:
     """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`.
 
-    Where only names are known, a policy counts as set when its name first came up in a row.
+    Where only names are known, a policy counts as set when its name first came up in a row. Raises ConfigError where
+    that is a class of a module that `allow_code` does not name: a run must not choose what code is imported here.
     """
     assert trace.steps is not None
     file = _beside(trace, "policies.json", _Policies)
@@ -40,6 +42,12 @@ def policies_in_force(trace: Trace) -> dict[int, InForce]:
             since = max((s for s in set_at if s <= step), default=None)
             if since is None:
                 raise ConfigError(f"policies.json: no policy was in force at RL step {step}")
+            selector = set_at[since].policy.selector
+            if isinstance(selector, CustomSpec) and selector.module not in allow_code:
+                raise ConfigError(
+                    f"RL step {step} was chosen for by {selector.path}, a class of the run's own, which is not "
+                    f"imported unasked: where you trust it, tltlab verify --allow-code {selector.module}"
+                )
             in_force[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed)
         return in_force
     names = {int(s): p for s, p in zip(trace.steps["rl_step"].tolist(), trace.steps["policy"].tolist(), strict=True)}

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
 import pandas as pd
 import pytest
 
 from tltlab.bench.simulator import COSTS, example_bandit, random_tables
-from tltlab.errors import ConfigError
+from tltlab.calibration.api import calibrate
+from tltlab.errors import ConfigError, InputError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import load_policy
-from tltlab.sim.scenario import Scenario
+from tltlab.policies.selector import Selector
+from tltlab.report.timeline import timeline
+from tltlab.sim.scenario import AnyPolicy, OwnPolicy, Scenario
+from tltlab.sim.simulate import simulate
 from tltlab.sim.sweep import compare, sweep
+from tltlab.sim.systems import compare_systems
+from tltlab.sim.tuning.tune import tune
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.trace import read
+
+TINY = Path(__file__).resolve().parents[2] / "traces" / "tiny"
+CHAIN = {"drafter": "ngram", "draft_depth": 4, "top_k": 1, "tokens_to_verify": 5}
+PLAIN = {"drafter": "none", "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1}
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +62,82 @@ def test_a_comparison_is_paired(scenario: Scenario):
     table = found.set_index("policy").loc["table 0"]
     assert table["ratio_low"] <= table["ratio"] <= table["ratio_high"] < 1.0
     assert (found["regret"] >= 0).all()
+
+
+class Halving(Selector):
+    strategies = (NO_SPECULATION, Strategy.chain("ngram", 4))
+
+    def __init__(self, border: int = 8) -> None:
+        self.border = border
+
+    def choose(self, state: StepState) -> Strategy:
+        return self.strategies[state.batch <= self.border]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Halving,
+        Halving(8),
+        {"kind": "table", "rows": [{"min_batch": 1, "strategy": CHAIN}, {"min_batch": 9, "strategy": PLAIN}]},
+        load_policy(Halving),
+        f"{__name__}:Halving",
+    ],
+    ids=["class", "instance", "dict", "policy", "path"],
+)
+def test_a_policy_is_given_in_any_form(scenario: Scenario, policy: AnyPolicy):
+    expected = scenario.rollouts(OwnPolicy(Halving))[0].makespan_s
+    found = compare(scenario, {"plain": "none", "own": policy}).set_index("policy")["makespan_s"]
+    assert sweep(scenario, [policy])["makespan_s"][0] == expected < found["plain"]
+
+
+def test_workers_get_copies_of_a_selector(scenario: Scenario):
+    learner = load_policy("beg-mab").build(np.random.default_rng(0))
+    before = learner.state_dict()
+    first, again = (sweep(scenario, [learner])["makespan_s"].tolist() for _ in range(2))
+    assert first == again
+    assert learner.state_dict() == before
+
+
+def test_a_list_goes_by_the_names_of_what_is_in_it(scenario: Scenario):
+    assert set(compare(scenario, [Halving, "none", Strategy.chain("ngram", 2)])["policy"]) == {
+        "Halving", "none", "ngram:2",
+    }  # fmt: skip
+    assert set(compare(scenario, "none, beg-mab")["policy"]) == {"none", "beg-mab"}
+    with pytest.raises(ConfigError, match="policy Halving is given twice"):
+        compare(scenario, [Halving, Halving(2)])
+
+
+def test_a_trace_is_given_by_its_path_too():
+    trace, settings = TINY, {"acceptance": "geometric:0.7"}
+    by_path = simulate(trace, Halving, **settings)
+    assert by_path.policy == "Halving"
+    assert calibrate(trace).costs == calibrate(read(trace)).costs
+    assert timeline(trace, compare=by_path).axes
+    assert by_path.makespan_s == simulate(read(trace), Halving(), **settings).makespan_s
+    assert sweep(trace, "none")["makespan_s"].tolist() == sweep(Scenario.of(trace), "none")["makespan_s"].tolist()
+    assert (
+        compare_systems(trace, "verl")["makespan_s"].tolist()
+        == compare_systems(read(trace), "verl")["makespan_s"].tolist()
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "complaint"),
+    [
+        (lambda: simulate(TINY, 7), "7 is no policy: give a name, a file"),
+        (lambda: simulate(TINY, int), "int is no policy: it is not a subclass"),
+        (lambda: simulate(TINY, {"kind": "beg-map"}), "selector: kind is 'beg-map', there are"),
+        (lambda: simulate(TINY, Halving("8")), r"policy Halving raised TypeError: .* \(test_sweep.py, line"),
+        (lambda: simulate(None, "none"), "got None for a trace"),
+        (lambda: compare(TINY, 3), "3 are no policies"),
+        (lambda: tune(3), "got 3 for a trace"),
+        (lambda: tune([]), "no trace to tune on"),
+    ],
+)
+def test_what_is_no_policy_or_no_trace_is_a_sentence(call: Callable[[], object], complaint: str):
+    with pytest.raises(InputError, match=complaint):
+        call()
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,38 @@ def drafter(
 
 
 @app.command()
+def history(
+    rl_steps: Annotated[int, typer.Option(min=1, help="RL steps of each case.")] = 300,
+    step_tokens: Annotated[int, typer.Option(min=1, help="Tokens that an engine generates in each.")] = 1_000_000,
+    response_tokens: Annotated[int, typer.Option(min=2, help="Length of a response; eight are a group.")] = 8192,
+    repeat_every: Annotated[int, typer.Option(min=1, help="RL steps after which prompts come again.")] = 10,
+    history_mib: Annotated[float, typer.Option(min=0.01, help="Most MiB that history takes.")] = 256.0,
+    unbounded_steps: Annotated[
+        int, typer.Option(min=1, help="RL steps that are done without a bound too; each takes 0.3 kB per token.")
+    ] = 12,
+    fast: Annotated[bool, typer.Option("--fast", help="60 RL steps of 200,000 tokens and 16 MiB.")] = False,
+    as_json: Json = False,
+) -> None:
+    """A long run's suffix history: memory once its bound is reached, what its state costs, what is accepted.
+
+    Example: tltlab bench history --rl-steps 60 --step-tokens 200000
+    """
+    from .drafters import LongRun, bench_history, history_text
+
+    if fast:
+        rl_steps, step_tokens, history_mib = min(rl_steps, 60), min(step_tokens, 200_000), min(history_mib, 16.0)
+    run = LongRun(
+        rl_steps=rl_steps,
+        step_tokens=step_tokens,
+        response_tokens=response_tokens,
+        repeat_every=repeat_every,
+        history_mib=history_mib,
+    )
+    found = bench_history(run, unbounded_steps=unbounded_steps, progress=progress)
+    emit(found, as_json=as_json, text=history_text(found))
+
+
+@app.command()
 def policy(
     calls: Annotated[int, typer.Option(min=100, help="Decisions per policy, batch size and round.")] = 3000,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every case runs, in turn.")] = 3,
@@ -201,6 +233,30 @@ def policy(
 
 
 @app.command()
+def seam(
+    cases: Annotated[
+        str | None,
+        typer.Option(
+            help="Shipped policies, record and capture, with commas between them. [default: all]", show_default=False
+        ),
+    ] = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128,256,512",
+    iterations: Annotated[int, typer.Option(min=20, help="Iterations of each case that are measured.")] = 200,
+    cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches before each call.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Processor time of all that is ours in an iteration of vLLM's scheduler, by policy and batch; no model runs.
+
+    Example: tltlab bench seam --cases none,beg-mab-suffix --batches 256,512
+    """
+    from .seam import CASES, bench_seam, text
+
+    chosen = CASES if cases is None else [case.strip() for case in cases.split(",")]
+    found = bench_seam(chosen, _sizes(batches), iterations=iterations, cold=cold, progress=progress)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
 def runtime(
     model: Annotated[
         Path | None, typer.Option(help="A folder of `tltlab make-model`; without one a deep model is trained first.")
@@ -212,11 +268,14 @@ def runtime(
     group_size: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
     epochs: Annotated[int, typer.Option(min=1, help="Drafters know the prompts from the second one on.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    off_batches: Annotated[
+        str, typer.Option(help="Batch sizes at which engines that draft nothing run beside stock vLLM; '' for none.")
+    ] = "1,8,64,256",
     out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What speculation is worth in a real engine: off, fixed depths, a table and bandits on the same prompts.
+    """What speculation is worth in a real engine: stock vLLM, off, fixed depths, a table and bandits, same prompts.
 
     Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
     """
@@ -229,12 +288,15 @@ def runtime(
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
+    sizes = _sizes(off_batches, "--off-batches") if off_batches else []
     if fast:
         prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
+        sizes = [size for size in sizes if size <= prompts * group_size]
     folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
     found = bench_runtime(
-        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, progress=progress
-    )
+        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, off_batches=sizes,
+        progress=progress,
+    )  # fmt: skip
     if out is not None:
         write_json(out, found)
     emit(found, as_json=as_json, text=text(found))
@@ -317,12 +379,7 @@ def gpu(
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
-    try:
-        sizes = [int(size) for size in batches.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--batches is {batches!r}: give whole numbers with commas between them") from error
-    if min(sizes) < 1:
-        raise ConfigError(f"--batches is {batches!r}: give numbers from 1 up")
+    sizes = _sizes(batches)
     if shape is not None:
         module.shape(shape, model)
     found = module.bench_gpu(
@@ -379,3 +436,14 @@ def train(
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
     found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
     emit(found, as_json=as_json, text=text(found))
+
+
+def _sizes(batches: str, option: str = "--batches") -> list[int]:
+    """The batch sizes that an option names."""
+    try:
+        sizes = [int(size) for size in batches.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {batches!r}: give whole numbers with commas between them") from error
+    if min(sizes) < 1:
+        raise ConfigError(f"{option} is {batches!r}: give numbers from 1 up")
+    return sizes

@@ -1,24 +1,35 @@
-"""Measures model-free drafters on recorded or made-up text: time and memory of their index, and what is accepted."""
+"""Measures model-free drafters on recorded or made-up text: time and memory of their index, and what is accepted.
+
+`bench_drafters` replays the same responses through every drafter; `bench_history` is a long run's history alone.
+"""
 
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tltlab.console import table
-from tltlab.drafters.base import Drafter
+from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import SYSTEM_DRAFTERS, ModelFreeSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.suffix import SuffixDrafter
 from tltlab.errors import ConfigError, InputError
+from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
+
+CHUNK = 64
+"""Tokens by which responses of a long run grow in turn."""
+_TIMES = ("state_ms", "recall_ms")
 
 CASES: dict[str, ModelFreeSpec] = {
     "ngram, request": NgramSpec(scope="request"),
@@ -147,6 +158,7 @@ def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, f
     at = dict.fromkeys(open_, 1)
     for key, text in open_.items():
         drafter.extend(key, text[:1])
+    drafter.catch_up()
     insert_s = lookup_s = 0.0
     lookups = inserted = drafted = accepted = 0
     while open_:
@@ -163,6 +175,7 @@ def replay(drafter: Drafter, groups: Sequence[Group], depth: int) -> dict[str, f
             new = text[done : done + kept + 1]
             start = time.perf_counter()
             drafter.extend(key, new)
+            drafter.catch_up()
             insert_s += time.perf_counter() - start
             at[key] += len(new)
             lookups, inserted, drafted, accepted = (
@@ -202,3 +215,176 @@ def text(found: dict[str, Any]) -> str:
         )  # fmt: skip
     lines.append(table(("drafter", "insert us/token", "look-up us", "B/token", "first visit", "with history"), rows))
     return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRun:
+    """The history of one engine in a run: `rl_steps` of `step_tokens` tokens, groups of `group_size` responses each.
+
+    Prompts come again every `repeat_every` RL steps, None for never. `history_mib` is the drafter's, None without a
+    bound. `recalled`: the driver holds the texts and tells them before a rollout, as `tltlab train` does; else the
+    engine is on its own. In each RL step the first response of the first `probes` groups is drafted for, `depth` deep,
+    before its siblings grow.
+    """
+
+    rl_steps: int
+    step_tokens: int
+    response_tokens: int
+    group_size: int = 8
+    repeat_every: int | None = None
+    history_mib: float | None = 256.0
+    recalled: bool = False
+    probes: int = 2
+    depth: int = 8
+
+    @property
+    def num_groups(self) -> int:
+        return max(self.step_tokens // (self.response_tokens * self.group_size), 1)
+
+
+def bench_history(
+    run: LongRun, *, unbounded_steps: int = 12, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """A long run's suffix history, problem by problem, each case in a process of its own, on made-up text.
+
+    Prompts never repeat, or every `run.repeat_every` RL steps; histories are bounded by `run.history_mib` or, for the
+    first `unbounded_steps` RL steps, not at all. Returns `settings` and `rows`. A row has `case`, `num_rl_steps`, per
+    RL step `resident_mib` after it, `state_ms` (what a rollout's restart safety costs: the state without texts, as
+    JSON) and `recall_ms`; `whole_state_ms` of the last state with all texts; `insert_us_per_token`; over the RL steps
+    that the unbounded run did too the tokens `accepted` per draft, and `quality`, their ratio to the unbounded run's.
+    The responses of a group grow side by side, groups one after the other, so what runs takes little. ConfigError.
+    """
+    for name in ("rl_steps", "step_tokens", "response_tokens", "group_size", "depth"):
+        if getattr(run, name) < 1:
+            raise ConfigError(f"{name} is {getattr(run, name)}, it must be at least 1")
+    short = min(run.rl_steps, unbounded_steps)
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    for name, every in (("never", None), (f"every {run.repeat_every}", run.repeat_every)):
+        cases = [("unbounded", replace(run, history_mib=None, rl_steps=short)), ("bounded", run)]
+        if every is not None:
+            cases.append(("recalled", replace(run, recalled=True)))
+        before: float | None = None
+        for kind, case in cases:
+            progress(f"prompts repeat {name}, {kind}: {case.rl_steps} RL steps of {case.step_tokens} tokens")
+            with ProcessPoolExecutor(max_workers=1, mp_context=context) as pool:
+                row = pool.submit(long_run, replace(case, repeat_every=every)).result()
+            row["accepted"] = sum(row["accepted"][:short]) / max(sum(row.pop("drafts")[:short]), 1)
+            before = row["accepted"] if before is None else before
+            row["quality"] = row["accepted"] / before if before else 1.0
+            rows.append({"case": f"{name}, {kind}", **row})
+    return {"settings": asdict(run), "unbounded_steps": short, "rows": rows}
+
+
+def long_run(run: LongRun) -> dict[str, Any]:
+    """One case of `bench_history` in this process."""
+    from tltlab.runtime.engine.drafter_pool import DrafterPool
+
+    drafter = SuffixDrafter(history_mib=run.history_mib)
+    engine = DrafterPool({"suffix": drafter}, run.depth)
+    engine.use([Strategy.chain("suffix", run.depth)])
+    log: defaultdict[str, list[tuple[Key, Any, Any]]] = defaultdict(list)
+    per_step: defaultdict[str, list[float]] = defaultdict(list)
+    insert_s, num_inserted = 0.0, 0
+    for rl_step in range(run.rl_steps):
+        start = time.perf_counter()
+        json.loads(json.dumps(engine.state_dict(history=False)))
+        per_step["state_ms"].append((time.perf_counter() - start) * 1e3)
+        visit, turn = (0, rl_step) if run.repeat_every is None else divmod(rl_step, run.repeat_every)
+        names = [f"p{turn}-{group}" for group in range(run.num_groups)]
+        if run.recalled:
+            start = time.perf_counter()
+            engine.recall([text for name in names for text in log[name]])
+            per_step["recall_ms"].append((time.perf_counter() - start) * 1e3)
+        drafter.begin(rl_step)
+        drafts = accepted = 0
+        for group, name in enumerate(names):
+            prompt, texts = problem(turn * run.num_groups + group, visit, run.group_size, run.response_tokens)
+            keys = [(rl_step, name, sample, 0) for sample in range(run.group_size)]
+            num_probes = int(group < run.probes)
+            start = time.perf_counter()
+            for key in keys:
+                drafter.open(key, prompt)
+            insert_s += time.perf_counter() - start
+            # Drafted for before there are siblings to draft from: what is accepted is history's, and its own text's.
+            for key, text in zip(keys[:num_probes], texts, strict=False):
+                found = _generate(drafter, key, text.tolist(), run.depth)
+                drafts, accepted = drafts + found[0], accepted + found[1]
+            start = time.perf_counter()
+            for at in range(0, run.response_tokens, CHUNK):
+                for key, text in zip(keys[num_probes:], texts[num_probes:], strict=True):
+                    drafter.extend(key, text[at : at + CHUNK])
+                # Who searches has what grew put in first.
+                drafter.propose(keys[-1], 1)
+            insert_s += time.perf_counter() - start
+            num_inserted += run.response_tokens * (run.group_size - num_probes)
+            for key in keys:
+                drafter.close(key)
+            if run.recalled:
+                log[name] += [(key, prompt, text) for key, text in zip(keys, texts, strict=True)]
+                del log[name][: -(drafter.window or 0)]
+        per_step["drafts"].append(drafts)
+        per_step["accepted"].append(accepted)
+        per_step["resident_mib"].append((resident_bytes() or 0) / 2**20)
+    start = time.perf_counter()
+    json.loads(json.dumps(engine.state_dict()))
+    return {
+        "num_rl_steps": run.rl_steps,
+        "insert_us_per_token": insert_s / max(num_inserted, 1) * 1e6,
+        "whole_state_ms": (time.perf_counter() - start) * 1e3,
+        **per_step,
+    }
+
+
+def problem(number: int, visit: int, num_samples: int, response_tokens: int) -> tuple[Any, list[Any]]:
+    """The prompt of a problem and what is answered at a visit, int32: its phrases, as `made_up` strings them."""
+    own = np.random.default_rng([number])
+    prompt = own.integers(0, 32_000, 256, np.int32)
+    phrases = np.split(own.integers(0, 32_000, 16_000, np.int32), np.sort(own.choice(np.arange(1, 16_000), 999, False)))
+    rng = np.random.default_rng([number, 1 + visit])
+    texts = []
+    for _ in range(num_samples):
+        num = response_tokens // 8 + 64
+        picks = np.minimum(rng.zipf(1.3, num), len(phrases)) - 1
+        stray, is_stray = rng.integers(0, 32_000, (num, 1), np.int32), rng.random(num) < 0.5
+        parts = [part for n, pick in enumerate(picks) for part in (phrases[pick], stray[n][: int(is_stray[n])])]
+        texts.append(np.resize(np.concatenate(parts), response_tokens))
+    return prompt, texts
+
+
+def _generate(drafter: Drafter, key: Key, text: Sequence[int], depth: int) -> tuple[int, int]:
+    """Let a request generate `text`, a draft at a time; how many drafts there were and tokens of them accepted."""
+    drafter.extend(key, text[:1])
+    done, drafts, accepted = 1, 0, 0
+    while done < len(text):
+        draft = drafter.propose(key, min(depth, len(text) - done)).tokens
+        kept = next((n for n, token in enumerate(draft) if token != text[done + n]), len(draft))
+        drafter.observe(key, len(draft), kept)
+        drafter.extend(key, text[done : done + kept + 1])
+        done, drafts, accepted = done + kept + 1, drafts + 1, accepted + kept
+    return drafts, accepted
+
+
+def history_text(found: dict[str, Any]) -> str:
+    """The result of `bench_history` for people: resident memory half-way and at its end, times as medians and most."""
+    run = found["settings"]
+    lines = [
+        f"{run['step_tokens']} tokens per RL step, responses of {run['response_tokens']}, "
+        f"at most {run['history_mib']} MiB of history; accepted in the first {found['unbounded_steps']} RL steps",
+    ]
+    rows = []
+    for row in found["rows"]:
+        resident, half = row["resident_mib"], len(row["resident_mib"]) // 2
+        times = [f"{np.median(row[name]):.1f} ({max(row[name]):.1f})" if name in row else "-" for name in _TIMES]
+        rows.append(
+            (
+                row["case"], str(row["num_rl_steps"]), f"{resident[half]:.0f}", f"{max(resident):.0f}",
+                f"{resident[-1]:.0f}", *times, f"{row['whole_state_ms']:.0f}", f"{row['insert_us_per_token']:.2f}",
+                f"{row['accepted']:.2f}", f"{row['quality']:.1%}",
+            )
+        )  # fmt: skip
+    head = (
+        "case", "RL steps", "MiB half-way", "most", "at the end", "state ms (most)", "recall ms (most)", "with texts",
+        "insert us/token", "accepted", "of unbounded",
+    )  # fmt: skip
+    return "\n".join([*lines, table(head, rows)])

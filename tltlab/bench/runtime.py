@@ -29,10 +29,17 @@ def text(found: dict[str, Any]) -> str:
     rounds = found["modes"][0]["rollouts"]
     lines += [
         "",
-        "plain: what plain decoding of the same responses would take, from the step times of the plain rollouts; a",
-        f"speed-up is its ratio to the seconds, over that of plain decoding, with 95 % intervals over {rounds} rounds"
+        "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's rollouts; a",
+        f"speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over {rounds} rounds"
         + (", too narrow below ten" if rounds < 10 else ""),
     ]
+    if found.get("off"):
+        lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
+        rows = [
+            (f"{row['batch']}", row["drafters"], f"{row['stock_s']:.3f}", f"{row['off_s']:.3f}", _interval(row))
+            for row in found["off"]
+        ]
+        lines += [table(("batch", "drafters", "stock", "off", "speed"), rows, indent=2), ""]
     for goal in found["goals"]:
         lines.append(
             f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "

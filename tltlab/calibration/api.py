@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pandas as pd
 
@@ -12,7 +13,7 @@ from tltlab.arrays import Floats
 from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.costs.base import LinearCosts
 from tltlab.errors import ConfigError
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, read
 
 from .costs import fit_trace
 from .iterations import iterations_of, recorded_rows
@@ -45,8 +46,9 @@ class Calibration:
         return replace(self, costs=self.costs.model_copy(update={"noise": None}))
 
 
-def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bool = False) -> Calibration:
-    """Fit linear costs and acceptance to `trace.iterations`, of some RL steps or all; no cross-validation.
+def calibrate(trace: str | Path | Trace, rl_steps: Sequence[int] | None = None, by_worker: bool = False) -> Calibration:
+    """Fit linear costs and acceptance to the iterations of a trace (or of what is at its path), of some RL steps or
+    all; no cross-validation.
 
     An iteration's duration holds its verification and the drafting for the next one, told apart by `draft_duration`:
 
@@ -59,6 +61,7 @@ def calibrate(trace: Trace, rl_steps: Sequence[int] | None = None, by_worker: bo
     that the rows cannot tell from others is None; without speculation per_token_s is one with per_request_s, which then
     holds both. Raises ConfigError for a trace without iterations.
     """
+    trace = read(trace)
     chosen = trace if rl_steps is None else trace.select(rl_steps)
     rows = iterations_of(chosen)
     found = fit_trace(chosen, most_folds=0)

@@ -15,6 +15,7 @@ that are not negative. So is a sum of such curves: isotonic smoothing and regres
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -131,6 +132,19 @@ def context_columns(batch: Floats, context: Floats, knots: Floats) -> dict[str, 
     return {name: ramp * context / batch for name, ramp in ramps.items()}
 
 
+def forward_bends(tokens: Floats, seconds: Floats, knots: Floats) -> list[dict[str, float]]:
+    """How far the curve of `forward_columns` is from straight at each inner knot, for `non_negative`'s `small`.
+
+    Its distance from the line through its neighbours, as a share of the median seconds of the rows at that knot.
+    """
+    bends = []
+    for low, here, high in zip(knots, knots[1:], knots[2:], strict=False):
+        share = (here - low) / (high - low)
+        typical_s = float(np.median(seconds[tokens == here]))
+        bends.append({f"forward {here:g}": (1 - share) / typical_s, f"forward {high:g}": -share / typical_s})
+    return bends
+
+
 def forward_knots(found: dict[str, float | None], at: Floats) -> tuple[TokenKnot, ...]:
     """The fitted curve of `forward_columns`."""
     seconds = np.maximum(_risen(found, "forward", at), LEAST_S)
@@ -151,15 +165,23 @@ def attention_knots(
     )
 
 
-def non_negative(columns: dict[str, Floats], y: Floats, known: Floats | float = 0.0) -> dict[str, float | None]:
+def non_negative(
+    columns: dict[str, Floats], y: Floats, known: Floats | float = 0.0, small: Sequence[Mapping[str, float]] = ()
+) -> dict[str, float | None]:
     """Non-negative coefficients of least relative error of `known` + columns against y.
 
-    None for a column that is a combination of those before it.
+    Each of `small` is a sum of coefficients, by their factors, that counts as an error a tenth its size: what the data
+    leave open is decided by it. None for a column that is a combination of those before it.
     """
-    used = identified({name: column / y for name, column in columns.items()})
-    x = np.column_stack([columns[name] / y for name in used])
+    rows = {
+        name: np.concatenate([column / y, [0.1 * each.get(name, 0.0) for each in small]])
+        for name, column in columns.items()
+    }
+    used = identified(rows)
+    x = np.column_stack([rows[name] for name in used])
     scale = np.linalg.norm(x, axis=0)
-    found = LinearRegression(positive=True, fit_intercept=False).fit(x / scale, (y - known) / y).coef_ / scale
+    wanted = np.concatenate([(y - known) / y, np.zeros(len(small))])
+    found = LinearRegression(positive=True, fit_intercept=False).fit(x / scale, wanted).coef_ / scale
     return dict.fromkeys(columns) | {name: float(c) for name, c in zip(used, found, strict=True)}
 
 

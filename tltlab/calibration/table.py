@@ -17,7 +17,16 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .cross_validation import Fold, cross_validated
 from .iterations import CostEstimator, Iterations
 from .residuals import NUM_BANDS, band
-from .robust import attention_knots, context_columns, fit, fixed_columns, forward_columns, forward_knots, non_negative
+from .robust import (
+    attention_knots,
+    context_columns,
+    fit,
+    fixed_columns,
+    forward_bends,
+    forward_columns,
+    forward_knots,
+    non_negative,
+)
 
 _DRAFTING = ("sd_base_s", "draft_level_s", "draft_level_per_request_s")
 
@@ -70,7 +79,8 @@ class GridTable:
     """A table through measured iterations that prefilled nothing; a roofline gives it its shape between the knots.
 
     One non-negative least-squares fit of relative errors, in which times can only grow with tokens, with batch and with
-    context: noise that falls is smoothed. Raises ConfigError for a single context per batch, which shows nothing of
+    context: noise that falls is smoothed. Drafting is a base and a time per level, so depths between those that were
+    measured are interpolated. Raises ConfigError for a single context per batch, which shows nothing of
     attention.
     """
 
@@ -94,7 +104,10 @@ class GridTable:
         if drafts:
             columns |= {"sd_base_s": rows.spec.astype(np.float64)}
             columns |= {"draft_level_s": rows.next_depth, "draft_level_per_request_s": rows.next_depth * rows.batch}
-        found = non_negative(columns, rows.seconds)
+        # Every batch and depth has tokens of its own: the curve could bend through all of them, and no time were left
+        # for drafting. Of all that the measurements allow the straightest is taken.
+        bends = forward_bends(rows.verified, rows.seconds, forward_at) if drafts else []
+        found = non_negative(columns, rows.seconds, small=bends)
         if drafts:
             terms |= {name: found[name] or 0.0 for name in _DRAFTING} | {"sd_idle_s": 0.0}
             notes.append("what a loaded drafter costs in plain decoding was not measured: sd_idle_s is written 0")

@@ -43,6 +43,10 @@ def verify(
         typer.Option(min=1, help=f"Sampled simulations per prediction. [default: {SAMPLES}, with --policies 8]"),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of sampled acceptance and drawn lengths.")] = 0,
+    allow_code: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE", help="Import the policy class that the run names from this module; repeatable."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict every RL step of a run from the other ones, and compare with what was measured.
@@ -58,9 +62,14 @@ def verify(
         if repeats is not None or out is not None:
             raise ConfigError("--repeats and --out belong to rollouts on this machine: say of which --policies")
         chosen = parse_rl_steps(rl_steps, read(run).rl_steps)
-        found = run_verify(run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed)
+        found = run_verify(
+            run, rl_steps=chosen, window=window or WINDOW, samples=samples or SAMPLES, seed=seed,
+            allow_code=allow_code or (),
+        )  # fmt: skip
         emit(found.json(), as_json=as_json, text=text(found))
         return
+    if allow_code:
+        raise ConfigError("--allow-code is for the policies of a recorded run: those of --policies are named by you")
     if rl_steps is not None or window is not None:
         raise ConfigError("--rl-steps and --window choose among recorded RL steps, --policies rolls out new ones")
     # Only here are engines needed.

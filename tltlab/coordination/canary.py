@@ -72,16 +72,16 @@ class DraftCounts:
         self._kept: list[int] = []
         self._whole: list[int] = []
 
-    def add(self, num_drafted: int, num_kept: int) -> None:
-        """A draft of `num_drafted` tokens, at least one, had its first `num_kept` kept."""
+    def add(self, num_drafted: int, num_kept: int, times: int = 1) -> None:
+        """As many drafts of `num_drafted` tokens, at least one, had their first `num_kept` kept."""
         while len(self._drafted) <= num_drafted:
             for counts in (self._drafted, self._kept, self._whole):
                 counts.append(0)
-        self.drafts += 1
-        self._drafted[num_drafted] += 1
-        self._kept[num_kept] += 1
+        self.drafts += times
+        self._drafted[num_drafted] += times
+        self._kept[num_kept] += times
         if num_kept == num_drafted:
-            self._whole[num_kept] += 1
+            self._whole[num_kept] += times
 
     @property
     def first_kept(self) -> int:

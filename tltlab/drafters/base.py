@@ -8,7 +8,7 @@ one problem. Drafts are greedy, so verification keeps each drafted token with th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 Key = tuple[int, str, int, int]
@@ -45,8 +45,21 @@ class Drafter(ABC):
     def propose(self, key: Key, depth: int) -> Draft:
         """Up to `depth` tokens to follow request `key`; fewer, or none, where nothing matches."""
 
+    def propose_all(self, asked: Sequence[tuple[Key, int]]) -> list[Draft]:
+        """`propose` for each of several (key, depth), in order."""
+        return [self.propose(key, depth) for key, depth in asked]
+
+    def catch_up(self) -> None:  # noqa: B027
+        """Put in the text that waits to be looked up for open requests, so that the next look-ups only look up."""
+
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
         """A draft of `num_drafted` tokens for `key` was verified and its first `num_accepted` were kept."""
+
+    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
+        """`observe` for each of several (key, num_drafted, num_accepted)."""
+        if type(self).observe is not Drafter.observe:
+            for key, num_drafted, num_accepted in verified:
+                self.observe(key, num_drafted, num_accepted)
 
     @abstractmethod
     def close(self, key: Key) -> None:
@@ -74,3 +87,10 @@ class Drafter(ABC):
         self.open(key, prompt)
         self.extend(key, response)
         self.close(key)
+
+    def recall(self, responses: Iterable[tuple[Key, Sequence[int], Sequence[int]]]) -> None:  # noqa: B027
+        """Remember these (key, prompt, response) and no others; nothing is open.
+
+        It is asked before each rollout by whoever keeps the history of a run. A drafter that keeps nothing beyond a
+        group has nothing to do.
+        """

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tltlab.errors import ConfigError
@@ -14,6 +16,7 @@ Scope = Literal["group", "request"]
 
 # Measured on text of 16,000 tokens and on shipped traces: a tuple and its place, a dictionary of counts.
 BYTES_PER_GRAM, BYTES_PER_COUNTS = 110, 240
+BYTES_PER_WAITING = 8
 
 
 class NgramDrafter(Drafter):
@@ -26,8 +29,10 @@ class NgramDrafter(Drafter):
     over its tokens, the product of their shares among all continuations of their matches.
 
     Time: a token inserted costs max_match - min_match + 1 dictionary updates, a token proposed at most as many
-    look-ups. Memory: about 0.5 kB per token of new text at the default match lengths; the group's is freed by `begin`
-    of a later RL step, the request's, with that scope, by `close`.
+    look-ups. Text is inserted when its group is next proposed for: what never is costs nothing. Memory: about 0.5 kB
+    per token of new text at the default match lengths; the group's is freed by `begin` of a later RL step, the
+    request's, with that scope, by `close`. Groups in which nothing runs are freed before, the oldest first, where all
+    take more than `history_mib` MiB; None is no bound.
 
     >>> drafter = NgramDrafter()
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])
@@ -38,55 +43,89 @@ class NgramDrafter(Drafter):
     Draft(tokens=[8, 9], expected=2.0)
     """
 
-    def __init__(self, min_match: int = 2, max_match: int = 5, scope: Scope = "group") -> None:
+    def __init__(
+        self, min_match: int = 2, max_match: int = 5, scope: Scope = "group", history_mib: float | None = 256.0
+    ) -> None:
         if not 1 <= min_match <= max_match:
             raise ConfigError(f"ngram: needs 1 <= min_match <= max_match, got {min_match} and {max_match}")
         if scope not in get_args(Scope):
             raise ConfigError(f"ngram: scope must be 'group' or 'request', got {scope!r}")
+        if history_mib is not None and not 0 < history_mib < math.inf:
+            raise ConfigError(f"ngram: history_mib must be above 0 MiB, or none for no bound, got {history_mib}")
         self.min_match = min_match
         self.max_match = max_match
         self.scope = scope
+        self.history_mib = history_mib
         self.forget()
 
     def forget(self) -> None:
         self._stores: dict[tuple[int, str] | Key, _Store] = {}
-        self._tails: dict[Key, tuple[_Store, Gram]] = {}
+        self._running: dict[Key, _Running] = {}
 
     def begin(self, rl_step: int) -> None:
         """Drop the groups of earlier RL steps, but for those in which a request is still open."""
-        used = {self._name(key) for key in self._tails}
+        used = {self._name(key) for key in self._running}
         self._stores = {name: store for name, store in self._stores.items() if name[0] >= rl_step or name in used}
 
     def open(self, key: Key, tokens: Sequence[int]) -> None:
-        assert key not in self._tails, f"request {key!r} is open already"
+        assert key not in self._running, f"request {key!r} is open already"
         store = self._stores.setdefault(self._name(key), _Store(self.min_match, self.max_match))
-        self._tails[key] = store, store.add_prompt(tuple(tokens))
+        request = self._running[key] = _Running(store)
+        store.waiting.append((request, tuple(tokens)))
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
-        store, tail = self._tails[key]
-        self._tails[key] = store, store.add(tail, tokens)
+        request = self._running[key]
+        request.store.waiting.append((request, tuple(tokens)))
 
     def propose(self, key: Key, depth: int) -> Draft:
-        store, tail = self._tails[key]
-        return store.propose(tail, depth)
+        request = self._running[key]
+        if request.store.waiting:
+            request.store.catch_up()
+        return request.store.propose(request.tail or (), depth)
+
+    def catch_up(self) -> None:
+        for request in self._running.values():
+            if request.store.waiting:
+                request.store.catch_up()
 
     def close(self, key: Key) -> None:
-        del self._tails[key]
+        del self._running[key]
         if self.scope == "request":
             del self._stores[key]
+        elif self.history_mib is not None:
+            self._free(self.memory_bytes - self.history_mib * 2**20)
+
+    def _free(self, surplus: float) -> None:
+        """Drop groups in which nothing runs, the oldest first, until they took `surplus` bytes."""
+        if surplus > 0:
+            used = {self._name(key) for key in self._running}
+            for name in [name for name in self._stores if name not in used]:
+                surplus -= self._stores.pop(name).memory_bytes
+                if surplus <= 0:
+                    return
 
     @property
     def memory_bytes(self) -> int:
         """About; from the number of entries."""
-        stores = self._stores.values()
-        return sum(BYTES_PER_GRAM * len(store.best) + BYTES_PER_COUNTS * len(store.counts) for store in stores)
+        return sum(store.memory_bytes for store in self._stores.values())
 
     def _name(self, key: Key) -> tuple[int, str] | Key:
         return key[:2] if self.scope == "group" else key
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An open request, and the last tokens of what is in its store of it; None before its prompt is."""
+
+    store: _Store
+    tail: Gram | None = None
+
+
 class _Store:
-    """What followed which n-gram. `best` has the winner for each; `counts` only where something occurred twice."""
+    """What followed which n-gram. `best` has the winner for each; `counts` only where something occurred twice.
+
+    Text is `waiting` until it is looked up, in the order it came.
+    """
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.min_match = min_match
@@ -94,6 +133,19 @@ class _Store:
         self.best: dict[Gram, int] = {}
         self.counts: dict[Gram, dict[int, int]] = {}
         self.prompts: dict[Gram, Gram] = {}
+        self.waiting: list[tuple[_Running, Gram]] = []
+
+    def catch_up(self) -> None:
+        """Put in what waits."""
+        waiting, self.waiting = self.waiting, []
+        for request, tokens in waiting:
+            tail = request.tail
+            request.tail = self.add_prompt(tokens) if tail is None else self.add(tail, tokens)
+
+    @property
+    def memory_bytes(self) -> int:
+        held = BYTES_PER_GRAM * len(self.best) + BYTES_PER_COUNTS * len(self.counts)
+        return held + BYTES_PER_WAITING * sum(len(tokens) for _, tokens in self.waiting)
 
     def add_prompt(self, tokens: Gram) -> Gram:
         """Index a prompt unless it is known; its tail."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, get_args
@@ -15,6 +16,7 @@ from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
 from .base import Draft, Drafter, Key
+from .history import LOW, History, Text
 
 Scope = Literal["request", "group", "problem", "global"]
 Length = Literal["depth", "match", "doubling"]
@@ -23,6 +25,10 @@ Length = Literal["depth", "match", "doubling"]
 WIDTHS = 2, 16
 # Stands before a request's first token. The tree never matches the first token of a context, only what follows it.
 BEFORE_TEXT = -1
+TREE_BYTES_PER_TOKEN = 300
+"""What a token of a response takes in a tree, about; the more texts differ the more."""
+TEXT_SHARE = 0.25
+"""Of the budget for history, what texts may take; the rest is for trees. A token of a text takes 4 bytes."""
 
 
 class SuffixDrafter(Drafter):
@@ -50,9 +56,15 @@ class SuffixDrafter(Drafter):
     doubles when all of a draft was accepted and halves otherwise (HistoSpec). Trees are max_match + max_draft deep:
     after the longest match a draft can have `max_draft` tokens.
 
-    Time: about 2 us per token inserted and 4 us per look-up and tree. Memory: 0.2 to 0.4 kB per token held; the window
-    is per tree, so problem trees grow with the number of problems. ConfigError where the settings make no sense or the
-    library is missing.
+    `history_mib` bounds what finished responses take, in MiB; None is no bound. A quarter of it is for texts: over that
+    problems leave, those seen longest ago first, among equals those that ever had the fewest tokens accepted. The rest
+    is for trees. A problem's tree is built when a request of it is opened; trees that nobody drafts from go first, then
+    the oldest responses leave trees in use, and their texts stay. Running responses and prompts come on top.
+
+    Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that comes again pays for its window.
+    Text is inserted when its tree is next searched: what never is costs nothing.
+    Memory: 0.2 to 0.4 kB per token in a tree, 4 bytes per token of text. ConfigError where the settings make no sense
+    or the library is missing.
 
     >>> drafter = SuffixDrafter(scopes=("group",))
     >>> drafter.remember((0, "p", 0, 0), [1, 2, 3], [7, 8, 9])
@@ -74,8 +86,11 @@ class SuffixDrafter(Drafter):
         length: Length = "depth",
         match_factor: float = 1.0,
         live: bool = True,
+        history_mib: float | None = 256.0,
     ) -> None:
-        check_settings(scopes, window, max_match, max_draft, min_match, min_token_prob, length, match_factor)
+        check_settings(
+            scopes, window, max_match, max_draft, min_match, min_token_prob, length, match_factor, history_mib
+        )
         self.scopes = tuple(scopes)
         self.window = window
         self.max_match = max_match
@@ -85,14 +100,20 @@ class SuffixDrafter(Drafter):
         self.length = length
         self.match_factor = match_factor
         self.live = live
+        self.history_mib = history_mib
         self._new_index = load_index()
+        most_bytes = math.inf if history_mib is None else history_mib * 2**20
+        self._most_text_bytes = most_bytes * TEXT_SHARE
+        self._most_tokens = most_bytes * (1 - TEXT_SHARE) / TREE_BYTES_PER_TOKEN
         self.forget()
 
     def forget(self) -> None:
         self._rl_step = 0
         self._trees: dict[_Name, TextTree] = {}
+        # Those with an index, the one that was opened longest ago first.
+        self._built: dict[_Name, TextTree] = {}
         self._running: dict[Key, _Running] = {}
-        self._finished: dict[Key, _Finished] = {}
+        self._history = History(self._most_text_bytes)
 
     def begin(self, rl_step: int) -> None:
         self._rl_step = rl_step
@@ -102,17 +123,18 @@ class SuffixDrafter(Drafter):
     def open(self, key: Key, tokens: Sequence[int]) -> None:
         """Begin request `key` with its prompt. A finished response of the same key makes way for the new one."""
         assert key not in self._running, f"request {key!r} is open already"
-        # A copy: the tree takes writable, contiguous int32 only.
         prompt = np.array(tokens, dtype=np.int32)
+        if key in self._history.texts:
+            self._take_out([key])
+        self._history.opened(key)
         names = [_name(scope, key) for scope in self.scopes]
         for name in names:
-            tree = self._trees.get(name)
-            if tree is None:
-                tree = self._trees[name] = TextTree(self._new_index(self.max_match + self.max_draft))
-            elif key in tree.finished:
-                tree.remove(key)
-                self._release(key)
-            tree.open(key, prompt, whole=name[0] == "request", num_before=0 if name[0] == "global" else self.max_match)
+            tree = self._tree(name)
+            if name not in self._built:
+                tree.build(self._history.texts, self._make_room(tree))
+            self._built.pop(name, None)
+            self._built[name] = tree
+            tree.open(key, prompt)
         text = array("i", [BEFORE_TEXT])
         text.frombytes(prompt.tobytes())
         trees = [self._trees[name] for name in names]
@@ -121,71 +143,112 @@ class SuffixDrafter(Drafter):
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
-        new = np.array(tokens, dtype=np.int32)
-        request.text.frombytes(new.tobytes())
+        new = array("i", tokens)
+        request.text.extend(new)
         for tree in request.growing:
             tree.extend(key, new)
 
     def propose(self, key: Key, depth: int) -> Draft:
-        request = self._running[key]
-        if self.length == "doubling":
-            depth = min(depth, request.width)
-        if depth < 1:
-            return Draft([], 0.0)
-        # The tree allows a match of m tokens factor * m + offset tokens; with this offset none below min_match.
-        factor = self.match_factor if self.length == "match" else float(depth)
-        offset = -factor * (self.min_match - 1)
-        context = np.frombuffer(request.text[-self.max_match - 1 :], np.int32)
-        best = Draft([], 0.0)
-        for tree in request.trees:
-            found = tree.index.speculate_ndarray(context, depth, factor, offset, self.min_token_prob, False)
-            if found.score > best.expected:
-                best = Draft(found.token_ids, found.score)
-        return best
+        return self.propose_all([(key, depth)])[0]
+
+    def propose_all(self, asked: Sequence[tuple[Key, int]]) -> list[Draft]:
+        drafts = []
+        running, least, before = self._running, self.min_token_prob, -self.max_match - 1
+        doubling, matching, shorter = self.length == "doubling", self.length == "match", self.min_match - 1
+        for key, depth in asked:
+            request = running[key]
+            if doubling:
+                depth = min(depth, request.width)
+            best, most = None, 0.0
+            if depth > 0:
+                # The tree allows a match of m tokens factor * m + offset tokens; with this offset none below min_match.
+                factor = self.match_factor if matching else float(depth)
+                context = request.text[before:].tolist()
+                for tree in request.trees:
+                    if tree.waiting:
+                        tree.catch_up()
+                    found = tree.index.speculate(context, depth, factor, -factor * shorter, least, False)
+                    score = found.score
+                    if score > most:
+                        best, most = found, score
+            drafts.append(Draft([], 0.0) if best is None else Draft(best.token_ids, most))
+        return drafts
+
+    def catch_up(self) -> None:
+        for request in self._running.values():
+            for tree in request.trees:
+                if tree.waiting:
+                    tree.catch_up()
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
-        request = self._running.get(key)
+        if num_accepted:
+            self._history.note_accepted(key[1], num_accepted)
+        request = self._running.get(key) if self.length == "doubling" else None
         if request is not None and num_drafted:
             width = request.width * 2 if num_accepted >= num_drafted else request.width // 2
             request.width = min(max(width, WIDTHS[0]), WIDTHS[1])
 
     def close(self, key: Key) -> None:
         request = self._running.pop(key)
-        response = request.text[request.start :]
-        shared = [name for name in request.names if name[0] != "request"]
-        if shared:
-            self._finished[key] = _Finished(request.text[1 : request.start], response, num_trees=len(shared))
+        response = np.frombuffer(request.text[request.start :], np.int32)
         for name in request.names:
             tree = self._trees[name]
             if tree not in request.growing:
-                tree.extend(key, np.frombuffer(response, np.int32))
+                tree.extend(key, response)
             tree.running.discard(key)
             if name[0] == "request":
-                del self._trees[name]
-                continue
-            for oldest in tree.finish(key, self.window):
-                self._release(oldest)
-            self._free_if_done(name)
+                self._drop(name)
+        self._finish(key, request.text[1 : request.start].tobytes(), response)
+        self._history.closed(key)
+        self._keep_budget()
+
+    def remember(self, key: Key, prompt: Sequence[int], response: Sequence[int]) -> None:
+        """Take a whole response; trees that nobody drafts from are not built for it."""
+        assert key not in self._running, f"request {key!r} is open"
+        if key in self._history.texts:
+            self._take_out([key])
+        context, text = np.array(prompt, np.int32), np.array(response, np.int32)
+        for scope in self.scopes:
+            if scope != "request":
+                name = _name(scope, key)
+                tree = self._tree(name)
+                if name in self._built:
+                    tree.add(key, context, text)
+        self._finish(key, context.tobytes(), text)
+        self._keep_budget()
+
+    def recall(self, responses: Iterable[tuple[Key, Sequence[int], Sequence[int]]]) -> None:
+        assert not self._running, "what is remembered is exchanged between rollouts only"
+        rl_step = self._rl_step
+        self.forget()
+        self._rl_step = rl_step
+        for key, prompt, response in responses:
+            self.remember(key, prompt, response)
 
     @property
     def memory_bytes(self) -> int:
         """The trees by their own estimate, and the text. It walks all trees, so ask now and then only."""
-        trees = sum(int(tree.index.estimate_memory()) for tree in self._trees.values())
-        finished = sum(len(text.prompt) + len(text.response) for text in self._finished.values())
-        return trees + 4 * (finished + sum(len(request.text) for request in self._running.values()))
+        trees = sum(tree.memory_bytes for tree in self._built.values())
+        return trees + self._history.num_bytes + 4 * sum(len(request.text) for request in self._running.values())
 
     def state_dict(self) -> dict[str, Any]:
         """The finished responses that some tree holds, in the order they finished, as JSON types; none that runs.
 
-        `responses` has rows [rl_step, prompt_id, sample, turn, index into `prompts`, tokens].
+        `responses` has rows [rl_step, prompt_id, sample, turn, index into `prompts`, tokens]; `accepted` are the tokens
+        that problems ever had accepted.
         """
         prompts: dict[bytes, int] = {}
         rows = [
-            [*key, prompts.setdefault(text.prompt.tobytes(), len(prompts)), text.response.tolist()]
-            for key, text in self._finished.items()
+            [*key, prompts.setdefault(text.prompt, len(prompts)), text.response.tolist()]
+            for key, text in self._history.texts.items()
         ]
         unpacked = [np.frombuffer(prompt, np.int32).tolist() for prompt in prompts]
-        return {"rl_step": self._rl_step, "prompts": unpacked, "responses": rows}
+        return {
+            "rl_step": self._rl_step,
+            "prompts": unpacked,
+            "responses": rows,
+            "accepted": self._history.accepted,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Forget everything, then learn what `state_dict` gave: this drafter's, or one's with other settings, or {}.
@@ -197,22 +260,88 @@ class SuffixDrafter(Drafter):
         self._rl_step = state.get("rl_step", 0)
         for rl_step, prompt_id, sample, turn, prompt, response in state.get("responses", ()):
             self.remember((rl_step, prompt_id, sample, turn), state["prompts"][prompt], response)
+        for prompt_id, num_tokens in state.get("accepted", {}).items():
+            self._history.note_accepted(prompt_id, num_tokens)
+
+    def _tree(self, name: _Name) -> TextTree:
+        tree = self._trees.get(name)
+        if tree is None:
+            num_before = 0 if name[0] == "global" else self.max_match
+            depth = self.max_match + self.max_draft
+            tree = TextTree(lambda: self._new_index(depth), whole=name[0] == "request", num_before=num_before)
+            self._trees[name] = tree
+        return tree
+
+    def _drop(self, name: _Name) -> None:
+        del self._trees[name]
+        self._built.pop(name, None)
+
+    def _finish(self, key: Key, prompt: bytes, response: Tokens) -> None:
+        """Hold a text for the trees that it is in from now on; the window's oldest leave them."""
+        names = [_name(scope, key) for scope in self.scopes if scope != "request"]
+        if not names:
+            return
+        text = self._history.add(key, prompt, response, len(names))
+        for name in names:
+            for oldest in self._trees[name].finish(key, text, self.window):
+                self._history.release(oldest)
+            self._free_if_done(name)
 
     def _free_if_done(self, name: _Name) -> None:
         """Drop a tree that holds nothing any more, or that of a group of an earlier RL step in which nothing runs."""
         tree = self._trees[name]
         past = name[0] == "group" and name[1][0] < self._rl_step
         if not tree.running and (past or not tree.finished):
-            del self._trees[name]
+            self._drop(name)
             for key in tree.finished:
-                self._release(key)
+                self._history.release(key)
 
-    def _release(self, key: Key) -> None:
-        """One tree less holds the finished response `key`; with the last its text goes."""
-        text = self._finished[key]
-        text.num_trees -= 1
-        if not text.num_trees:
-            del self._finished[key]
+    def _take_out(self, keys: Sequence[Key]) -> None:
+        """Forget finished responses. A tree with no others goes at once, not token by token."""
+        for name in {_name(scope, key): None for key in keys for scope in self.scopes if scope != "request"}:
+            tree = self._trees.get(name)
+            if tree is None:
+                continue
+            leaving = [key for key in keys if key in tree.finished]
+            if not tree.running and len(leaving) == len(tree.finished):
+                self._drop(name)
+            else:
+                for key in leaving:
+                    tree.remove(key)
+            for key in leaving:
+                self._history.release(key)
+
+    def _keep_budget(self) -> None:
+        for keys in self._history.leaving():
+            self._take_out(keys)
+        if self._make_room() >= 0:
+            return
+        surplus = self._held_tokens() - LOW * self._most_tokens
+        for key in self._history.texts:
+            for scope in self.scopes:
+                tree = self._built.get(_name(scope, key))
+                if tree is not None and surplus > 0:
+                    surplus -= tree.unindex(key)
+            if surplus <= 0:
+                return
+
+    def _make_room(self, tree: TextTree | None = None) -> float:
+        """Empty trees that nobody drafts from until what `tree` is to hold has room; how many tokens have."""
+        texts = self._history.texts
+        wanted = sum(tree.size(texts[key]) for key in tree.finished) if tree is not None else 0
+        held = self._held_tokens()
+        for name, other in list(self._built.items()):
+            if held + wanted <= self._most_tokens:
+                break
+            # The tree of all responses is in use as soon as anything is.
+            if not other.running and name[0] != "global":
+                held -= other.num_tokens
+                other.empty()
+                del self._built[name]
+        return self._most_tokens - held
+
+    def _held_tokens(self) -> int:
+        return sum(tree.num_tokens for tree in self._built.values())
 
 
 _Name = tuple[Scope, Any]
@@ -234,15 +363,6 @@ class _Running:
     width: int
 
 
-@dataclass(slots=True)
-class _Finished:
-    """The text of a finished response, and how many trees hold it."""
-
-    prompt: array[int]
-    response: array[int]
-    num_trees: int
-
-
 def check_settings(
     scopes: Sequence[str],
     window: int | None,
@@ -252,6 +372,7 @@ def check_settings(
     min_token_prob: float,
     length: str,
     match_factor: float,
+    history_mib: float | None,
 ) -> None:
     """ConfigError for settings of `SuffixDrafter` that make no sense."""
     known = get_args(Scope)
@@ -269,30 +390,67 @@ def check_settings(
         raise ConfigError(f"suffix: length must be one of {', '.join(get_args(Length))}, got {length!r}")
     if not match_factor > 0:
         raise ConfigError(f"suffix: match_factor must be above 0, got {match_factor}")
+    if history_mib is not None and not 0 < history_mib < math.inf:
+        raise ConfigError(f"suffix: history_mib must be above 0 MiB, or none for no bound, got {history_mib}")
 
 
 class TextTree:
     """The texts of one scope, and each prompt once while a response to it is there.
 
-    `index` is the library's tree; it knows texts by number. `finished` is in the order of finishing.
+    `finished` is in the order of finishing. `index` is the library's tree, which knows texts by number; it is None
+    until `build`, and need not have all that is finished. Text is `waiting` outside of it until `catch_up`, which
+    whoever searches calls first. `num_tokens` is what both have of finished texts.
     """
 
-    def __init__(self, index: Any) -> None:
-        self.index = index
+    def __init__(self, new_index: Callable[[], Any], *, whole: bool, num_before: int) -> None:
         self.running: set[Key] = set()
         self.finished: dict[Key, None] = {}
+        self._new_index = new_index
+        self._whole = whole
+        self._num_before = num_before
+        self._next = 0
+        self.empty()
+
+    def empty(self) -> None:
+        """Give the index back; nothing may be running."""
+        assert not self.running
+        self.index: Any = None
+        self.waiting: list[tuple[int, Tokens | array[int]]] = []
+        self.num_tokens = 0
         self._number: dict[Key | bytes, int] = {}
         self._prompt: dict[Key, bytes] = {}
         self._users: dict[bytes, int] = {}
-        self._next = 0
+        self._size: dict[Key, int] = {}
 
-    def open(self, key: Key, prompt: Tokens, *, whole: bool, num_before: int) -> None:
-        """Begin a text with its prompt: all of it, or its last `num_before` tokens and the whole beside it, once."""
+    def build(self, texts: Mapping[Key, Text], room: float) -> None:
+        """Index what is finished, of it the newest responses that `room` tokens have place for."""
+        self.index = self._new_index()
+        fitting = []
+        for key in reversed(self.finished):
+            room -= self.size(texts[key])
+            if room < 0:
+                break
+            fitting.append(key)
+        for key in reversed(fitting):
+            self.add(key, np.frombuffer(texts[key].prompt, np.int32), texts[key].response)
+            self._count(key, texts[key])
+
+    def open(self, key: Key, prompt: Tokens) -> None:
+        """Begin a running text with its prompt."""
         self.running.add(key)
+        self._begin(key, prompt)
+
+    def add(self, key: Key, prompt: Tokens, response: Tokens) -> None:
+        """Index a whole text, which is to be finished."""
+        self._begin(key, prompt)
+        self.extend(key, response)
+
+    def _begin(self, key: Key, prompt: Tokens) -> None:
+        """Begin a text with all of its prompt, or the prompt's last tokens and the whole of it beside it, once."""
         self._number[key] = self._new_number()
-        if whole:
+        if self._whole:
             self.extend(key, prompt)
-        elif num_before:
+        elif self._num_before:
             packed = prompt.tobytes()
             if packed not in self._users:
                 self._users[packed] = 0
@@ -300,14 +458,27 @@ class TextTree:
                 self.extend(packed, prompt)
             self._users[packed] += 1
             self._prompt[key] = packed
-            self.extend(key, prompt[-num_before:])
+            self.extend(key, prompt[-self._num_before :])
 
-    def extend(self, key: Key | bytes, tokens: Tokens) -> None:
-        self.index.extend_ndarray(self._number[key], tokens)
+    def extend(self, key: Key | bytes, tokens: Tokens | array[int]) -> None:
+        self.waiting.append((self._number[key], tokens))
 
-    def finish(self, key: Key, window: int | None) -> list[Key]:
-        """The text is complete; which older ones had to leave."""
+    def catch_up(self) -> None:
+        """Put what waits into the index, in the order it came."""
+        waiting, self.waiting = self.waiting, []
+        for number, tokens in waiting:
+            self.index.extend(number, tokens.tolist())
+
+    @property
+    def memory_bytes(self) -> int:
+        """The index by its own estimate, for which it is walked, and what waits."""
+        return int(self.index.estimate_memory()) + sum(tokens.itemsize * len(tokens) for _, tokens in self.waiting)
+
+    def finish(self, key: Key, text: Text, window: int | None) -> list[Key]:
+        """A text is complete; which older ones had to leave."""
         self.finished[key] = None
+        if self.index is not None:
+            self._count(key, text)
         surplus = 0 if window is None else len(self.finished) - window
         oldest = list(islice(self.finished, max(surplus, 0)))
         for left in oldest:
@@ -317,13 +488,35 @@ class TextTree:
     def remove(self, key: Key) -> None:
         """Take out a finished text, and its prompt if it was the last of it."""
         del self.finished[key]
-        self.index.remove(self._number.pop(key))
+        self.unindex(key)
+
+    def unindex(self, key: Key) -> int:
+        """Take a finished text out of the index, where it is in it; how many tokens that were."""
+        if key not in self._size:
+            return 0
+        self._take_out(key)
         packed = self._prompt.pop(key, None)
         if packed is not None:
             self._users[packed] -= 1
             if not self._users[packed]:
                 del self._users[packed]
-                self.index.remove(self._number.pop(packed))
+                self._take_out(packed)
+        num_tokens = self._size.pop(key)
+        self.num_tokens -= num_tokens
+        return num_tokens
+
+    def _take_out(self, key: Key | bytes) -> None:
+        number = self._number.pop(key)
+        self.waiting = [text for text in self.waiting if text[0] != number]
+        self.index.remove(number)
+
+    def size(self, text: Text) -> int:
+        """How many tokens it has of a text: the response's, and those of the prompt that stand before."""
+        return len(text.response) + self._num_before
+
+    def _count(self, key: Key, text: Text) -> None:
+        self._size[key] = self.size(text)
+        self.num_tokens += self._size[key]
 
     def _new_number(self) -> int:
         self._next += 1

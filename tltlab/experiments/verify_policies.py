@@ -18,7 +18,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ from tltlab.calibration.api import Calibration, calibrate, iteration_times
 from tltlab.console import made_by, table
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
-from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, CustomSpec, FixedSpec, Policy, load_policy
 from tltlab.runtime.rollout.policy_rounds import EXPLORE, PolicyRounds, run_to_verify
 from tltlab.sim import Scenario
 from tltlab.sim.verification.rollouts import overhead_s
@@ -204,6 +204,7 @@ def verify_policies(
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tltlab-verify-")))
         session = PolicyRounds(source, policies, folder, seed=seed)
+        session.events.watch = say
         say(f"starting {session.recipe.rollout.num_workers} engines on {session.recipe.model}")
         with session:
             session.settle()
@@ -211,16 +212,22 @@ def verify_policies(
                 done = session.round(number, num_repeated=NUM_REPEATED)
                 say(f"round {number + 1} of {rounds}: " + ", ".join(f"{r.policy} {r.rollout_s:.2f} s" for r in done))
         say("predicting each rollout from those of the other policies")
-        verification = judge(folder, samples=samples, seed=seed)
+        own = {p.selector.module for p in policies.values() if isinstance(p.selector, CustomSpec)}
+        verification = judge(folder, samples=samples, seed=seed, allow_code=own)
         if out is not None:
             write_json(out / "summary.json", verification.json())
     return verification
 
 
-def judge(session: Path, *, samples: int = SAMPLES, seed: int = 0) -> PolicyVerification:
-    """Predict the rollouts of a recorded session, the folder that `verify_policies` wrote, and compare."""
+def judge(
+    session: Path, *, samples: int = SAMPLES, seed: int = 0, allow_code: Container[str] = ()
+) -> PolicyVerification:
+    """Predict the rollouts of a recorded session, the folder that `verify_policies` wrote, and compare.
+
+    Classes that its policies name are imported from the modules in `allow_code` alone.
+    """
     trace = read(session)
-    forces = policies_in_force(trace)
+    forces = policies_in_force(trace, allow_code)
     assert trace.steps is not None
     measured = trace.steps.set_index("rl_step")["rollout_s"]
     names = pd.Series({step: force.name for step, force in forces.items()})

@@ -10,8 +10,9 @@ import numpy as np
 import pandas as pd
 
 from tltlab.errors import TraceError
+from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS
 
-from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row
+from .rows import Row
 from .token_counts import TokenCounter
 
 STOPPED = {"stop", "eos", "eos_token", "stop_sequence", "end_turn", "tool_calls", "function_call"}

@@ -14,15 +14,6 @@ import pyarrow.parquet as pq
 
 from tltlab.errors import TraceError
 
-PROMPT_TOKENS = (
-    "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",
-)  # fmt: skip
-RESPONSE_TOKENS = (
-    "response_tokens", "output_len", "output_tokens", "completion_tokens", "response_length", "response_len",
-    "output_length", "completion_length", "generated_tokens", "num_output_tokens", "num_generated_tokens",
-)  # fmt: skip
-"""Names under which dumps of other programs keep the two lengths; the first that is there counts."""
-
 _MOST = 2**31 - 1
 
 

@@ -17,9 +17,10 @@ from operator import itemgetter
 from pathlib import Path
 
 from tltlab.errors import TraceError
+from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS
 
 from .responses import Imported, Response, has_lengths, responses_of_texts
-from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
+from .rows import Row, rows_of
 from .token_counts import TokenCounter
 
 _STEP_OF_NAME = re.compile(r"completions_(\d+)")

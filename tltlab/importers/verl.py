@@ -20,7 +20,7 @@ def read_verl(path: Path, tokens: TokenCounter) -> Imported:
     """Read a folder of `<step>.jsonl`, or one such file. Raises TraceError, ConfigError.
 
     Responses to the same input in one step are a group. Lengths are counted by `tokens` unless all rows of a file
-    have fields for both (`dump_rows.PROMPT_TOKENS`, `RESPONSE_TOKENS`). An empty output counts as 1 token, its end.
+    have fields for both (`traces.csv.PROMPT_TOKENS`, `RESPONSE_TOKENS`). An empty output counts as 1 token, its end.
     """
     files = verl_files(path) if path.is_dir() else [path]
     if not files:

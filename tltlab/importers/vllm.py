@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .responses import Imported, Response, finish_reason, text_id
-from .rows import PROMPT_TOKENS, RESPONSE_TOKENS, Row, rows_of
+from tltlab.traces.csv import PROMPT_TOKENS, RESPONSE_TOKENS, RL_STEPS
 
-RL_STEP = ("rl_step", "step")
+from .responses import Imported, Response, finish_reason, text_id
+from .rows import Row, rows_of
+
 PROMPT = ("prompt_id", "group_id")
 REQUEST = ("request_id", "custom_id", "id")
 CAP = ("max_response_tokens", "max_tokens", "max_completion_tokens")
@@ -110,7 +111,7 @@ def _flat(row: Row) -> Row:
 
 def _response(row: Row, own_step: int, group: int | None, number: int) -> Response:
     failed = bool(row.fields.get("error")) or row.fields.get("success") is False
-    step = row.find(RL_STEP)
+    step = row.find(RL_STEPS)
     rl_step = own_step if step is None else row.whole(step)
     tokens = 0 if failed and not row.find(RESPONSE_TOKENS) else row.whole(row.require(RESPONSE_TOKENS, "length"))
     reason = finish_reason(row, "finish_reason") if row.find(["finish_reason"]) else None

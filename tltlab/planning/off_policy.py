@@ -20,6 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 from scipy.stats import norm
@@ -27,11 +28,11 @@ from sklearn.linear_model import Ridge
 
 from tltlab.arrays import Floats, Ints
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Policy
+from tltlab.policies.policy import PolicySource, load_policy
 from tltlab.policies.reward import RewardKind
 from tltlab.stats import student_margin
 from tltlab.strategy import Strategy
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, read
 
 from .decisions import Logged, logged_decisions
 from .targets import Chances, chances
@@ -83,22 +84,22 @@ class Evaluation:
 
 
 def evaluate(
-    trace: Trace,
-    policy: Policy,
+    trace: str | Path | Trace,
+    policy: PolicySource,
     *,
     reward: RewardKind = "relative",
     level: float = 0.95,
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> Evaluation:
-    """Estimate a policy's mean reward from a trace's decisions.
+    """Estimate a policy's mean reward from a trace's decisions; they are given as `load_policy` and `read` take them.
 
     `reward` is `relative`, the speed-up over plain decoding at the same batch, or `paper`, tokens per second. Raises
     ConfigError where the log chose nothing at random and where the policy cannot be evaluated from a log.
     """
-    everything, _ = logged_decisions(trace, reward)
+    everything, _ = logged_decisions(read(trace), reward)
     folds = folds_of(everything)
-    pi = chances(policy, everything, folds)
+    pi = chances(load_policy(policy), everything, folds)
     return estimate(everything, pi, folds, level=level, num_resamples=num_resamples, rng=np.random.default_rng(seed))
 
 

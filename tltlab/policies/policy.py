@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import BaseModel, Field
 from pydantic import model_validator as validator
 
-from tltlab.config import Built, faults_in
+from tltlab.config import Built, faults_in, shown
 from tltlab.drafters.budget import AcceptanceBudget, DraftBudget, UniformBudget
 from tltlab.drafters.length_budget import LengthAwareBudget
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SYSTEM_DRAFTERS, DrafterSpec, HybridSpec
@@ -53,6 +54,7 @@ __all__ = [
     "LengthAwareBudgetSpec",
     "NoneSpec",
     "Policy",
+    "PolicySource",
     "TableRow",
     "TableSpec",
     "Ucb1Spec",
@@ -156,14 +158,36 @@ class Policy(Settings):
         write_json(Path(path), self.model_dump(mode="json"))
 
 
-def load_policy(source: str | Path | Policy) -> Policy:
-    """Return the policy behind a shipped name, a policy file or "package.module:Class"; a Policy is returned as it is.
+PolicySource = str | Path | Mapping[str, Any] | BaseModel | Strategy | type[Selector]
+"""A policy as users give it: see `load_policy`."""
 
-    A class of the user's own is imported and must pass `tltlab.testing.check_selector`. ConfigError names everything
-    that is wrong with a file, each fault with its place, on one line.
+
+def load_policy(source: PolicySource) -> Policy:
+    """Return the policy that a user means; a Policy is returned as it is.
+
+    That is a shipped name, a policy file, "package.module:Class" or the class itself, what stands in a policy file or
+    its selector, as a dict or built, or a Strategy, which is always chosen. A class of the user's own must be one that
+    other processes can import, and pass `tltlab.testing.check_selector`. ConfigError names everything that is wrong
+    with a file, each fault with its place, on one line.
+
+    >>> load_policy(Strategy.chain("ngram", 2)).strategies
+    (Strategy(drafter='ngram', draft_depth=2, top_k=1, tokens_to_verify=3),)
     """
     if isinstance(source, Policy):
         return source
+    if isinstance(source, type):
+        return _of_class(source)
+    if isinstance(source, Strategy):
+        return Policy(selector=FixedSpec(strategy=source))
+    if isinstance(source, Mapping | BaseModel):
+        whole = isinstance(source, Mapping) and "selector" in source
+        with faults_in("policy", _place):
+            return _checked(Policy.model_validate(source if whole else {"selector": source}))
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"{shown(source)} is no policy: give a name, a file, package.module:Class, a subclass of Selector, a "
+            "Policy or what stands in its file"
+        )
     if isinstance(source, str) and source in SHIPPED:
         return SHIPPED[source]
     path = Path(source)
@@ -176,7 +200,20 @@ def load_policy(source: str | Path | Policy) -> Policy:
                 f"no policy named {source!r}; there are {', '.join(SHIPPED)}, "
                 f"or give a policy file or package.module:Class"
             )
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is a module: name the class in it, as in {path.stem}:{path.stem.title()}")
     return _checked(parse_policy(read_json(path), path))
+
+
+def _of_class(cls: type) -> Policy:
+    if not issubclass(cls, Selector):
+        raise ConfigError(f"{cls.__name__} is no policy: it is not a subclass of tltlab.policies.selector.Selector")
+    if cls.__module__ == "__main__" or "." in cls.__qualname__:
+        raise ConfigError(
+            f"{cls.__name__} is defined in {'a script or notebook' if cls.__module__ == '__main__' else 'a function'}, "
+            "where other processes cannot find it: move it to a module; tltlab.sim takes it as it is"
+        )
+    return _checked(Policy(selector=CustomSpec(path=f"{cls.__module__}:{cls.__qualname__}")))
 
 
 def _checked(policy: Policy) -> Policy:

@@ -6,6 +6,8 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,7 +25,7 @@ from pydantic import model_validator as validator
 from tltlab.config import Built, FiniteModel
 from tltlab.costs.load import load_costs, presets
 from tltlab.errors import ConfigError
-from tltlab.files import read_json
+from tltlab.files import found_in, read_json
 from tltlab.strategy import Strategy
 from tltlab.testing import check_selector
 
@@ -163,8 +165,7 @@ class CustomSpec(Settings):
     """A selector class of the user's own: `path` is "package.module:Class", `args` go to its constructor by name.
 
     The class may take `rng`, a numpy Generator, and must then draw from nothing else. Modules are looked up as usual
-    and last in the current folder, which stays on `sys.path`: what the class imports later is found there too, and a
-    run's actors, which get this process's paths, find the class.
+    and last in the current folder, here and in a run's actors.
     """
 
     kind: Literal["custom"] = "custom"
@@ -172,25 +173,28 @@ class CustomSpec(Settings):
     args: dict[str, Any] = Field(default={})
 
     def build(self, rng: np.random.Generator) -> Selector:
-        cls = self.load()
-        args = dict(self.args)
-        if "rng" in inspect.signature(cls).parameters:
-            args["rng"] = rng
-        try:
-            inspect.signature(cls).bind(**args)
-        except TypeError as error:
-            raise ConfigError(f"{self.path} cannot be built with args {self.args}: {error}") from error
-        return cls(**args)
+        return build_class(self.load(), rng, self.args, self.path)
+
+    @property
+    def module(self) -> str:
+        """The module that building the selector imports."""
+        return self.path.partition(":")[0]
 
     def load(self) -> type[Selector]:
-        """Import the class; ConfigError when there is none or it is no Selector."""
+        """Import the class; ConfigError when there is none or it is no Selector.
+
+        A module of Python itself is not imported for it: some do things when they are.
+        """
         module_name, _, name = self.path.partition(":")
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        if module_name.partition(".")[0] in sys.stdlib_module_names:
+            raise ConfigError(f"policy {self.path}: {module_name} is a module of Python itself, which has no selectors")
         try:
-            module = importlib.import_module(module_name)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"policy {self.path}: cannot import {module_name}: {error}") from error
+            with found_in([os.getcwd()]):
+                module = importlib.import_module(module_name)
+        except (Exception, SystemExit) as error:  # whatever a user's module does while it is imported
+            raise ConfigError(
+                f"policy {self.path}: cannot import {module_name}: {type(error).__name__}: {error}"
+            ) from error
         found = getattr(module, name, None)
         if found is None:
             raise ConfigError(f"policy {self.path}: {module_name} ({module.__file__}) has no {name}")
@@ -200,10 +204,32 @@ class CustomSpec(Settings):
 
     def check(self) -> None:
         """Run the contract suite on the class; ConfigError with the first broken promise."""
-        try:
-            check_selector(self.build)
-        except AssertionError as error:
-            raise ConfigError(f"policy {self.path} breaks the contract of Selector: {error}") from error
+        check_contract(self.build, self.path)
+
+
+def build_class(cls: type[Selector], rng: np.random.Generator, args: Mapping[str, Any], name: str) -> Selector:
+    """A selector of a user's own class, with `rng` where it takes one; ConfigError for arguments that do not fit."""
+    signature = inspect.signature(cls)
+    given = {**args, "rng": rng} if "rng" in signature.parameters else dict(args)
+    try:
+        signature.bind(**given)
+    except TypeError as error:
+        raise ConfigError(f"{name} cannot be built with args {dict(args)}: {error}") from error
+    return cls(**given)
+
+
+def check_contract(build: Callable[[np.random.Generator], Selector], name: str) -> None:
+    """ConfigError with the first promise of `Selector` that what `build` makes breaks, or with what it raises."""
+    try:
+        check_selector(build)
+    except AssertionError as error:
+        raise ConfigError(f"policy {name} breaks the contract of Selector: {error}") from error
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's class raises
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(at.filename).name}, line {at.lineno}"
+        raise ConfigError(f"policy {name} raised {type(error).__name__}: {error} ({where})") from error
 
 
 SelectorSpec = Annotated[

@@ -18,7 +18,7 @@ from tltlab.charts import FORMATS, save_figure
 from tltlab.errors import ConfigError, TraceError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import aligned_offsets, lanes, median_step, step_offsets
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, read
 
 # Kinds that meet on a lane differ in luminance, so they keep apart in grey even where they are too thin for a hatch.
 LOOKS: dict[str, tuple[str, str, str]] = {
@@ -52,16 +52,16 @@ def timeline(
 ) -> Figure:
     """Draw one lane per worker with its bubble share, the trainer below, and the running requests over time.
 
-    `trace` is a trace or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one with the
-    median rollout time; "all" lays the RL steps one after the other. `compare`, a second trace, is drawn below on the
-    same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
+    `trace` is a trace, its path, or anything with a `.trace` (a simulation's result). `rl_step` defaults to the one
+    with the median rollout time; "all" lays the RL steps one after the other. `compare`, a second trace, is drawn below
+    on the same time axis, and every RL step starts at the same place in both. `title` names the first, or both.
     `rollout_only` leaves out what comes after the rollouts. Spot training fills a bubble and does not make it smaller.
     `out` names a .png or .svg file. Raises TraceError where there are no times to draw.
 
     >>> timeline(read("run"), compare=simulate(read("run"), policy="beg-mab"), out="run.png")  # doctest: +SKIP
     """
-    first: Trace = getattr(trace, "trace", trace)
-    others: list[Trace] = [] if compare is None else [getattr(compare, "trace", compare)]
+    first = read(getattr(trace, "trace", trace))
+    others = [] if compare is None else [read(getattr(compare, "trace", compare))]
     if out is not None and Path(out).suffix not in FORMATS:
         raise ConfigError(f"{out}: a timeline is written as {' or '.join(FORMATS)} (or as .json for Perfetto)")
     chosen = median_step(first, *others) if rl_step is None else rl_step

@@ -12,6 +12,8 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
+from tltlab.config import shown
+from tltlab.console import progress
 from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import new_folder, write_durably
 
@@ -196,11 +198,16 @@ class Trace:
         return frame
 
 
-def read(path: str | Path) -> Trace:
-    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths.
+def read(path: str | Path | Trace) -> Trace:
+    """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths; a Trace stays as it is.
 
-    Raises TraceError. Tables are loaded when they are used; the check itself streams.
+    Of a CSV standard error gets what was read and what was assumed. Raises TraceError. Tables are loaded when they are
+    used; the check itself streams.
     """
+    if isinstance(path, Trace):
+        return path
+    if not isinstance(path, str | Path):
+        raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
     trace = _opened(path)
     files = {name: table for name, table in trace._tables.items() if isinstance(table, FileTable)}
     for rl_steps in _chunks(files) if files else ():
@@ -212,7 +219,9 @@ def _opened(path: str | Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
     path = locate(path)
     if path.is_file() and ".csv" in path.suffixes:
-        return Trace.from_tables(*tables_from_csv(path))
+        manifest, columns = tables_from_csv(path)
+        progress(f"{path}: {manifest.notes}")
+        return Trace.from_tables(manifest, columns)
     if not path.is_dir():
         raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder{_hint(path)}")
     if not (path / MANIFEST_FILE).exists():

@@ -2,7 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from tltlab.bench.drafters import Group, bench_drafters, made_up, recorded, replay, text
+from tltlab.bench.drafters import (
+    Group,
+    LongRun,
+    bench_drafters,
+    bench_history,
+    history_text,
+    made_up,
+    recorded,
+    replay,
+    text,
+)
 from tltlab.drafters.ngram import NgramDrafter
 from tltlab.drafters.specs import NgramSpec
 from tltlab.errors import ConfigError, InputError
@@ -60,6 +70,21 @@ def test_the_benchmark_has_a_row_for_each_drafter():
         assert row["first"]["insert_us_per_token"] > 0
         assert row["first"]["lookup_us"] > 0
     assert len(text(found).splitlines()) == 4
+
+
+def test_a_long_run_costs_no_more_memory_nor_state_than_a_short_one():
+    pytest.importorskip("arctic_inference")
+    run = LongRun(rl_steps=12, step_tokens=6_400, response_tokens=400, repeat_every=4, history_mib=4)
+    found = bench_history(run, unbounded_steps=8)
+    rows = {row["case"]: row for row in found["rows"]}
+    kinds = ("unbounded", "bounded", "recalled")
+    assert list(rows) == ["never, unbounded", "never, bounded", *(f"every 4, {kind}" for kind in kinds)]
+    assert {row["num_rl_steps"] for case, row in rows.items() if "unbounded" not in case} == {12}
+    assert all(len(row["resident_mib"]) == row["num_rl_steps"] for row in rows.values())
+    assert rows["every 4, bounded"]["accepted"] > rows["never, bounded"]["accepted"]
+    assert rows["every 4, bounded"]["quality"] == pytest.approx(1.0, abs=0.02), "texts stay when their trees go"
+    assert rows["every 4, recalled"]["quality"] == pytest.approx(1.0, abs=0.02)
+    assert len(history_text(found).splitlines()) == 7
 
 
 def test_a_trace_without_tokens_is_refused():

@@ -150,6 +150,23 @@ def test_a_table_of_costs_is_found_in_a_table():
     assert any("rows with prefill are not cross-validated" in note for note in found.costs.notes)
 
 
+@pytest.mark.parametrize(("costs", "rel"), [(LINEAR, 1e-6), (ROOFLINE, 0.03)])
+@pytest.mark.parametrize("batches", [(1, 4, 16, 64), (1, 2, 4, 8), (2, 8, 32, 64)])
+def test_a_table_keeps_drafting_and_interpolates_between_the_depths_measured(
+    costs: CostModel, rel: float, batches: tuple[int, ...]
+):
+    points = checked(grid(costs, (0, 7, 15)).query("batch in @batches"))
+    found = fit_points(points, "table").costs
+    assert found.draft_level_s > 0
+    same_times(found, costs, rel=rel, at=tuple(product(batches, (0, 1, 3, 7, 11, 15))))
+
+
+def test_what_a_table_cannot_tell_apart_is_said():
+    found = fit_points(checked(grid(LINEAR, (0, 3))), "table").costs
+    assert found.sd_base_s == pytest.approx(LINEAR.sd_base_s + 3 * LINEAR.draft_level_s, rel=0.01)
+    assert any("draft_level_s, draft_level_per_request_s could not be told" in note for note in found.notes)
+
+
 def test_a_roofline_is_found_in_a_table():
     found = fit_points(checked(grid(ROOFLINE)), "roofline", H100)
     same_times(found.costs, ROOFLINE, rel=0.01, at=MEASURED)

@@ -49,6 +49,30 @@ def test_known_columns_of_a_csv_are_used(tmp_path):
     assert trace.workload["prompt_tokens"].tolist() == [7, 7, 8]
 
 
+@pytest.mark.parametrize("name", ["step", "Step", "global_step", "Training Step", "train-step", "iteration"])
+def test_the_rl_step_of_a_csv_goes_by_other_names_too(command, tmp_path, name):
+    path = csv(tmp_path, f"{name},output_tokens,reward\n7,1,0.5\n7,2,0.5\n9,3,1\n")
+    assert read(path).rl_steps == [7, 9]
+    assert import_dump(path, group_size=2).outcomes["prompt_id"].tolist() == ["p0", "p0", "p1"]
+    code, out, err = command("trace", "describe", path, "--json")
+    assert (code, len(json.loads(out)["rl_steps"])) == (0, 2)
+    assert f"response_tokens from output_tokens, rl_step from {name} (not read: reward)" in err
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_cells_of_a_csv_may_have_a_semicolon_or_a_tab_between_them(tmp_path, separator):
+    trace = read(csv(tmp_path, "step,length\n3,310\n4,95\n".replace(",", separator)))
+    assert (trace.rl_steps, trace.outcomes["response_tokens"].tolist()) == ([3, 4], [310, 95])
+
+
+def test_two_columns_that_could_be_the_rl_step_are_refused_unless_they_say_the_same(command, tmp_path):
+    code, _, err = command("simulate", csv(tmp_path, "step,iteration,length\n0,0,5\n0,1,9\n"), "--workers", 1)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "columns step and iteration differ and either could be rl_step: keep one, or call it rl_step" in err
+    assert read(csv(tmp_path, "step,iteration,length\n0,0,5\n1,1,9\n")).rl_steps == [0, 1]
+    assert read(csv(tmp_path, "rl_step,step,length\n0,5,5\n1,5,9\n")).rl_steps == [0, 1]
+
+
 def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
     trace = import_dump(csv(tmp_path, "5\n9\n9\n2\n"), group_size=2, max_response_tokens=9, workers=3)
     assert trace.outcomes["prompt_id"].tolist() == ["p0", "p0", "p1", "p1"]
@@ -67,6 +91,9 @@ def test_rows_of_a_csv_are_grouped_and_cut_at_the_maximum(tmp_path):
         ("3\n2.5\n", r"line 2: got '2.5'"),
         ("length\n3\nnan\n", r"line 3: got 'nan'"),
         ("a,b\n1,2\n", "--column: a, b"),
+        ("step\n1\n2\n", "--column: step"),
+        ("length,tokens\n1,2\n", "columns length and tokens differ and either could be the lengths"),
+        ("step,length\n0.5,3\n", "column step, line 2: got '0.5'"),
         ("length,length\n1,2\n", "twice"),
         ("rl_step,prompt_id,sample,length\n0,a,0,1\n0,a,0,2\n", "there twice"),
         ("1,2\n1,2,3,4\n", "not a CSV"),

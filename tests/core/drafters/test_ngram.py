@@ -127,6 +127,20 @@ def test_a_group_in_which_a_request_is_open_survives_the_rl_step():
     assert drafter.memory_bytes == 0
 
 
+def test_groups_in_which_nothing_runs_leave_over_a_bound_though_the_rl_step_goes_on():
+    # A text of 500 random tokens takes 0.2 MB.
+    drafter = drafter_of([*range(500)], history_mib=1)
+    for n in range(20):
+        key = (0, f"q{n}", 0, 0)
+        told(drafter, key, np.random.default_rng(n).integers(0, 30_000, 500).tolist())
+        drafter.close(key)
+        assert drafter.memory_bytes <= 2**20
+    drafter.extend(A, [3, 4])
+    assert drafter.propose(A, 2).tokens == [5, 6], "one that runs stays"
+    with pytest.raises(ConfigError, match="above 0 MiB, or none for no bound, got -1"):
+        NgramDrafter(history_mib=-1)
+
+
 def test_a_closed_response_stays_for_its_siblings_but_not_with_request_scope():
     for scope, tokens in (("group", [3]), ("request", [])):
         drafter = drafter_of([1, 2, 3], scope=scope)
@@ -196,6 +210,7 @@ def test_it_keeps_up_with_an_engine():
     drafter.open(A, [])
     start = time.thread_time()
     drafter.extend(A, tokens)
+    drafter.catch_up()
     inserted = time.thread_time()
     drafted = 0
     for i in range(2_000):

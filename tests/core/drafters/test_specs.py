@@ -142,7 +142,7 @@ class Drifting(NgramDrafter):
 
 class Remembering(NgramDrafter):
     def forget(self):
-        self._tails = {}
+        self._running = {}
         self._stores = getattr(self, "_stores", {})
 
 

@@ -32,6 +32,8 @@ def told(drafter, key, response, prompt=()):
 def test_it_keeps_the_contract_of_drafters(scopes, length):
     check_drafter(lambda: SuffixDrafter(scopes, window=2, length=length))
     check_drafter(lambda: SuffixDrafter(scopes, window=None, length=length, live=False))
+    # Room for one or two of its responses: who left must not be asked for.
+    check_drafter(lambda: SuffixDrafter(scopes, window=None, length=length, history_mib=0.01))
 
 
 def test_a_repetition_is_continued_and_the_running_end_counts_as_an_occurrence():
@@ -206,6 +208,60 @@ def test_trees_and_texts_that_nothing_needs_are_freed():
     assert len(group.state_dict()["responses"]) == 1
 
 
+class CountedIndex:
+    """An index of the library, and the texts that were put in and taken out of it."""
+
+    calls: list[tuple[str, int]]
+
+    def __init__(self, calls, index):
+        self.calls, self.index = calls, index
+
+    def extend(self, number, tokens):
+        self.calls.append(("extend", len(tokens)))
+        self.index.extend(number, tokens)
+
+    def __getattr__(self, name):
+        return getattr(self.index, name)
+
+
+def counted(**settings):
+    """A drafter, and what its indices are told."""
+    drafter, calls = SuffixDrafter(**settings), []
+    new_index = drafter._new_index
+    drafter._new_index = lambda depth: CountedIndex(calls, new_index(depth))
+    return drafter, calls
+
+
+def test_text_that_nobody_searches_is_not_indexed():
+    drafter, calls = counted(window=2)
+    for sample in range(9):
+        drafter.remember((0, "p", sample, 0), [1, 2, 3], [*range(40), sample])
+        told(drafter, (0, "q", sample, 0), [5, 6, 7], prompt=[4])
+    assert calls == []
+    assert drafter.memory_bytes > 0
+    told(drafter, LATER, [38, 39], prompt=[1, 2, 3])
+    assert drafter.propose(LATER, 4).tokens in ([7], [8])
+    # The prompt, and of each response that the window still holds the prompt's end and the text; nothing of "q".
+    assert [length for _, length in calls] == [3, 3, 41, 3, 41, 3, 2]
+
+
+def test_text_is_indexed_in_the_order_it_came_whenever_it_is_searched():
+    texts = [[1, 2, 3 + n % 3, 1, 2, 5 - n % 3] * 3 for n in range(4)]
+    drafts = []
+    for often in (False, True):
+        drafter = SuffixDrafter()
+        for n, _ in enumerate(texts):
+            drafter.open((0, "p", n, 0), [9])
+        for at in range(len(texts[0])):
+            for n, text in enumerate(texts):
+                drafter.extend((0, "p", n, 0), [text[at]])
+                if often:
+                    drafter.propose((0, "p", n, 0), 4)
+        drafts.append(drafter.propose_all([((0, "p", n, 0), 4) for n in range(4)]))
+    assert drafts[0] == drafts[1]
+    assert all(draft.tokens for draft in drafts[0])
+
+
 def test_what_is_remembered_twice_counts_once():
     drafter = SuffixDrafter()
     for _ in range(3):
@@ -223,6 +279,116 @@ def test_workers_can_share_what_they_saw():
         theirs.remember((rl_step, prompt_id, sample, turn), mine.state_dict()["prompts"][prompt], response)
     told(theirs, B, [1, 2])
     assert theirs.propose(B, 1).tokens == [3]
+
+
+def step(drafter, rl_step, problems, num_tokens=400, samples=2, accepted=()):
+    """An RL step: `samples` responses to each problem, random but for problem and sample; those `accepted` drafts."""
+    drafter.begin(rl_step)
+    for prompt_id in problems:
+        keys = [(rl_step, prompt_id, sample, 0) for sample in range(samples)]
+        for key in keys:
+            told(drafter, key, text_of(prompt_id, key[2], num_tokens), prompt=[7, 8, 9])
+            drafter.observe(key, 4, 4 * (prompt_id in accepted))
+        drafter.catch_up()
+        for key in keys:
+            drafter.close(key)
+
+
+def text_of(prompt_id, sample, num_tokens=400):
+    return np.random.default_rng([*prompt_id.encode(), sample]).integers(0, 30_000, num_tokens)
+
+
+def remembered(drafter):
+    return list(dict.fromkeys(prompt_id for _, prompt_id, *_ in drafter.state_dict()["responses"]))
+
+
+def drafted_after(drafter, key, tokens):
+    """The draft for a request of this key that has generated `tokens`; it is gone then."""
+    told(drafter, key, tokens, prompt=[7, 8, 9])
+    draft = drafter.propose(key, 8)
+    drafter.close(key)
+    return draft
+
+
+@pytest.mark.parametrize("scopes", [("problem",), ("global",), ("request", "group", "problem")])
+def test_history_stays_within_its_budget_however_long_a_run_is(scopes):
+    drafter = SuffixDrafter(scopes, None, history_mib=0.5)
+    unbounded = SuffixDrafter(scopes, None, history_mib=None)
+    held = []
+    for rl_step in range(60):
+        for one in (drafter, unbounded) if rl_step < 30 else (drafter,):
+            step(one, rl_step, [f"p{rl_step}-{n}" for n in range(4)])
+        held.append(drafter.memory_bytes / 2**20)
+    assert max(held) < 0.5
+    assert max(held[30:]) < 1.1 * max(held[:30]), "flat once the budget is reached"
+    assert unbounded.memory_bytes / 2**20 > 4 * max(held)
+    # The texts are held ten times as long as the trees, and the newest of them are there.
+    num = len(remembered(drafter))
+    assert remembered(drafter) == [f"p{n // 4}-{n % 4}" for n in range(240 - num, 240)]
+    assert 10 < num < 60
+
+
+def test_a_problem_whose_tree_made_room_is_drafted_for_as_before_when_it_comes_again():
+    # A tree takes 240 kB, texts of 800 tokens 5 kB.
+    bounded, unbounded = SuffixDrafter(history_mib=1), SuffixDrafter(history_mib=None)
+    for one in (bounded, unbounded):
+        for rl_step in range(20):
+            step(one, rl_step, [f"p{rl_step}"])
+    assert remembered(bounded) == [f"p{n}" for n in range(20)]
+    assert bounded.memory_bytes < unbounded.memory_bytes / 2
+    for n in range(20):
+        start = text_of(f"p{n}", 1)[100:110].tolist()
+        found = [drafted_after(one, (20, f"p{n}", 0, 0), start) for one in (bounded, unbounded)]
+        assert found[0] == found[1]
+        assert found[0].tokens == text_of(f"p{n}", 1)[110:118].tolist()
+
+
+def test_the_first_to_leave_are_old_problems_among_equals_those_that_had_the_least_accepted():
+    # Texts of two responses take 5.3 kB: eight problems fit into a quarter of 0.17 MiB.
+    drafter = SuffixDrafter(history_mib=0.17)
+    step(drafter, 0, "abcd", accepted="ac")
+    step(drafter, 1, "efgh")
+    assert remembered(drafter) == list("abcdefgh")
+    step(drafter, 2, "a")
+    step(drafter, 3, "i")
+    assert set(remembered(drafter)) == set("acefghi"), "b and d never had a draft accepted"
+    step(drafter, 4, "jk")
+    assert set(remembered(drafter)) == set("aghijk") | set(remembered(drafter)) & set("ef")
+    assert "c" not in remembered(drafter), "a was seen again, c was not"
+    state = json.loads(json.dumps(drafter.state_dict()))
+    restored = SuffixDrafter(history_mib=0.17)
+    restored.load_state_dict(state)
+    for one in (drafter, restored):
+        step(one, 5, "lmn")
+    assert restored.state_dict() == drafter.state_dict()
+
+
+def test_a_group_that_is_larger_than_the_budget_loses_its_oldest_and_drafts_on():
+    drafter = SuffixDrafter(window=None, history_mib=1)
+    drafter.open(A, [7, 8, 9])
+    for sample in range(1, 21):
+        told(drafter, (0, "p", sample, 0), text_of("p", sample), prompt=[7, 8, 9])
+        drafter.close((0, "p", sample, 0))
+    assert drafter.memory_bytes < 2**20
+    for sample, knows in ((1, False), (20, True)):
+        drafter.extend(A, text_of("p", sample)[:10])
+        assert bool(drafter.propose(A, 4).tokens) == knows
+    drafter.close(A)
+    assert drafter.memory_bytes < 2**20
+
+
+def test_recalling_replaces_all_that_was_remembered():
+    drafter, fresh = SuffixDrafter(window=3), SuffixDrafter(window=3)
+    step(drafter, 0, ["p", "q"])
+    told_of = [((0, "p", n, 0), [7, 8, 9], text_of("p", n)) for n in range(4)]
+    for one in (drafter, fresh):
+        one.recall(told_of)
+    assert drafter.state_dict() == fresh.state_dict()
+    assert [row[2] for row in drafter.state_dict()["responses"]] == [1, 2, 3], "the window's newest"
+    assert drafter.memory_bytes < 3 * (4 * 400 + 2048), "no tree is built before a request asks for it"
+    assert drafted_after(drafter, (1, "p", 0, 0), text_of("p", 3)[50:60]).tokens == text_of("p", 3)[60:68].tolist()
+    drafter.recall([])
+    assert drafter.memory_bytes == 0
 
 
 def counts_of(texts, longest):
@@ -353,6 +519,7 @@ def test_a_drafter_without_the_library_says_what_to_install(monkeypatch):
         ({"min_token_prob": 1.5}, "from 0 to 1, got 1.5"),
         ({"length": "long"}, "depth, match, doubling, got 'long'"),
         ({"match_factor": 0.0}, "above 0, got 0.0"),
+        ({"history_mib": 0}, "above 0 MiB, or none for no bound, got 0"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(wrong, complaint):
@@ -367,6 +534,7 @@ def test_it_keeps_up_with_an_engine():
     start = time.thread_time()
     for at in range(0, len(tokens), 4):
         drafter.extend(A, tokens[at : at + 4])
+        drafter.catch_up()
     inserted = time.thread_time()
     for _ in range(1_000):
         drafter.propose(A, 8)

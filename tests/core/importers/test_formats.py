@@ -365,8 +365,9 @@ def test_what_a_csv_does_not_say_is_noted(tmp_path):
     assert "the cap is unknown: the longest response (9 tokens) is taken for it" in notes
     assert "prompt tokens are unknown: 0" in notes
     assert "the last group is incomplete: 1 of 2 samples" in notes
-    path.write_text("length,prompt_tokens\n5,3\n9,4\n")
-    assert import_dump(path, group_size=2, max_response_tokens=9).manifest.notes is None
+    path.write_text("length,prompt_tokens,id\n5,3,a\n9,4,b\n")
+    notes = import_dump(path, group_size=2, max_response_tokens=9).manifest.notes
+    assert notes == "columns read: response_tokens from length, prompt_tokens (not read: id)"
 
 
 @pytest.mark.parametrize(

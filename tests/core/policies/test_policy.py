@@ -1,4 +1,5 @@
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -335,6 +336,29 @@ def test_a_users_own_class_takes_its_arguments_from_the_file(own, tmp_path):
     assert loaded.build(rng()).choose(StepState(rl_step=0, batch=8)) == NO_SPECULATION
 
 
+def test_the_current_folder_is_looked_up_and_left_again(own):
+    before = [*sys.path]
+    load_policy(f"{own}:Halving").build(rng())
+    assert sys.path == before
+    assert "a module of Python itself" in error_of("antigravity:Flying")
+
+
+def test_a_class_is_the_policy_that_its_path_names(own):
+    policy = load_policy(f"{own}:Halving")
+    cls = policy.selector.load()
+    assert load_policy(cls) == policy
+    fixed = Policy(selector=FixedSpec(strategy=D4))
+    assert (
+        load_policy(D4) == load_policy({"kind": "fixed", "strategy": NGRAM_4}) == load_policy(fixed.selector) == fixed
+    )
+    assert load_policy(load_policy("beg-mab").model_dump(mode="json")) == load_policy("beg-mab")
+
+    class Local(cls):
+        pass
+
+    assert "Local is defined in a function, where other processes cannot find it" in error_of(Local)
+
+
 def test_arguments_that_do_not_fit_are_refused(own, tmp_path):
     selector = {"kind": "custom", "path": f"{own}:Halving", "args": {"edge": 2}}
     assert "edge" in error_of(write(tmp_path / "p.json", selector=selector))
@@ -350,11 +374,15 @@ def test_a_generator_handed_over_must_be_part_of_the_state(own):
     assert "restored selector goes on differently" in error_of(f"{own}:Coin")
 
 
-def test_what_is_not_there_or_no_selector_is_refused(own):
+def test_what_is_not_there_or_no_selector_is_refused(own, tmp_path):
     assert "has no Missing" in error_of(f"{own}:Missing")
     assert "not a subclass" in error_of(f"{own}:NotOne")
     assert "cannot import" in error_of("no.such.module:Class")
     assert "cannot import" in error_of(f"broken_{own}:Oops")
+    for name, text in {"raises": "1 / 0", "leaves": "raise SystemExit(0)"}.items():
+        (tmp_path / f"{name}_{own}.py").write_text(text)
+        assert f"cannot import {name}_{own}: " in error_of(f"{name}_{own}:Class")
+    assert f"{own}.py is a module: name the class in it" in error_of(f"{own}.py")
 
 
 def test_a_policy_file_may_name_the_papers_grouping(tmp_path):

@@ -63,6 +63,17 @@ def test_an_order_goes_on_from_its_state_as_if_it_had_never_stopped(num_prompts:
         assert resumed.take(size, exclude) == unbroken.take(size, exclude)
 
 
+@given(num_prompts=SIZES, before=TAKES)
+@settings(max_examples=100, deadline=None)
+def test_an_order_knows_when_each_prompt_comes_next(num_prompts: int, before: list):
+    order = DataOrder(num_prompts, seed=2)
+    for size, exclude in before:
+        order.take(size, exclude)
+    turns = order.turns()
+    came = [order.take(1)[0][1] for _ in range(2 * num_prompts)]
+    assert [came.index(number) for number in range(num_prompts)] == turns.tolist()
+
+
 def test_an_excluded_prompt_keeps_its_turn_in_the_epoch():
     order = DataOrder(8, seed=0)
     first = DataOrder(8, seed=0).take(1)[0][1]

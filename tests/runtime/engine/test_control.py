@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +57,32 @@ class Parrot(Drafter):
         return 0
 
 
+class Listening(Parrot):
+    """Notes in which order it is told what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, int]] = []
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        super().extend(key, tokens)
+        self.told.append((key[1], len(tokens)))
+
+
+class Looked(dict[str, Any]):
+    """Counts how often it was looked into."""
+
+    looks = 0
+
+    def __getitem__(self, name: str) -> Any:
+        self.looks += 1
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.looks += 1
+        return super().get(name, default)
+
+
 class Script(Selector):
     """Chooses in the order given, and keeps what it is told."""
 
@@ -98,7 +125,7 @@ class Played:
         )
         self.depths.append(control.scheduled(what))
         time.sleep(0.001)
-        control.sampled(what, {"r": kept + 1})
+        control.sampled(what, [kept + 1])
         self.output += [*self.draft[:kept], 9]
         self.draft = control.drafts(["r"], [self.learned], 0.0)[0]
 
@@ -187,6 +214,98 @@ def test_a_budget_shares_out_the_drafts():
     assert engine.draft == [9]
 
 
+class Batch:
+    """An engine of several requests; an iteration gives each a token and verifies nothing."""
+
+    def __init__(self, control: Control, names: str) -> None:
+        self.control = control
+        self.outputs: dict[str, list[int]] = {name: [] for name in names}
+        control.begin(0)
+        for name, output in self.outputs.items():
+            control.add(name, (0, name, 0, 0), [1, 2], output, 1000)
+
+    def iterate(self) -> list[list[int]]:
+        ids = list(self.outputs)
+        self.control.iteration_starts()
+        what = Scheduled(
+            request_ids=ids, drafts={}, waiting=0, context_tokens=0, prefill_tokens=0, free_kv_tokens=100
+        )  # fmt: skip
+        self.control.scheduled(what)
+        self.control.sampled(what, [1] * len(ids))
+        for output in self.outputs.values():
+            output.append(len(output) + 5)
+        return self.control.drafts(ids[::-1], [[] for _ in ids], 0.0)
+
+
+def test_drafters_hear_nothing_until_they_are_asked_and_then_each_request_once_in_order_of_admission():
+    asked, other = Listening(), Listening()
+    control = Control(DrafterPool({"asked": asked, "other": other}, 8))
+    control.set_selector(Script(*[NO_SPECULATION] * 4, chain(2, "asked"), chain(2, "other"), chain(2, "asked")))
+    batch = Batch(control, "bac")
+    for _ in range(4):
+        assert batch.iterate() == [[], [], []]
+    assert asked.told == other.told == []
+    assert batch.iterate() == [[9, 9]] * 3
+    assert (asked.told, other.told) == ([("b", 5), ("a", 5), ("c", 5)], [])
+    batch.iterate()
+    assert other.told == [("b", 6), ("a", 6), ("c", 6)]
+    control.finish("a")
+    assert (asked.told[3:], other.told[3:]) == ([("a", 1)], [])
+    assert asked.texts.keys() == {(0, "b", 0, 0), (0, "c", 0, 0)}
+
+
+def test_no_request_is_looked_up_while_nothing_is_drafted_and_the_policy_reads_none():
+    class Plain(Selector):
+        strategies = (NO_SPECULATION,)
+
+        def choose(self, state: StepState) -> Strategy:
+            assert state.batch == 3
+            return NO_SPECULATION
+
+    class Reader(Plain):
+        def choose(self, state: StepState) -> Strategy:
+            assert [request.prompt_id for request in state.requests] == ["a", "b", "c"]
+            assert [len(state.requests), state.requests[-1].generated_tokens] == [3, 6]
+            return NO_SPECULATION
+
+    control = Control(DrafterPool({"parrot": Listening()}, 8))
+    control.set_selector(Plain())
+    batch = Batch(control, "abc")
+    batch.iterate()
+    control.live = looked = Looked(control.live)
+    for _ in range(5):
+        batch.iterate()
+    assert looked.looks == 0
+    control.set_selector(Reader())
+    batch.iterate()
+    assert looked.looks == 3
+
+
+class Slow(Listening):
+    """Takes a second for each token it is told, by a clock that is set by hand."""
+
+    now_s = 0.0
+
+    def extend(self, key: Key, tokens: Sequence[int]) -> None:
+        super().extend(key, tokens)
+        self.now_s += len(tokens)
+
+
+def test_a_choice_pays_for_its_own_tokens_and_not_for_those_of_the_iterations_nobody_asked_in():
+    slow = Slow()
+    control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
+    script = Script(chain(1, "slow"), *[NO_SPECULATION] * 3, *[chain(1, "slow")] * 3)
+    control.set_selector(script)
+    batch = Batch(control, "a")
+    for _ in range(7):
+        batch.iterate()
+    rows, _, _ = control.end()
+    # What came before the first draft of a rollout is paid by nobody, of the four tokens after the pause one is paid.
+    assert [row["draft_duration"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
+    assert [outcome.elapsed_s for _, outcome in script.told] == [0, 0, 0, 0, 1, 1]
+    assert slow.told == [("a", 1), ("a", 4), ("a", 1), ("a", 1)]
+
+
 def test_a_policy_change_in_mid_rollout_shows_the_new_drafter_what_is_running():
     engine, _ = played(NO_SPECULATION, NO_SPECULATION, parrot=Parrot(), ngram=NgramSpec(min_match=1))
     engine.iterate()
@@ -222,10 +341,10 @@ def test_a_learned_drafter_that_is_absent_or_stale_is_stood_in_for(spec: Learned
         pool.begin(2)
     pool.open(KEY, [1])
     assert pool.worker_depth(chain(3, "learned")) == 0
-    assert pool.propose(chain(3, "learned"), KEY, 3, []) == ("parrot", [1, 1, 1])
+    assert pool.propose(chain(3, "learned"), [(KEY, 3)], [[]]) == [("parrot", [1, 1, 1])]
     pool.updated()
     assert pool.worker_depth(chain(3, "learned")) == 3
-    assert pool.propose(chain(3, "learned"), KEY, 2, [5, 6, 7]) == ("learned", [5, 6])
+    assert pool.propose(chain(3, "learned"), [(KEY, 2)], [[5, 6, 7]]) == [("learned", [5, 6])]
 
 
 @pytest.mark.parametrize(("expected", "drafter"), [(3.0, "parrot"), (1.5, "learned")])
@@ -235,9 +354,9 @@ def test_a_hybrid_takes_the_drafter_that_promises_more_for_each_request(expected
     strategy = chain(4, "hybrid")
     pool.use([strategy])
     pool.open(KEY, [1])
-    pool.observe("learned", KEY, 4, 2)
+    pool.observe("learned", [(KEY, 4, 2)])
     assert pool.worker_depth(strategy) == 4
-    assert pool.propose(strategy, KEY, 4, [5, 6, 7, 8])[0] == drafter
+    assert pool.propose(strategy, [(KEY, 4)], [[5, 6, 7, 8]])[0][0] == drafter
 
 
 @pytest.mark.parametrize(

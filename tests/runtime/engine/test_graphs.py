@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tltlab.drafters.specs import LearnedSpec
+from tltlab.cli.app import main
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import Activation, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
@@ -79,6 +80,69 @@ def test_the_graphs_are_those_that_vllm_captures_and_finds_for_each_batch(policy
     assert {pair for pair, mode in modes.items() if mode == CUDAGraphMode.PIECEWISE} == set(plan.without_full_graph())
     assert set(modes.values()) <= {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
     assert not (fill and plan.without_full_graph())
+
+
+WHOLE_SUFFIX = {"suffix": SYSTEM_DRAFTERS["suffix-decoding"]}
+SUFFIX = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 8)))
+
+
+def exported(policy: Policy, folder: Path, capsys: pytest.CaptureFixture[str], *more: object) -> tuple[int, Any, str]:
+    policy.write(folder / "policy.json")
+    with pytest.raises(SystemExit) as ended:
+        main(["export-policy", str(folder / "policy.json"), "--max-batch", "32", "--json", *map(str, more)])
+    out, err = capsys.readouterr()
+    return int(ended.value.code or 0), json.loads(out) if out else None, err
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["none", "fixed", "table", "beg-mab", "das", SUFFIX, SUFFIX.model_copy(update={"drafters": WHOLE_SUFFIX})],
+)
+def test_stock_vllm_takes_what_the_command_writes(
+    policy: str | Policy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Through vLLM's own argument parser and its own checks; a suffix drafter's settings are all there."""
+    from vllm.config import SpeculativeConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    code, told, _ = exported(load_policy(policy), tmp_path, capsys)
+    assert code == 0
+    flags = [f"--{name.replace('_', '-')}={json.dumps(value)}" for name, value in told["vllm"].items()]
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
+    assert parsed.max_num_seqs == 32
+    if "speculative_config" in told["vllm"]:
+        config = SpeculativeConfig(**parsed.speculative_config)
+        assert config.method in ("ngram", "suffix")
+        # Stock suffix decoding asserts that K never varies.
+        assert config.method == "ngram" or config.num_speculative_tokens_per_batch_size is None
+        assert config.num_speculative_tokens <= config.suffix_decoding_max_tree_depth
+
+
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (load_policy("beg-mab-suffix"), "one drafter per engine, and the policy drafts with suffix and ngram"),
+        (load_policy("beg-mab-learned"), "one drafter per engine"),
+        (table((1, 8), (5, 0), drafter="suffix"), "suffix decoding has one K for all batches"),
+        (
+            SUFFIX.model_copy(update={"activation": Activation(max_requests=16)}),
+            "suffix decoding has one K for all batches",
+        ),
+        (Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 2))), "does not say what its drafter learned is"),
+    ],
+)
+def test_what_stock_vllm_would_refuse_or_die_of_is_refused(
+    policy: Policy, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    code, told, err = exported(policy, tmp_path, capsys, "--out", tmp_path / "vllm.json")
+    assert (code, told, err.count("\n")) == (2, None, 1)
+    assert why in err
+    assert not (tmp_path / "vllm.json").exists()
+    code, told, _ = exported(policy, tmp_path, capsys, "--model-shape", "Llama-3-8B")
+    assert (code, told["vllm"]) == (0, None)
+    assert told["predicted_graph_gib"] > 0
+    assert why in told["notes"][-1]
 
 
 @pytest.mark.parametrize("name", ["fixed", "table", "beg-mab"])
@@ -153,7 +217,7 @@ def test_a_hold_and_drafters_that_vllm_cannot_have_are_noted():
     rows = (TableRow(min_batch=1, strategy=Strategy.chain("suffix", 4)),)
     mixed = Policy(selector=TableSpec(rows=(*rows, TableRow(min_batch=4, strategy=Strategy.chain("learned", 2)))))
     plan = plan_graphs(mixed, 8)
-    assert "method" not in plan.settings()["speculative_config"]
+    assert "one drafter per engine, and the policy drafts with suffix and learned" in plan.refused()
     assert any("one drafter per engine" in note for note in plan.notes)
     assert plan.networks == ("learned",)
 

@@ -56,7 +56,7 @@ class Engine:
     def iterate(self, forward_s: float = 1.0, draft_s: float = 0.0, after_s: float = 0.0, kept: int = 0) -> None:
         what = self.schedule(self.ledger.in_force.strategy.draft_depth)
         self.clock.now += forward_s
-        self.ledger.sampled(self.ledger.verified(what, {"a": kept + 1, "b": 1}))
+        self.ledger.sampled(self.ledger.verified(what, [1, kept + 1]))
         since = self.clock.now
         self.clock.now += draft_s
         self.ledger.drafted(since, 0.0)
@@ -104,6 +104,23 @@ def test_a_row_has_what_its_iteration_verified_and_chose():
     }  # fmt: skip
 
 
+def test_nobody_pays_for_text_that_drafters_take_in_late():
+    engine = Engine()
+    engine.iterate(1.0)
+    what = engine.schedule(1)
+    engine.clock.now += 1.0
+    engine.ledger.sampled(engine.ledger.verified(what, [1, 1]))
+    since = engine.clock.now
+    engine.clock.now += 5.5
+    engine.ledger.drafted(since, 0.0, late_s=5.0)
+    engine.iterate(1.0)
+    engine.ledger.end()
+    assert [outcome.elapsed_s for _, outcome in engine.told] == [1.0, 1.5]
+    assert [(row["duration"], row["draft_duration"]) for row in engine.ledger.iterations] == [
+        (1.0, 0.0), (1.5, 0.5), (1.0, 0.0),
+    ]  # fmt: skip
+
+
 def test_time_in_which_nothing_ran_is_no_iterations():
     engine = Engine()
     engine.iterate(1.0)
@@ -124,7 +141,7 @@ def test_an_iteration_nobody_chose_for_is_told_to_nobody():
         request_ids=["a"], drafts={}, waiting=0, context_tokens=1, prefill_tokens=0, free_kv_tokens=1
     )  # fmt: skip
     assert engine.ledger.schedule(what) == NO_SPECULATION
-    engine.ledger.sampled(engine.ledger.verified(what, {"a": 1}))
+    engine.ledger.sampled(engine.ledger.verified(what, [1]))
     engine.ledger.end()
     assert engine.told == engine.ledger.decisions == []
     assert len(engine.ledger.iterations) == 1
@@ -162,9 +179,9 @@ def test_overlapped_iterations_run_from_output_to_output_and_drafting_time_is_un
     engine.clock.now += 1.0
     second = engine.schedule(draft=1)
     engine.clock.now += 1.0
-    engine.ledger.sampled(engine.ledger.verified(first, {"a": 1, "b": 1}))
+    engine.ledger.sampled(engine.ledger.verified(first, [1, 1]))
     engine.clock.now += 3.0
-    engine.ledger.sampled(engine.ledger.verified(second, {"a": 2, "b": 2}))
+    engine.ledger.sampled(engine.ledger.verified(second, [2, 2]))
     engine.ledger.end()
     assert [(r["t_start"], r["duration"], r["draft_duration"]) for r in engine.ledger.iterations] == [
         (0.0, 2.0, None),
@@ -180,8 +197,8 @@ def test_an_iteration_in_flight_when_a_rollout_begins_is_of_no_rollout():
     engine.ledger.begin(8)
     own = engine.schedule()
     engine.clock.now += 1.0
-    engine.ledger.sampled(engine.ledger.verified(stray, {"a": 0, "b": 0}))
-    engine.ledger.sampled(engine.ledger.verified(own, {"a": 1, "b": 1}))
+    engine.ledger.sampled(engine.ledger.verified(stray, [0, 0]))
+    engine.ledger.sampled(engine.ledger.verified(own, [1, 1]))
     assert [row["num_generated"] for row in engine.ledger.iterations] == [2]
 
 

@@ -28,7 +28,7 @@ def pool(fallback: str | None = "ngram", **config: object) -> DrafterPool:
 
 def verified(pool: DrafterPool, kept: int, drafts: int = 20) -> None:
     for _ in range(drafts):
-        pool.observe("learned", KEY, 3, kept)
+        pool.observe("learned", [(KEY, 3, kept)])
 
 
 class Repeating(Sequence[int]):
@@ -62,7 +62,7 @@ def test_what_collapses_in_mid_iteration_is_still_verified_as_made_and_then_stoo
         depths.append(control.scheduled(what))
         if draft:
             makers.append(live.drafter)
-        control.sampled(what, {"r": 1})
+        control.sampled(what, [1])
         output.length += 9 if n == 0 else 1
         (draft,) = control.drafts(["r"], [[7, 7, 7]], 0.0)
     assert makers == ["learned"] * 20 + ["ngram"] * 3
@@ -91,9 +91,9 @@ def test_without_a_fallback_nothing_is_drafted_and_a_hybrid_takes_its_first():
     drafters.use([LEARNED, hybrid])
     drafters.open(KEY, [5, 6, 5, 6, 5, 6])
     verified(drafters, 0)
-    assert drafters.propose(LEARNED, KEY, 3, [7, 7, 7]) == ("learned", [])
+    assert drafters.propose(LEARNED, [(KEY, 3)], [[7, 7, 7]]) == [("learned", [])]
     assert (drafters.worker_depth(LEARNED), drafters.worker_depth(hybrid)) == (0, 0)
-    assert drafters.propose(hybrid, KEY, 2, [7, 7]) == ("ngram", [5, 6])
+    assert drafters.propose(hybrid, [(KEY, 2)], [[7, 7]]) == [("ngram", [5, 6])]
 
 
 def test_only_a_collapse_where_it_is_to_stop_the_run_is_complained_of():
@@ -138,7 +138,7 @@ def test_a_report_is_json_with_and_without_a_learned_drafter():
     assert row["verdicts"][0]["kind"] == "fine"
     none = DrafterPool({"ngram": NgramSpec()}, 4)
     none.target_updated("1")
-    none.observe("ngram", KEY, 2, 1)
+    none.observe("ngram", [(KEY, 2, 1)])
     report = none.report()
     assert (report.drafter, report.serves, list(report.positions)) == ("", False, ["ngram"])
 

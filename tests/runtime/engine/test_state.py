@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -174,11 +175,13 @@ def test_suffix_drafts_after_a_load_follow_from_the_state_alone():
         pool.begin(0)
     keys = [(0, "p", n, 0) for n in range(4)]
     responses = [[7, 8, 9 + n, 10 + n, 7, 8, 12 - n] for n in range(4)]
-    for key in keys:
-        pools[0].open(key, [1, 2])
+    outputs: list[list[int]] = [[] for _ in keys]
+    for key, output in zip(keys, outputs, strict=True):
+        pools[0].open(key, [1, 2], output)
     for position in range(7):
-        for key, response in zip(keys, responses, strict=True):
-            pools[0].extend(key, [response[position]])
+        for output, response in zip(outputs, responses, strict=True):
+            output.append(response[position])
+        pools[0].feed(strategy, position, time.perf_counter)
     for key in keys:
         pools[0].close(key)
     state = pools[0].state_dict()
@@ -189,9 +192,9 @@ def test_suffix_drafts_after_a_load_follow_from_the_state_alone():
         found = []
         for n, start in enumerate(([7], [8], [7, 8], [8, 9], [10, 7], [12, 7, 8])):
             key = (1, "p", 10 + n, 0)
-            pool.open(key, [1, 2])
-            pool.extend(key, start)
-            found.append(pool.propose(strategy, key, 4, []))
+            pool.open(key, [1, 2], start)
+            pool.feed(strategy, 7 + n, time.perf_counter)
+            found += pool.propose(strategy, [(key, 4)], [[]])
             pool.close(key)
         drafts.append(found)
     assert drafts[0] == drafts[1] == drafts[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import threading
 import time
@@ -21,13 +22,14 @@ import torch
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from safetensors.torch import load_file
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
+from tltlab.runtime.rollout.history import RunHistory
 from tltlab.runtime.rollout.pool import WorkerPool, why_lost
 from tltlab.runtime.rollout.worker import engine_args, enough
 from tltlab.runtime.run.state import RunEvents
@@ -157,7 +159,7 @@ def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_weig
 
 def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_in_the_clock(pool: WorkerPool):
     first, _ = undisturbed(pool, SUFFIX, 4)
-    pool.remember_others(pool.share(requests(4)), first)
+    pool.remember(pool.share(requests(4)), first)
     expected, before = undisturbed(pool, SUFFIX, 5)
     pool.load_state_dicts(before)
     pool.events.rl_step = 5
@@ -175,6 +177,46 @@ def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_i
     assert events(pool)[-1].startswith("rollout worker 1 died in RL step 5 (")
     assert events(pool)[-1].endswith("; started again, 12 requests re-issued")
     assert RESTARTED[-1] == 1
+
+
+def test_a_worker_is_told_what_drafters_need_for_its_prompts_and_no_more(pool: WorkerPool, tmp_path: Path):
+    pool.history.load_state_dict(None, tmp_path)
+    pool.set_policy(SUFFIX, 20)
+    for rl_step in (20, 21):
+        shares = pool.share(requests(rl_step))
+        pool.remember(shares, pool.generate(shares, rl_step))
+
+    def told_of(rl_step: int) -> list[list[tuple[int, str, int, int]]]:
+        shares = pool.share(requests(rl_step))[::-1]  # other workers than before
+        return [[key for visit in ray.get(pool.history.of(share)) for key, _, _ in visit] for share in shares]
+
+    prompts = [["p3", "p4", "p5"], ["p0", "p1", "p2"]]
+    assert told_of(22) == [
+        [(rl_step, prompt_id, sample, 0) for prompt_id in prompt_ids for rl_step in (20, 21) for sample in range(GROUP)]
+        for prompt_ids in prompts
+    ]
+    visit = ray.get(pool.history.of(requests(22, 1)))[0]
+    assert visit[0][1] is visit[-1][1], "a group's prompt is there once"
+    before, rows = told_of(22), pool.history.state_dict(tmp_path / "saved")
+    num_bytes = pool.history.num_bytes
+    pool.history.load_state_dict(json.loads(json.dumps(rows)), tmp_path / "saved")
+    assert (told_of(22), pool.history.num_bytes) == (before, num_bytes)
+
+    shares = pool.share(requests(22))
+    parts = pool.generate(shares, 22)
+    # The run does not come to p0 again; p5 comes last, and there is room for half of what is known of the six.
+    pool.history.max_bytes = num_bytes / 2
+    pool.remember(shares, parts, lambda ids: [None if i == "p0" else int(i[1:]) for i in ids])
+    assert pool.history.num_bytes <= num_bytes / 2
+    left = [bool(pool.history.of([request])) for request in requests(23) if request.key[2] == 0]
+    assert left[:2] == [False, True]
+    assert left == sorted(left[:1]) + sorted(left[1:], reverse=True)
+
+    everything = RunHistory(DEFAULT_DRAFTERS | {"suffix": SuffixSpec(scopes=("global",))})
+    everything.load_state_dict(rows, tmp_path / "saved")
+    for policy, num_visits in ((SUFFIX, 2 * PROMPTS), (NGRAM, 0)):
+        everything.serve(policy)
+        assert len(everything.of(requests(22, 1))) == num_visits
 
 
 def test_rehearsals_and_repetitions_are_the_same_but_for_workers_started_again_since_the_rollout_began(
@@ -226,6 +268,30 @@ def test_a_worker_that_dies_too_often_ends_the_run(pool: WorkerPool, recipe_file
             pool.evaluate(requests(0, 1))
     finally:
         pool.recipe = patient
+
+
+def test_an_engine_that_no_worker_can_start_ends_the_run_at_the_first_try(
+    on_ray: None, recipe_file: Path, random_model: Path, tmp_path: Path
+):
+    """vLLM's attention on the CPU has no heads of 20 numbers, which it says in its first batch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shutil.copytree(random_model, tmp_path / "model")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(random_model, head_dim=20)).save_pretrained(tmp_path / "model")
+    pool = pool_of(load_recipe(recipe_file, [f"model={tmp_path / 'model'}", "faults.max_restarts=100"]), tmp_path)
+    said: list[str] = []
+    pool.events.watch = said.append
+    try:
+        with pytest.raises(RunError, match=r"no engine can start: .* first batch failed: RuntimeError: .*head_dim=20"):
+            pool.start()
+    finally:
+        pool.close()
+    assert said == events(pool)
+    assert {line.split("(")[0] for line in said} <= {f"rollout worker {n} died at its start " for n in range(2)}
+    assert said[-1].endswith("as all do")
+    # The last to fail for the first time ends it.
+    assert sum("as all do" in line for line in said) == 1
+    assert min(pool._deaths_so_far()) == 1
 
 
 def test_a_start_that_takes_too_long_ends_the_run(on_ray: None, recipe_file: Path, tmp_path: Path):

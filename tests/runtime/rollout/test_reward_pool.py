@@ -19,7 +19,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.files import write_json
+from tltlab.runtime.recipe.recipe import Recipe, keep_code, load_recipe, located, resumed_recipe
 from tltlab.runtime.rollout.reward_pool import RewardPool
 
 # The response says what the reward function does.
@@ -83,6 +84,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield folder
+
+
+BESIDE = """
+from beside_helper import length
+
+def reward(prompt, response, answer):
+    import beside_later
+    return length(response) + beside_later.MORE
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    before, there = list(sys.path), tmp_path / "there"
+    there.mkdir()
+    for name, text in {"reward": BESIDE, "helper": "length = len\n", "later": "MORE = 0.5\n"}.items():
+        (there / f"beside_{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, f"beside_{name}", raising=False)
+    (there / "random.py").write_text("raise RuntimeError('what is installed comes first')\n")
+    (there / "t.jsonl").touch()
+    (there / "r.toml").write_text(
+        f'model = "m"\nreward = "beside_reward:reward"\ndata = {{train = "there/t.jsonl"}}\n'
+        f"reward_pool = {{processes = {processes}}}\n"
+    )
+    recipe = load_recipe("there/r.toml")
+    with RewardPool(recipe) as pool:
+        assert pool.rewards([("", "abc", "")]) == [3.5]
+    run = tmp_path / "run"
+    keep_code(recipe, ["beside_reward"], run)
+    write_json(run / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
+    assert sorted(p.name for p in (run / "code").iterdir()) == [f"beside_{n}.py" for n in ("helper", "later", "reward")]
+
+    # The recipe's folder has gone, or says something else by now.
+    (there / "beside_later.py").write_text("MORE = 100\n")
+    (there / "beside_helper.py").unlink()
+    run = run.rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for name in ("reward", "helper", "later"):
+        monkeypatch.delitem(sys.modules, f"beside_{name}", raising=False)
+    again = resumed_recipe(run)
+    assert again.data.train == str(there / "t.jsonl")
+    with RewardPool(again) as pool:
+        assert pool.rewards([("", "abc", "")]) == [3.5]
+    keep_code(again, ["beside_reward"], run)
+    assert (run / "code" / "beside_later.py").read_text() == "MORE = 0.5\n"
+    assert sys.path == before
 
 
 def recipe_of(processes: int, *, reward: Any = "pool_rewards:reward", timeout_s: float = 1.5) -> Recipe:

@@ -146,6 +146,7 @@ def test_a_reward_is_a_finite_number(name: str, what: str):
         ("json", "package.module:function"),
         (":f", "package.module:function"),
         ("no_such_module_here:f", "does not import"),
+        ("some_rewards.py:of_one", "names a file: give its module, some_rewards:of_one"),
         ("broken_rewards:f", "does not import: ZeroDivisionError"),
         ("json:no_such_function", "has no 'no_such_function'"),
         ("json:__name__", "not a function"),

@@ -22,6 +22,7 @@ from tltlab.runtime.run import logging as run_log
 from tltlab.runtime.run.logging import RunLog
 from tltlab.runtime.run.rows import StepReport
 from tltlab.runtime.run.screen import PACE_STEPS, step_text
+from tltlab.runtime.run.state import RunEvents
 
 
 def wandb_like(called: Callable[..., None]) -> ModuleType:
@@ -161,6 +162,18 @@ def test_where_there_is_no_terminal_a_step_is_plain_lines(tmp_path: Path, forced
         "held-out reward before training 0.500\n"
         f"{step_text(report(), MEASURES, '0:00:00')}\n"
     )
+
+
+def test_a_note_is_said_at_once_and_not_again_with_its_step(tmp_path: Path, capfd):
+    with RunLog(LogConfig(tensorboard=False), tmp_path, 2) as log:
+        events = RunEvents(tmp_path / "events.jsonl")
+        events.watch = log.note
+        events.note("worker 1 was started again")
+        assert capfd.readouterr().err.splitlines()[1:] == ["worker 1 was started again"]
+        log.step(replace(report(0), notes=events.take()), MEASURES)
+        assert "started again" not in capfd.readouterr().err
+        log.step(report(1), MEASURES)
+        assert "  worker 1 was started again\n" in capfd.readouterr().err
 
 
 def test_a_run_that_has_no_step_left_says_so(tmp_path: Path, capfd):

@@ -37,8 +37,20 @@ class Asked:
         return do
 
 
+class Kept:
+    def state_dict(self, folder: Path) -> list[Any]:
+        return ["all"]
+
+    def load_state_dict(self, rows: list[Any] | None, folder: Path) -> None:
+        self.rows = rows
+
+
 class Pool(Asked):
     handles = (None, None)
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(log)
+        self.history = Kept()
 
     def state_dicts(self) -> list[dict[str, Any]]:
         self.log.append("state_dicts")
@@ -88,6 +100,7 @@ def test_weights_come_back_before_what_is_known_of_drafters_and_trainers_load_on
     assert (state.rl_step, second.events.rl_step) == (2, 2)
     assert log[:4] == ["engines_turn", "state_dicts", "trainers_turn", "load_checkpoint"]
     assert log[4:] == ["push_weights 2", "set_policy 0", "load_state_dicts"]
+    assert second.actors.pool.history.rows == ["all"]  # type: ignore[attr-defined]
 
 
 def test_under_another_policy_engines_forget_what_they_have_learned_since_the_run_began(tmp_path: Path, saved: Path):
@@ -97,6 +110,7 @@ def test_under_another_policy_engines_forget_what_they_have_learned_since_the_ru
     log.clear()
     second.restart(TrainerDied("killed"))
     assert log[log.index("push_weights 2") + 1 :] == ["set_policy 0", "load_state_dicts", "set_policy 2"]
+    assert second.actors.pool.history.rows is None  # type: ignore[attr-defined]
 
 
 def test_a_policy_that_was_set_after_the_checkpoint_is_in_force_again_when_its_rl_step_comes(tmp_path: Path):

@@ -33,14 +33,12 @@ COMMON = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_ray(recipe_file: Path) -> Iterator[None]:
-    """One Ray for all runs of the file, and the reward's module."""
-    sys.path.insert(0, str(recipe_file.parent))
+def one_ray() -> Iterator[None]:
+    """One Ray for all runs of the file."""
     started = start_ray()
     yield
     if started:
         ray.shutdown()
-    sys.path.remove(str(recipe_file.parent))
 
 
 def whole_run(recipe_file: Path, out: Path, *overrides: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from statistics import median
 
@@ -11,7 +10,8 @@ import pytest
 
 import tltlab
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import Policy, load_policy
+from tltlab.files import found_in
+from tltlab.policies.policy import Policy
 from tltlab.runtime.recipe.recipe import load_recipe
 from tltlab.runtime.run.grpo import GrpoRun, train
 from tltlab.runtime.run.rows import StepReport
@@ -23,17 +23,16 @@ POLICIES = ["none", "explore", "beg-mab", "parity:Halving"]
 @pytest.fixture(scope="module")
 def run(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StepReport], dict[str, float]]:
     """Four GRPO steps, the last under a user's own policy; the run's folder, its reports and held-out rewards."""
-    sys.path.insert(0, str(recipe_file.parent))
     out = tmp_path_factory.mktemp("run")
     with GrpoRun(load_recipe(recipe_file), out) as run:
         rewards = {"first": run.evaluate()}
         for name in POLICIES:
-            run.set_policy(load_policy(name), name)
+            with found_in([recipe_file.parent]):
+                run.set_policy(name, name)
             run.step()
         rewards["last"] = run.evaluate()
         assert run.trace().rl_steps == [0, 1, 2, 3]
         run.save()
-    sys.path.remove(str(recipe_file.parent))
     return out, run.reports, rewards
 
 
@@ -113,8 +112,7 @@ def test_recording_costs_little(run):
         ("rollout.policy=no-such-policy", "no policy named"),
     ],
 )
-def test_bad_input_is_refused_before_anything_starts(recipe_file, tmp_path, monkeypatch, override, complaint):
-    monkeypatch.syspath_prepend(str(recipe_file.parent))
+def test_bad_input_is_refused_before_anything_starts(recipe_file, tmp_path, override, complaint):
     with pytest.raises(ConfigError, match=complaint):
         train(load_recipe(recipe_file, [override]), tmp_path / "out")
     assert not (tmp_path / "out").exists()

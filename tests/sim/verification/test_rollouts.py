@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 
 import tltlab
 from tltlab.bench.simulator import COSTS
+from tltlab.cli.app import main
 from tltlab.cli.verify import verify as command
 from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
@@ -188,3 +192,75 @@ def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, t
     trace.replace(steps=steps.assign(policy=names)).write(tmp_path / "named")
     found = policies_in_force(read(tmp_path / "named"))
     assert [found[step].since for step in range(6)] == [0, 0, 2, 2, 4, 4]
+
+
+OWN = """
+from pathlib import Path
+from tltlab.policies.selector import Selector
+from tltlab.strategy import Strategy
+
+Path(__file__).with_name("imported").touch()
+
+class Mine(Selector):
+    strategies = (Strategy.chain("ngram", 3),)
+
+    def choose(self, state):
+        return self.strategies[0]
+"""
+
+
+@pytest.fixture
+def foreign(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes a RUN whose policies.json names a class; the current folder has the module `own_policy`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_policy", raising=False)
+    (tmp_path / "own_policy.py").write_text(OWN)
+
+    def make(path: str) -> Path:
+        shutil.copytree(run, tmp_path / "run", dirs_exist_ok=True)
+        told = json.loads((run / "policies.json").read_text())
+        for entry in told["policies"][1::2]:
+            entry["policy"]["selector"] = {"kind": "custom", "path": path, "args": {}}
+        (tmp_path / "run" / "policies.json").write_text(json.dumps(told))
+        return tmp_path / "run"
+
+    return make
+
+
+def typed(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main([str(arg) for arg in args])
+    return int(ended.value.code or 0), *capsys.readouterr()
+
+
+def test_a_class_that_a_run_names_is_imported_only_when_that_is_allowed(
+    foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+):
+    path, before = foreign("own_policy:Mine"), list(sys.path)
+    code, out, err = typed(capsys, "verify", path, "--json")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "own_policy:Mine, a class of the run's own" in err
+    assert "--allow-code own_policy" in err
+    assert typed(capsys, "verify", path, "--allow-code", "own_polic")[0] == 2
+
+    code, out, _ = typed(capsys, "report", path, "--json")
+    assert "--allow-code own_policy" in json.loads(out)["left_out"]["Predicted against measured"]
+    assert code == typed(capsys, "doctor", path)[0] == typed(capsys, "simulate", path, "--costs", "cpu-small")[0] == 0
+    assert not (tmp_path / "imported").exists()
+
+    code, out, _ = typed(capsys, "verify", path, "--allow-code", "own_policy", "--rl-steps", "3", "--json")
+    assert (code, json.loads(out)["steps"][0]["rl_step"]) == (0, 3)
+    assert (tmp_path / "imported").exists()
+    assert sys.path == before
+
+
+def test_a_module_of_python_is_never_imported_for_a_policy(
+    foreign: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    path = foreign("this:Zen")
+    code, out, err = typed(capsys, "verify", path, "--allow-code", "this")
+    assert (code, out) == (2, "")
+    assert "policy this:Zen: this is a module of Python itself" in err
+    assert typed(capsys, "simulate", path, "--policy", "this:Zen")[0] == 2
+    assert "this" not in sys.modules

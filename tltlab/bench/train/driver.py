@@ -426,7 +426,7 @@ def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
 
     watch(run.data.rollouts, "collect", "collected")
     watch(run.pool, "generate", "rollouts")
-    watch(run.pool, "remember_others", "history")
+    watch(run.pool, "remember", "history")
     watch(run.reward_pool, "rewards", "rewards")
     rewards = run.reward_pool.rewards
 
