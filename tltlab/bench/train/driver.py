@@ -24,6 +24,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakValueDictionary
 
 import numpy as np
 import ray
@@ -126,7 +127,7 @@ class Meter:
 class Ref:
     """Stands for `ray.ObjectRef`: a result that is worked out when it is asked for; it travels as its number."""
 
-    _all: dict[int, Ref] = {}  # noqa: RUF012
+    _all: WeakValueDictionary[int, Ref] = WeakValueDictionary()
     _numbers = itertools.count()
 
     def __init__(self, make: Callable[[], Any]) -> None:
