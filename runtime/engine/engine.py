@@ -26,6 +26,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
+from .recording import how_it_ended
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
@@ -69,7 +70,8 @@ class Response:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning; drafting is in neither.
+    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning, `drafting_s` into drafters
+    beside the scheduler: what they were fed, and what they looked up.
     """
 
     responses: list[Response]
@@ -78,6 +80,7 @@ class Rollout:
     duration_s: float
     recorder_s: float
     policy_s: float
+    drafting_s: float = 0.0
 
 
 class EngineDied(RunError):
@@ -98,7 +101,8 @@ class Engine:
     `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
     built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
     another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
-    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults.
+    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults. Scheduling is
+    synchronous unless they say otherwise, whatever drafts: else a rollout could not be replayed or resumed bit by bit.
     """
 
     def __init__(
@@ -126,7 +130,11 @@ class Engine:
                 check_drafter(model, name, spec)
         check_sampled_drafts(self.drafters, (vllm_args or {}).get("speculative_config"))
         attachment = Attachment(
-            drafters=specs if own_process else {}, max_draft_depth=max_draft_depth, worker=worker, seed=seed
+            policy=_PLAIN,
+            drafters=specs if own_process else {},
+            max_draft_depth=max_draft_depth,
+            worker=worker,
+            seed=seed,
         )
         self._dead = ""
         self._canary_stops = False
@@ -249,7 +257,7 @@ class Engine:
             adapter.abort_all(self.llm)
         usual = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
         params = [_params(request, usual) for request in requests]
-        inside, deciding = self._call("seconds")
+        inside, deciding, drafting = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
@@ -270,7 +278,7 @@ class Engine:
                         stopped = time.perf_counter() - start
                         outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
-            inside_after, deciding_after = self._call("seconds")
+            inside_after, deciding_after, drafting_after = self._call("seconds")
             self._heed_canary()
         except DrafterCollapsed:
             adapter.abort_all(self.llm)
@@ -293,6 +301,7 @@ class Engine:
             duration_s=duration_s,
             recorder_s=(inside_after - inside) - (deciding_after - deciding),
             policy_s=deciding_after - deciding,
+            drafting_s=drafting_after - drafting,
         )
 
     def _heed_canary(self, every_s: float = 0.0) -> None:
@@ -466,7 +475,7 @@ def _response(request: GenerationRequest, output: Any, t_finish: float, first: M
         key=request.key,
         token_ids=list(output.token_ids),
         logprobs=list(output.logprobs.logprobs) if output.logprobs is not None else [],
-        finish_reason=output.finish_reason,
+        finish_reason=how_it_ended(output.finish_reason, len(output.token_ids)),
         t_first_token=first.get(request.key, t_finish),
         t_finish=t_finish,
     )

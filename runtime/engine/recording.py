@@ -5,6 +5,7 @@ A rollout is what runs between two moments of idleness, or, where requests carry
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -17,16 +18,30 @@ from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
 
+_LARGEST = 2**31 - 1
+"""Of the numbers in a key, as traces have them."""
+
+
+def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
+    """Which of `FINISH_REASONS` a trace has for vLLM's: what an engine ended by itself is a stop, what failed an abort.
+
+    >>> how_it_ended("repetition", 7), how_it_ended("error", 7), how_it_ended("stop", 0)
+    ('stop', 'abort', 'abort')
+    """
+    ended = {"stop": "stop", "length": "length", "repetition": "stop"}.get(finish_reason or "stop", "abort")
+    return ended if num_tokens else "abort"
+
 
 class LiveRecording:
     """Takes down what enters and leaves one engine; durable each time the engine falls idle, a trace once closed.
 
-    A killed engine leaves a recording that `tltlab trace repair` finishes. `policy_version` counts how often the
-    prefix cache was reset, which trainers do after each weight update. Rewards and log-probs are not known here and
-    stay null.
+    A killed engine leaves a recording that `tltlab trace repair` finishes. Where something cannot be taken down or
+    written the methods raise, and whoever calls them is to `give_up`. `policy_version` counts how often the prefix
+    cache was reset, which trainers do after each weight update. Rewards and log-probs are not known here and stay null.
     """
 
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
+        self.path = path
         self.control = control
         self.policy_version = 0
         self._visits: Counter[str] = Counter()
@@ -78,14 +93,14 @@ class LiveRecording:
             policy_version=self.policy_version,
         )
 
-    def left(self, live: Live, finish_reason: str) -> None:
-        """A request has left, for good."""
+    def left(self, live: Live, finish_reason: str | None) -> None:
+        """A request has left, for good; None where it did not say why."""
         tokens = list(live.output)
         self._append(
             "outcomes",
             live.key,
             response_tokens=len(tokens),
-            finish_reason=finish_reason,
+            finish_reason=how_it_ended(finish_reason, len(tokens)),
             worker=self.control.ledger.worker,
             t_submit=self._arrived_s.pop(live.key),
             t_first_token=self.control.ledger.first_token_s.get(live.key),
@@ -97,6 +112,12 @@ class LiveRecording:
     def is_new(self, key: Key) -> bool:
         """Whether no request had this key before: a trace has one response to a key."""
         return key not in self._seen
+
+    def can_have(self, key: Key) -> bool:
+        """Whether a trace can have this key: its numbers fit. A prompt id that is no text is a ValueError."""
+        rl_step, prompt_id, sample, turn = key
+        prompt_id.encode()
+        return all(0 <= number <= _LARGEST for number in (rl_step, sample, turn))
 
     def flush(self) -> None:
         """Make everything so far durable."""
@@ -112,6 +133,12 @@ class LiveRecording:
         self.control.end()
         self.flush()
         self._recorder.close()
+
+    def give_up(self, error: BaseException) -> None:
+        """Record nothing more after `error`. What was durable stays, for `tltlab trace repair`."""
+        self.control.ledger.end()
+        with contextlib.suppress(Exception):
+            self._recorder.__exit__(type(error), error, error.__traceback__)
 
     def _append(self, table: str, key: Key, **columns: Any) -> None:
         rl_step, prompt_id, sample, turn = key

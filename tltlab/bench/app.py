@@ -268,11 +268,14 @@ def runtime(
     group_size: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
     epochs: Annotated[int, typer.Option(min=1, help="Drafters know the prompts from the second one on.")] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
+    off_batches: Annotated[
+        str, typer.Option(help="Batch sizes at which engines that draft nothing run beside stock vLLM; '' for none.")
+    ] = "1,8,64,256",
     out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
     fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
     as_json: Json = False,
 ) -> None:
-    """What speculation is worth in a real engine: off, fixed depths, a table and bandits on the same prompts.
+    """What speculation is worth in a real engine: stock vLLM, off, fixed depths, a table and bandits, same prompts.
 
     Example: tltlab bench runtime --model models/subset-sum-deep --rounds 10 --out bench.json
     """
@@ -285,12 +288,15 @@ def runtime(
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
+    sizes = _sizes(off_batches, "--off-batches") if off_batches else []
     if fast:
         prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
+        sizes = [size for size in sizes if size <= prompts * group_size]
     folder = model or own_model(None, Path(), size="tiny" if fast else "deep", progress=progress)
     found = bench_runtime(
-        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, progress=progress
-    )
+        folder, draft=draft, prompts=prompts, group_size=group_size, epochs=epochs, rounds=rounds, off_batches=sizes,
+        progress=progress,
+    )  # fmt: skip
     if out is not None:
         write_json(out, found)
     emit(found, as_json=as_json, text=text(found))
@@ -380,12 +386,12 @@ def train(
     emit(found, as_json=as_json, text=text(found))
 
 
-def _sizes(batches: str) -> list[int]:
+def _sizes(batches: str, option: str = "--batches") -> list[int]:
     """The batch sizes that an option names."""
     try:
         sizes = [int(size) for size in batches.split(",")]
     except ValueError as error:
-        raise ConfigError(f"--batches is {batches!r}: give whole numbers with commas between them") from error
+        raise ConfigError(f"{option} is {batches!r}: give whole numbers with commas between them") from error
     if min(sizes) < 1:
-        raise ConfigError(f"--batches is {batches!r}: give numbers from 1 up")
+        raise ConfigError(f"{option} is {batches!r}: give numbers from 1 up")
     return sizes

@@ -30,28 +30,32 @@ from tltlab.policies.policy import (
 from tltlab.runtime.data.prompts import Prompt, load_prompts
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.recipe.recipe import DataConfig
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-Kind = Literal["off", "static", "table", "adaptive"]
+Kind = Literal["stock", "off", "static", "table", "adaptive"]
 Part = Literal["rollout", "tail"]
 PER_SECONDS = ("duration", "per_token", "per_plain_second")
 """What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
 JUDGED_BY = "per_plain_second"
 
-TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW = 1.7, 1.3, 0.97
+TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW, OFF_GOAL = 1.7, 1.3, 0.97, 0.98
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
+OFF_TOKENS = 64
+"""Of each response where engines without drafts are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
     """A policy under a name. `kind` says what it is compared as; with `learned` its engine holds the draft model too.
 
-    An engine with a draft model runs it in every iteration, drafting or not, so the others run in one without.
+    An engine with a draft model runs it in every iteration, drafting or not, so the others run in one without. "stock"
+    runs in vLLM without speculation, with its own scheduler and none of ours; "off" in an engine built for drafts.
     """
 
     name: str
@@ -88,10 +92,11 @@ _WITH_LEARNED = {
 
 
 def modes(*, learned: bool = False) -> list[Mode]:
-    """Plain decoding, one depth throughout, a depth for each batch size, and some that learn which drafts pay."""
+    """Plain decoding by vLLM and by us, one depth throughout, one for each batch size, some that learn what pays."""
     table = tuple(TableRow(min_batch=b, strategy=_suffix(k)) for b, k in ((1, 8), (33, 4), (129, 2)))
     fixed = {k: Policy(selector=FixedSpec(strategy=_suffix(k))) for k in (1, 2, 4, 8)}
     made = [
+        Mode(name="stock", kind="stock", policy=load_policy("none")),
         Mode(name="off", kind="off", policy=load_policy("none")),
         *(Mode(name=f"suffix {k}", kind="static", policy=policy) for k, policy in fixed.items()),
         Mode(name="table", kind="table", policy=Policy(selector=TableSpec(rows=table))),
@@ -123,6 +128,7 @@ def bench_runtime(
     epochs: int = 2,
     rounds: int = 6,
     max_response_tokens: int = MAX_RESPONSE_TOKENS,
+    off_batches: Sequence[int] = (),
     seed: int = 0,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
@@ -132,6 +138,8 @@ def bench_runtime(
     of the same prompts, the same for all modes. Every rollout samples anew, to the same cap. Policies that learn go on
     learning from round to round, in each epoch on their own; round 0 warms up and counts in `rows` only. `draft` is
     the folder of a draft model.
+
+    At each of `off_batches` requests of OFF_TOKENS tokens, engines that draft nothing are compared with stock vLLM.
     """
     if min(prompts, group_size, epochs, rounds, max_response_tokens) < 1:
         raise ConfigError("prompts, group size, epochs, rounds and the cap on response tokens must be at least 1")
@@ -146,21 +154,29 @@ def bench_runtime(
     drafters: dict[bool, dict[str, DrafterSpec]] = {False: {"ngram": NgramSpec(), "suffix": SuffixSpec()}}
     if draft is not None:
         drafters[True] = drafters[False] | {"learned": LearnedSpec(method="draft_model", model=str(draft))}
+    vllm_args = {
+        "max_num_seqs": max(prompts * group_size, *off_batches, 1), "max_model_len": room,
+        "gpu_memory_utilization": 0.8 / (1 + len(drafters)),
+    }  # fmt: skip
+    if not torch.cuda.is_available():
+        vllm_args["kv_cache_memory_bytes"] = 512 << 20
     try:
+        progress(f"starting stock vLLM on {model}")
+        bench.stock = PlainStock(str(model), seed=seed, vllm_args=vllm_args)
         for learned, held in drafters.items():
             progress(f"starting an engine on {model} with the drafters {', '.join(held)}")
             bench.engines[learned] = Engine(
-                str(model),
-                drafters=held,
-                max_draft_depth=MAX_DEPTH,
-                seed=seed,
-                vllm_args={"max_num_seqs": prompts * group_size, "max_model_len": room, "gpu_memory_utilization": 0.4},
+                str(model), drafters=held, max_draft_depth=MAX_DEPTH, seed=seed, vllm_args=vllm_args
             )
         progress(f"{len(chosen)} modes, {epochs} epochs, {prompts} prompts x {group_size} of up to {cap} tokens")
         rollouts = bench.measure(chosen, epochs, rounds, seed, progress)
+        off = bench.measure_off(off_batches, rounds, seed, progress)
     finally:
+        if bench.stock is not None:
+            bench.stock.close()
         for engine in bench.engines.values():
             engine.close()
+    summary = summarise([row for row in rollouts if row.round], seed=seed)
     return {
         "model": str(model),
         "model_report": _report(model),
@@ -176,7 +192,9 @@ def bench_runtime(
         "hardware": hardware(),
         "versions": versions(),
         "policies": {mode.name: mode.policy.model_dump(mode="json") for mode in chosen},
-        **summarise([row for row in rollouts if row.round], seed=seed),
+        **summary,
+        "goals": [*summary["goals"], *map(_off_goal, off)],
+        "off": off,
         "rows": [asdict(row) for row in rollouts],
     }
 
@@ -188,6 +206,7 @@ class _Bench:
         self.prompts = prompts
         self.group_size = group_size
         self.cap = cap
+        self.stock: PlainStock | None = None
         self.engines: dict[bool, Engine] = {}
         self.rl_step = 0
 
@@ -209,6 +228,10 @@ class _Bench:
             for epoch in range(1, epochs + 1):
                 for n in order.permutation(len(chosen)):
                     mode = chosen[n]
+                    if mode.kind == "stock":
+                        assert self.stock is not None
+                        done.append((mode, epoch, round_, self.rollout(self.stock)))
+                        continue
                     engine = self.engines[mode.learned]
                     engine.control.set_selector(*learning[mode.name, epoch])
                     engine.forget()
@@ -216,14 +239,55 @@ class _Bench:
                     done.append((mode, epoch, round_, self.rollout(engine)))
             seconds = sum(rollout.duration_s for _, _, n, rollout in done if n == round_)
             progress(f"round {round_} of {rounds}: {seconds:.1f} s of rollouts" + (", to warm up" * (not round_)))
-        plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "off" for row in rollout.iterations])
+        plain = PlainSteps([row for mode, _, _, rollout in done if mode.kind == "stock" for row in rollout.iterations])
         rows = [
             measured(rollout, plain, mode=mode, epoch=epoch, round_=round_) for mode, epoch, round_, rollout in done
         ]
         names = [mode.name for mode in chosen]
         return sorted(rows, key=lambda row: (row.epoch, names.index(row.mode), row.round))
 
-    def rollout(self, engine: Engine) -> Rollout:
+    def measure_off(
+        self, batches: Sequence[int], rounds: int, seed: int, progress: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        """Stock vLLM and each engine with no drafts to make, in turn, at each batch size; seconds and their ratio."""
+        order = np.random.default_rng(seed)
+        assert self.stock is not None
+        engines: dict[str, Engine | PlainStock] = {"stock": self.stock}
+        for learned, engine in self.engines.items():
+            engine.set_policy(load_policy("none"))
+            engines["learned" if learned else "model-free"] = engine
+        found = []
+        for batch in batches:
+            seconds: dict[str, list[float]] = {name: [] for name in engines}
+            for _ in range(rounds + 1):
+                for name in order.permutation(list(engines)):
+                    rollout = self._generate(engines[name], self._of_fixed_length(batch))
+                    seconds[name].append(rollout.duration_s)
+            progress(f"batch {batch}: {sum(map(sum, seconds.values())):.1f} s with no drafts")
+            stock = np.array(seconds.pop("stock")[1:])
+            for name, took in seconds.items():
+                off = np.array(took[1:])
+                interval = paired_interval(stock, off, rng=order)
+                found.append(
+                    {
+                        "batch": batch, "drafters": name, "stock_s": float(stock.mean()), "off_s": float(off.mean()),
+                        "ratio": interval.estimate, "low": _finite(interval.low), "high": _finite(interval.high),
+                    }
+                )  # fmt: skip
+        return found
+
+    def _of_fixed_length(self, batch: int) -> list[GenerationRequest]:
+        return [
+            GenerationRequest(
+                key=(self.rl_step, "off", n, 0),
+                prompt_token_ids=self.prompts[n % len(self.prompts)].token_ids,
+                max_response_tokens=OFF_TOKENS,
+                ignore_eos=True,
+            )
+            for n in range(batch)
+        ]
+
+    def rollout(self, engine: Engine | PlainStock) -> Rollout:
         requests = [
             GenerationRequest(
                 key=(self.rl_step, prompt.prompt_id, sample, 0),
@@ -233,6 +297,9 @@ class _Bench:
             for prompt in self.prompts
             for sample in range(self.group_size)
         ]
+        return self._generate(engine, requests)
+
+    def _generate(self, engine: Engine | PlainStock, requests: Sequence[GenerationRequest]) -> Rollout:
         self.rl_step += 1
         return engine.generate(requests, rl_step=self.rl_step - 1, temperature=TEMPERATURE)
 
@@ -262,6 +329,7 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
         num_accepted=sum(row["num_accepted"] for row in verifying),
         recorder_s=rollout.recorder_s,
         policy_s=rollout.policy_s,
+        drafting_s=rollout.drafting_s,
     )
 
 
@@ -305,6 +373,7 @@ class Measured:
     num_accepted: int
     recorder_s: float
     policy_s: float
+    drafting_s: float
 
     def rate(self, part: Part, per: str) -> float:
         """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
@@ -340,17 +409,22 @@ class PlainSteps:
 
 
 def summarise(rollouts: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
-    """Means of every mode and epoch, speed-ups over the mode of kind "off" with 95 % intervals, and the goals."""
+    """Means of every mode and epoch, speed-ups over stock vLLM with 95 % intervals, and the goals.
+
+    Where no mode is of kind "stock", as in files of old, they are over the one of kind "off".
+    """
     rng = np.random.default_rng(seed)
     epochs = sorted({r.epoch for r in rollouts})
     kinds = {r.mode: r.kind for r in rollouts}
-    off = next(mode for mode, kind in kinds.items() if kind == "off")
+    of_kind = {kind: mode for mode, kind in kinds.items()}
+    base = of_kind.get("stock", of_kind.get("off"))
+    assert base is not None
     speedups = [
         {"mode": mode, "epoch": epoch, "part": part, "measure": per}
-        | _speedup(_of(rollouts, off, epoch), _of(rollouts, mode, epoch), part, per, rng)
+        | _speedup(_of(rollouts, base, epoch), _of(rollouts, mode, epoch), part, per, rng)
         for epoch in epochs
         for mode in kinds
-        if mode != off
+        if mode != base
         for part in ("rollout", "tail")
         for per in PER_SECONDS
     ]
@@ -382,6 +456,7 @@ def _means(rollouts: list[Measured]) -> dict[str, Any]:
         "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
         "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
         "policy_share": sum(r.policy_s for r in rollouts) / seconds,
+        "drafting_share": sum(r.drafting_s for r in rollouts) / seconds,
     }
 
 
@@ -435,6 +510,10 @@ def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, An
         "high": speedup["high"],
         "met": ratio is not None and ratio >= wanted,
     }
+
+
+def _off_goal(row: dict[str, Any]) -> dict[str, Any]:
+    return _goal(f"times stock at batch {row['batch']}", f"off, {row['drafters']}", 1, OFF_GOAL, row)
 
 
 def _finite(value: float) -> float | None:

@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -119,9 +120,11 @@ class Recorder:
         try:
             self._settle()
             rows, self._rows = self._rows, {}
-            self._writing = self._writer.submit(self._write, rows, self._next_chunk)
             if wait:
-                self._settle()
+                # Here and not in the thread: an interpreter that is about to exit, with a trace to finish, starts none.
+                self._count(partial(self._write, rows, self._next_chunk))
+            else:
+                self._writing = self._writer.submit(self._write, rows, self._next_chunk)
         finally:
             self.seconds += self._clock() - started
 
@@ -139,12 +142,15 @@ class Recorder:
             raise
 
     def _settle(self) -> None:
-        """Wait for what is being written. Where that fails its rows come before those appended since, as ever."""
+        """Wait for what is being written."""
         writing, self._writing = self._writing, None
-        if writing is None:
-            return
+        if writing is not None:
+            self._count(writing.result)
+
+    def _count(self, write: Callable[[], bool]) -> None:
+        """Count the chunk, if `write` writes one. Where it fails its rows come before those appended since, as ever."""
         try:
-            self._next_chunk += writing.result()
+            self._next_chunk += write()
         except BaseException:
             rows, self._failed = self._failed, {}
             for table, since in self._rows.items():

@@ -61,7 +61,7 @@ def start(
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
         if beside and speculative is not None:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        args = _arguments(seed, vllm_args)
+        args = engine_arguments(seed, vllm_args)
         if speculative is not None:
             args.setdefault("speculative_config", dict(speculative))
         args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
@@ -72,7 +72,7 @@ def start(
         return llm, not config.scheduler_config.async_scheduling and not config.use_v2_model_runner
 
 
-def _arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
+def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's arguments with our defaults, and the environment variables that go with them."""
     import vllm
 
@@ -89,6 +89,8 @@ def _arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": seed,
+        # Asynchronously, what is in flight when a rollout ends is of no rollout: its choices are in no trace and cannot
+        # be made again, and its blocks are still in use when the prefix cache is to be emptied for a resume.
         "async_scheduling": False,
     }
     if cpu:
@@ -114,7 +116,7 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     try:
         llm = vllm.LLM(
             model=model,
-            scheduler_cls=scheduler_cls(bool(args["async_scheduling"])),
+            scheduler_cls=scheduler_cls(None),
             weight_transfer_config=WeightTransferConfig(backend=LOCAL_BACKEND),
             **args,
         )

@@ -20,7 +20,10 @@ _HERE = __package__
 
 
 class Attachment(FrozenModel):
-    """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is."""
+    """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
+
+    Without a policy vLLM drafts as it was started to, and `record` writes down what that did.
+    """
 
     policy: Policy | None = None
     drafters: dict[str, DrafterSpec] | None = None
@@ -40,6 +43,7 @@ class Attachment(FrozenModel):
         control = Control(pool, worker=self.worker, overlapped=overlapped)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
+        control.steers = self.policy is not None
         return control
 
 
@@ -49,7 +53,7 @@ def vllm_options(
     drafters: Mapping[str, DrafterSpec] | None = None,
     max_draft_depth: int | None = None,
     max_batch: int | None = None,
-    async_scheduling: bool = False,
+    async_scheduling: bool | None = None,
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
@@ -59,8 +63,13 @@ def vllm_options(
     `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
-    `tltlab export-policy` predicts. With `async_scheduling` (CUDA) only a learned drafter serves. Engines that share a
-    run differ by `worker`. With `record` the engine writes a trace there. ConfigError for what vLLM cannot run.
+    `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
+    trace there. ConfigError for what vLLM cannot run.
+
+    Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
+    made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
+    asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
+    before it knows the last iteration's tokens, and how long drafting takes is in no trace.
 
     >>> sorted(vllm_options("beg-mab"))
     ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
@@ -79,11 +88,14 @@ def vllm_options(
     attachment = Attachment(policy=chosen, drafters=pool_specs, max_draft_depth=depth, worker=worker, seed=seed)
     if record is not None:
         attachment = attachment.model_copy(update={"record": str(record)})
+    if pool.feeds:
+        async_scheduling = False
     options: dict[str, Any] = {
         "scheduler_cls": scheduler_cls(async_scheduling),
-        "async_scheduling": async_scheduling,
         "additional_config": {"tltlab": attachment.model_dump(mode="json")},
     }
+    if async_scheduling is not None:
+        options["async_scheduling"] = async_scheduling
     speculative = speculative_config(pool_specs, depth)
     if max_batch is not None:
         planned = plan_graphs(chosen, max_batch).settings()
@@ -113,9 +125,10 @@ def serve_arguments(options: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def scheduler_cls(overlapped: bool) -> str:
-    """The scheduler's name, as vLLM takes it."""
-    return f"{_HERE}.scheduler.{'AsyncPolicyScheduler' if overlapped else 'PolicyScheduler'}"
+def scheduler_cls(overlapped: bool | None) -> str:
+    """The scheduler's name, as vLLM takes it; for None that of the function that takes the one which fits."""
+    name = {None: "policy_scheduler", False: "PolicyScheduler", True: "AsyncPolicyScheduler"}[overlapped]
+    return f"{_HERE}.scheduler.{name}"
 
 
 def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any] | None:

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 
-from .timing import time_drafting
+from .runners import spare_speculation, time_drafting
 
 LOCAL_BACKEND = "tltlab-local"
+
+GRACE_S = 60.0
+"""How long a server that ends waits at most for an engine core that records to finish its trace."""
 
 
 def register() -> None:
@@ -29,13 +33,17 @@ def register() -> None:
     if current_platform.is_cpu():
         mend_speculative_sampling()
         mend_top_k_of_nothing()
+    spare_speculation()
     time_drafting()
     answer_for_the_policy()
+    wait_for_recordings()
 
 
 def answer_for_the_policy() -> None:
-    """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`,
-    and let what it records be finished before the engine core goes."""
+    """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
+
+    What it records is finished before the engine core goes, and workers that draft nothing are not asked for drafts.
+    """
     from vllm.v1.engine.core import EngineCore
 
     def tltlab(self: Any, message: bytes) -> bytes:
@@ -46,7 +54,12 @@ def answer_for_the_policy() -> None:
     if hasattr(EngineCore, "tltlab"):
         return
     EngineCore.tltlab = tltlab
-    stock = EngineCore.shutdown
+    stock, stock_step = EngineCore.shutdown, EngineCore.post_step
+
+    def post_step(self: Any, model_executed: bool) -> None:
+        # Asking takes a message to each rank and back.
+        if not getattr(self.scheduler, "drafts_here_alone", False):
+            stock_step(self, model_executed)
 
     def shutdown(self: Any) -> None:
         # First of all: vLLM gives an engine core seconds to go, and most of them to its workers.
@@ -55,7 +68,35 @@ def answer_for_the_policy() -> None:
             close_recording()
         stock(self)
 
-    EngineCore.shutdown = shutdown
+    EngineCore.shutdown, EngineCore.post_step = shutdown, post_step
+
+
+def wait_for_recordings() -> None:
+    """Have a server that ends wait for engine cores that record.
+
+    By default `vllm serve` kills its engine cores (SIGKILL) in the instant after it has asked them to end (SIGTERM).
+    Their requests are aborted as before; what they get is the time to write down what there was.
+    """
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    if hasattr(CoreEngineProcManager, "tltlab_grace_s"):
+        return
+    CoreEngineProcManager.tltlab_grace_s = 0.0
+    start, stop = CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown
+
+    @wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = getattr(kwargs.get("vllm_config"), "additional_config", None)
+        if isinstance(config, dict) and (config.get("tltlab") or {}).get("record") is not None:
+            self.tltlab_grace_s = GRACE_S
+        start(self, *args, **kwargs)
+
+    @wraps(stop)
+    def shutdown(self: Any, timeout: float | None = None) -> None:
+        grace_s = self.tltlab_grace_s
+        stop(self, timeout=max(timeout or 0.0, grace_s) if grace_s else timeout)
+
+    CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
 
 
 def mend_speculative_sampling() -> None:

@@ -1,7 +1,8 @@
 """vLLM's scheduler with a policy beside it: `PolicyScheduler`, and its twin for asynchronous scheduling.
 
-Both are given to vLLM as `scheduler_cls`; the policy comes in `additional_config["tltlab"]` (see `options`). The depth
-an iteration drafts at its end travels in `SchedulerOutput.num_spec_tokens_to_schedule` to the V1 and V2 model runner.
+Either is given to vLLM as `scheduler_cls`, or `policy_scheduler` for the one that fits the engine; the policy comes in
+`additional_config["tltlab"]` (see `options`). The depth an iteration drafts at its end travels in
+`SchedulerOutput.num_spec_tokens_to_schedule` to the V1 and V2 model runner.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 import vllm
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
 from tltlab.drafters.base import Key
@@ -29,10 +32,12 @@ from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .capture import NoCapture
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound
+from .runners import NoProposer as NoProposer
 
 EXTRA = "tltlab"
 """Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
@@ -43,14 +48,31 @@ NAMELESS_PER_STEP = 1024
 logger = init_logger(__name__)
 
 
+def policy_scheduler(vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
+    """The scheduler for an engine that schedules asynchronously or not, as vLLM has settled it in its configuration."""
+    cls = AsyncPolicyScheduler if vllm_config.scheduler_config.async_scheduling else PolicyScheduler
+    return cls(vllm_config, *args, **kwargs)
+
+
 class PolicyScheduler(Scheduler):
-    """Asks the policy before each iteration, trims or replaces the drafts after it. Plain without a policy."""
+    """Asks the policy before each iteration, trims or replaces the drafts after it.
+
+    Without a policy it only takes down what happens: vLLM drafts as it was started to. ConfigError where the engine
+    schedules asynchronously and the scheduler does not, or the other way round.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
-        if self.num_spec_tokens:
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        overlapped = isinstance(self, AsyncScheduler)
+        if overlapped != bool(self.scheduler_config.async_scheduling):
+            # vLLM would not draft at all, or with what it drafted an iteration before.
+            ours, twin = type(self).__name__, (PolicyScheduler if overlapped else AsyncPolicyScheduler).__name__
+            raise ConfigError(
+                f"asynchronous scheduling is {'off (on a CPU it always is)' if overlapped else 'on'} in this engine, "
+                f"and {ours} is for engines where it is {'on' if overlapped else 'off'}: pass "
+                f"async_scheduling={overlapped}, or scheduler_cls={__name__}.{twin}, or let "
+                f"{__name__}.policy_scheduler choose"
+            )
         parallel = self.vllm_config.parallel_config
         if parallel.pipeline_parallel_size > 1:
             raise ConfigError(
@@ -59,10 +81,14 @@ class PolicyScheduler(Scheduler):
             )
         settings = (self.vllm_config.additional_config or {}).get(EXTRA) or {}
         attachment = Attachment.model_validate(settings).of_replica(parallel.data_parallel_index)
-        overlapped = isinstance(self, AsyncScheduler)
         # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
         self.control = attachment.control(overlapped=overlapped, beside=beside)
+        # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
+        if self.num_spec_tokens and self.control.steers:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        speculative = self.vllm_config.speculative_config
+        self.drafts_here_alone = speculative is not None and str(speculative.model).endswith(NoProposer.__name__)
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
             model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
@@ -72,6 +98,10 @@ class PolicyScheduler(Scheduler):
         self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()
+        # Of the last iteration: how deep the workers drafted, in which time, and the requests that have no draft yet.
+        self._worker_depth = 0
+        self._draft_s: float | None = None
+        self._due: list[str] | None = None
         self._drafted = False
         self._batch: list[str] = []
         self._context_tokens = 0
@@ -82,12 +112,12 @@ class PolicyScheduler(Scheduler):
         if known:
             return
         given = self._given_key(request)
-        if self.recording is not None:
-            self.recording.arrives(given[0] if given is not None else None)
-            if given is not None and not self.recording.is_new(given):
-                given = None
-        elif given is not None:
-            self.control.advance(given[0])
+        self._record(lambda recording: recording.arrives(given[0] if given is not None else None))
+        if self.recording is None:
+            if given is not None:
+                self.control.advance(given[0])
+        elif given is not None and not self.recording.is_new(given):
+            given = None
         self._enter(request, given or self._new_key(request))
 
     def _enter(self, request: Request, key: Key) -> None:
@@ -95,14 +125,29 @@ class PolicyScheduler(Scheduler):
         live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
         self._batch = []
         self.capture.enter(request.request_id)
-        if self.recording is not None:
-            self.recording.arrived(live)
+        self._record(lambda recording: recording.arrived(live))
 
     def _leave(self, request: Request) -> Live | None:
         live = self.control.finish(request.request_id)
-        if self.recording is not None and live is not None:
-            self.recording.left(live, str(request.get_finished_reason() or "stop"))
+        if live is not None:
+            reason = request.get_finished_reason()
+            self._record(lambda recording: recording.left(live, None if reason is None else str(reason)))
         return live
+
+    def _record(self, take_down: Callable[[LiveRecording], object]) -> None:
+        """Have the recording, where there is one, take something down. Where it cannot, it ends and not the engine."""
+        if self.recording is None:
+            return
+        try:
+            take_down(self.recording)
+        except Exception as error:  # whatever it is, others are being served
+            recording, self.recording = self.recording, None
+            logger.error(
+                "the recording %s ends here, and the engine goes on: %s: %s; what is durable becomes a trace with "
+                "'tltlab trace repair %s'",
+                *(recording.path, type(error).__name__, error, recording.path),
+            )
+            recording.give_up(error)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # A streaming session's next input: the output so far becomes prompt, and the request a turn of its own.
@@ -113,6 +158,9 @@ class PolicyScheduler(Scheduler):
         self._enter(session, (rl_step, prompt_id, sample, turn + 1))
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self._due is not None and self.requests:
+            # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
+            self._draft(DraftTokenIds(self._due, [[]] * len(self._due)), self._draft_s)
         self.control.iteration_starts()
         return super().schedule(*args, **kwargs)
 
@@ -122,8 +170,17 @@ class PolicyScheduler(Scheduler):
             with self.control.inside:
                 what = self._scheduled(scheduler_output)
             self._in_flight.append(what)
-            scheduler_output.num_spec_tokens_to_schedule = self.control.scheduled(what)
+            if self.control.steers:
+                self._worker_depth = self.control.scheduled(what)
+                scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
+            else:
+                self.control.watched(what, self._of_vllm(scheduler_output.num_spec_tokens_to_schedule))
         super()._update_after_schedule(scheduler_output)
+
+    def _of_vllm(self, depth: int) -> Strategy:
+        """What vLLM drafts by itself: by the name of its method, as deep as it was started to or its own table says."""
+        speculative = self.vllm_config.speculative_config
+        return Strategy.chain(str(speculative.method), depth) if speculative and depth else NO_SPECULATION
 
     def _scheduled(self, output: SchedulerOutput) -> Scheduled:
         ids = list(output.num_scheduled_tokens)
@@ -161,26 +218,37 @@ class PolicyScheduler(Scheduler):
                     self._batch = []
             self.control.sampled(what, counts)
             self.capture.landed()
+            if self.control.steers and not self.control.overlapped:
+                self._due = what.request_ids
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if not self.requests:
             self.control.idle()
-            if self.recording is not None:
-                self.recording.flush()
+            self._due = None
+            self._record(LiveRecording.flush)
         return outputs
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
-        drafts = self.control.drafts(
-            draft_token_ids.req_ids, draft_token_ids.draft_token_ids, getattr(draft_token_ids, "draft_s", None)
-        )
+        draft_s = getattr(draft_token_ids, "draft_s", None)
+        if not self.control.steers:
+            self.control.ledger.drafted(self.control.ledger.clock(), draft_s or 0.0)
+            super().update_draft_token_ids(draft_token_ids)
+        elif self._worker_depth:
+            self._draft(draft_token_ids, draft_s)
+        else:
+            self._draft_s = draft_s
+
+    def _draft(self, of_workers: DraftTokenIds, draft_s: float | None) -> None:
+        """Give the last iteration's requests their next drafts. Those `of_workers` were made in `draft_s` seconds."""
+        self._due, self._draft_s = None, None
+        drafts = self.control.drafts(of_workers.req_ids, of_workers.draft_token_ids, draft_s)
         before, self._drafted = self._drafted, any(drafts)
         if not self._drafted and not before:
             # Nobody has a draft, and nobody gets one.
             return
-        draft_token_ids.draft_token_ids = drafts
-        super().update_draft_token_ids(draft_token_ids)
-        if len(self.running) > len(draft_token_ids.req_ids):
+        super().update_draft_token_ids(DraftTokenIds(of_workers.req_ids, drafts))
+        if len(self.running) > len(of_workers.req_ids):
             # What had no room in this iteration would else be verified with the draft of an earlier choice.
-            here = set(draft_token_ids.req_ids)
+            here = set(of_workers.req_ids)
             for request in self.running:
                 if request.spec_token_ids and request.request_id not in here:
                     request.spec_token_ids = []
@@ -199,9 +267,8 @@ class PolicyScheduler(Scheduler):
 
     def close_recording(self) -> None:
         """Turn what was recorded into a trace; nothing is recorded after."""
-        recording, self.recording = self.recording, None
-        if recording is not None:
-            recording.close()
+        self._record(LiveRecording.close)
+        self.recording = None
 
     def _given_key(self, request: Request) -> Key | None:
         """The key that came with the request, unless it is none or one that runs has it already."""
@@ -212,7 +279,9 @@ class PolicyScheduler(Scheduler):
         try:
             rl_step, prompt_id, sample, turn = given
             key = int(rl_step), str(prompt_id), int(sample), int(turn)
-        except (TypeError, ValueError):
+            if self.recording is not None and not self.recording.can_have(key):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
             # Raising here would end the engine, and with it everybody's requests.
             logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, given)
             return None
@@ -240,6 +309,8 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
+        if not self.control.steers:
+            return
         ids = [i for i in scheduler_output.num_scheduled_tokens if self.requests[i].spec_token_ids]
         for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
             request = self.requests[request_id]
@@ -262,19 +333,6 @@ def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> in
     if request.num_output_tokens + request.num_output_placeholders == 0:
         return num_scheduled
     return max(num_scheduled - num_drafts - 1, 0)
-
-
-class NoProposer:
-    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
-
-    def __init__(self, vllm_config: Any) -> None:
-        pass
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to load."""
-
-    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
-        return [[] for _ in sampled_token_ids]
 
 
 def call_control(core: Any, message: bytes) -> bytes:

@@ -1,16 +1,19 @@
-"""Stock vLLM with a drafter's checkpoint and nothing of ours beside its scheduler: responses and drafts kept."""
+"""Stock vLLM, with nothing of ours beside its scheduler: plain rollouts, and what a drafter's checkpoint is worth."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 
 from . import on_cpu, starting, uncompiled
+from .llm import add_request, engine_arguments, running, sampling_params
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -28,6 +31,84 @@ def fixed_length(num_tokens: int) -> Any:
     import vllm
 
     return vllm.SamplingParams(temperature=1.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+class PlainStock:
+    """A `vllm.LLM` in this process with an `Engine`'s arguments, vLLM's own scheduler and no speculation; close it."""
+
+    def __init__(self, model: str, *, seed: int = 0, vllm_args: Mapping[str, Any]) -> None:
+        with starting():
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+            args = engine_arguments(seed, vllm_args)
+            # Left to vLLM, which schedules asynchronously wherever it can.
+            args["async_scheduling"] = vllm_args.get("async_scheduling")
+            with uncompiled(on_cpu() and args["enforce_eager"]):
+                self.llm = stock_llm(model, **args)
+
+    def close(self) -> None:
+        """Release the engine's memory and threads."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+    def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
+        """Every request to its end, in the loop of `Engine.generate`. Nothing may be running.
+
+        A row of `iterations` has what can be told from outside: its time, and the requests that ran.
+        """
+        engine, names, responses = self.llm.llm_engine, {}, {}
+        scheduler = engine.engine_core.engine_core.scheduler
+        start = time.perf_counter()
+        for number, request in enumerate(requests):
+            name = f"{rl_step}.{number}"
+            names[name] = request
+            limits = {"max_tokens": request.max_response_tokens, "ignore_eos": request.ignore_eos}
+            settings = sampling_params(request.key, temperature=temperature, **limits)
+            add_request(self.llm, name, request.prompt_token_ids, settings)
+        rows: list[dict[str, Any]] = []
+        prefilling = True
+        since = start
+        with running(self.llm):
+            while engine.has_unfinished_requests():
+                batch = len(scheduler.running)
+                outputs = engine.step()
+                now = time.perf_counter()
+                for output in outputs:
+                    ended = output.outputs[0]
+                    responses[output.request_id] = Response(
+                        key=names[output.request_id].key,
+                        token_ids=list(ended.token_ids),
+                        logprobs=list(ended.logprobs.logprobs),
+                        finish_reason=str(ended.finish_reason),
+                        t_first_token=now - start,
+                        t_finish=now - start,
+                    )
+                rows.append(_row(len(rows), since - start, now - since, batch, prefilling))
+                if prefilling:
+                    left = (request.num_output_tokens for request in scheduler.running)
+                    prefilling = bool(scheduler.waiting) or not all(left)
+                since = now
+        return Rollout(
+            responses=[responses[name] for name in names],
+            iterations=rows,
+            decisions=[],
+            duration_s=time.perf_counter() - start,
+            recorder_s=0.0,
+            policy_s=0.0,
+        )
+
+
+def _row(number: int, t_start: float, duration: float, batch: int, prefilling: bool) -> dict[str, Any]:
+    """Of `iterations`; while requests are prefilled nobody counts how many tokens that is."""
+    return {
+        "iteration": number,
+        "t_start": t_start,
+        "duration": duration,
+        "batch": batch,
+        "prefill_tokens": int(prefilling),
+        "num_drafted": 0,
+        "num_accepted": 0,
+        "num_generated": batch,
+        "accepted_per_request": None,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,10 +3,13 @@
 import contextlib
 import errno
 import itertools
+import json
 import multiprocessing
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from types import MappingProxyType
@@ -75,6 +78,26 @@ def test_a_closed_recording_is_a_valid_trace(tmp_path):
     assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 3
     assert trace.manifest == MANIFEST.model_copy(update={"num_rl_steps": 3})
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
+
+
+AT_EXIT = """
+import atexit, json, sys
+from tltlab.traces.recorder import Recorder
+from tltlab.traces.schema import Manifest
+
+recorder = Recorder(sys.argv[1], Manifest(kind="recorded", num_workers=2))
+atexit.register(recorder.close)
+workload, outcomes = json.loads(sys.argv[2])
+recorder.append("workload", workload)
+recorder.flush(wait=False)
+recorder.append("outcomes", outcomes)
+"""
+
+
+def test_a_program_that_exits_can_still_close(tmp_path):
+    rows = json.dumps([workload(0), outcomes(0)])
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), rows], check=True, timeout=120)
+    assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4]
 
 
 def test_unknown_values_may_be_left_out_and_turn_is_zero(tmp_path):

@@ -19,7 +19,7 @@ def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int
     return Measured(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
         plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
-        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0,
+        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0, drafting_s=0.0,
     )  # fmt: skip
 
 
@@ -63,7 +63,7 @@ def test_the_tail_begins_when_fewer_than_an_eighth_run():
     rows = [iteration(0.0, 16, 0, []), iteration(1.0, 30, 64, [1] * 14 + [0, 0]), iteration(4.0, 5, 8, [4])]
     # 16 responses: the tail begins at the 15th finish, when one is left.
     ran = rollout([2] * 14 + [10, 40], [2.0] * 14 + [4.0, 6.0], rows)
-    found = measured(ran, PLAIN, mode=modes()[0], epoch=2, round_=3)
+    found = measured(ran, PLAIN, mode=modes()[1], epoch=2, round_=3)
     assert (found.mode, found.kind, found.epoch, found.round) == ("off", "off", 2, 3)
     assert (found.seconds, found.num_tokens) == (6.5, 78)
     assert found.plain_s == pytest.approx(0.3 + 2 * 0.17 + 8 * 0.03 + 30 * 0.02)
@@ -154,19 +154,26 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
 ):
     said: list[str] = []
     found = bench_runtime(
-        random_model, prompts=3, group_size=4, rounds=2, epochs=2, max_response_tokens=48, progress=said.append
-    )
+        random_model, prompts=3, group_size=4, rounds=2, epochs=2, max_response_tokens=48, off_batches=(1, 4),
+        progress=said.append,
+    )  # fmt: skip
     names = [mode.name for mode in modes()]
     assert [(m["mode"], m["epoch"]) for m in found["modes"]] == [(name, epoch) for epoch in (1, 2) for name in names]
     assert len(found["rows"]) == 3 * 2 * len(names)
-    assert all(
-        0 < m["tail_seconds"] < m["seconds"] and 0 < m["recorder_share"] + m["policy_share"] < 1 for m in found["modes"]
-    )
-    assert all(row["num_pairs"] == 0 for row in found["rows"] if row["mode"] == "off")
+    for m in found["modes"]:
+        assert 0 < m["tail_seconds"] < m["seconds"]
+        assert (m["recorder_share"] > 0) == (m["mode"] != "stock")
+        assert (m["drafting_share"] > 0) >= (m["mode"] == "suffix 8")
+    assert all(row["num_pairs"] == 0 for row in found["rows"] if row["kind"] in ("stock", "off"))
+    assert [(row["batch"], row["drafters"]) for row in found["off"]] == [(1, "model-free"), (4, "model-free")]
+    assert all(row["stock_s"] > 0 and row["off_s"] > 0 for row in found["off"])
+    assert [g["goal"] for g in found["goals"] if g["mode"] == "off, model-free"] == [
+        "times stock at batch 1", "times stock at batch 4",
+    ]  # fmt: skip
     tokens, drafts = ({e: sum(r[of] for r in found["rows"] if r["mode"] == "suffix 8" and r["epoch"] == e)
                        for e in (1, 2)} for of in ("num_tokens", "num_pairs"))  # fmt: skip
     assert drafts[2] / tokens[2] > drafts[1] / tokens[1] > 0
-    assert len(said) == 5
+    assert len(said) == 8
     assert text(found).count("epoch") > 4
     (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
     settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])

@@ -94,6 +94,21 @@ def test_a_learned_drafter_is_vllms_own_and_others_stand_beside_it():
     assert set(options["additional_config"]["tltlab"]["drafters"]) == {"ngram", "suffix", "head", "das"}
 
 
+def test_only_model_free_drafts_make_scheduling_synchronous_and_else_vllm_decides():
+    alone = {"head": LearnedSpec(method="eagle", model="some/head")}
+    helped = {"head": LearnedSpec(method="eagle", model="some/head", fallback="suffix")}
+    deep = Policy(selector=FixedSpec(strategy=Strategy.chain("head", 3)))
+    for options in (vllm_options("none"), vllm_options("none", max_draft_depth=4), vllm_options(deep, drafters=alone)):
+        assert "async_scheduling" not in options
+        assert options["scheduler_cls"].endswith(".policy_scheduler")
+        assert not any("async" in argument for argument in serve_arguments(options))
+    for options in (vllm_options("beg-mab"), vllm_options(deep, drafters=helped)):
+        assert options["async_scheduling"] is False
+        assert options["scheduler_cls"].endswith(".PolicyScheduler")
+    for wanted in (False, True):
+        assert vllm_options("none", async_scheduling=wanted)["async_scheduling"] is wanted
+
+
 def test_vllm_serve_takes_the_same_options():
     argparse_utils = pytest.importorskip("vllm.utils.argparse_utils")
     from vllm.engine.arg_utils import AsyncEngineArgs

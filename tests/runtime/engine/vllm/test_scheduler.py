@@ -5,13 +5,16 @@ The CPU platform turns asynchronous scheduling off, so no engine runs it here.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tltlab.drafters.budget import DraftBudget
 from tltlab.drafters.specs import LearnedSpec
+from tltlab.errors import ConfigError
 from tltlab.policies.selector import Selector
 from tltlab.policies.simple import Fixed
 from tltlab.runtime.engine.drafter_pool import DrafterPool
@@ -28,27 +31,44 @@ def engine(roomy: Engine) -> Engine:
     return roomy
 
 
+def scheduled_by(cls: Any, engine: Engine, *, asynchronous: bool = True, settings: dict | None = None) -> Any:
+    """A scheduler for an engine like this one; `settings` are its `additional_config`."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    config = copy.copy(core.scheduler.vllm_config)
+    config.scheduler_config = copy.copy(config.scheduler_config)
+    config.scheduler_config.async_scheduling = asynchronous
+    if settings is not None:
+        config.additional_config = settings
+    return cls(
+        vllm_config=config,
+        kv_cache_config=core.scheduler.kv_cache_config,
+        structured_output_manager=core.structured_output_manager,
+        block_size=core.scheduler.block_size,
+        log_stats=False,
+    )
+
+
 class Overlapped:
     """Schedules one iteration ahead, as vLLM's engine core does; the worker keeps `kept` of the drafted tokens."""
 
     def __init__(self, engine: Engine, selector: Selector, budget: DraftBudget | None = None) -> None:
-        from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler
+        from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler, policy_scheduler
 
-        core = engine.llm.llm_engine.engine_core.engine_core
-        stock = core.scheduler
-        self.scheduler = AsyncPolicyScheduler(
-            vllm_config=stock.vllm_config,
-            kv_cache_config=stock.kv_cache_config,
-            structured_output_manager=core.structured_output_manager,
-            block_size=stock.block_size,
-            log_stats=False,
-        )
+        self.scheduler = scheduled_by(policy_scheduler, engine)
+        assert isinstance(self.scheduler, AsyncPolicyScheduler)
         assert self.scheduler.control.overlapped
         learned = LearnedSpec(method="draft_model", model="the/target")
         self.scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
         self.scheduler.control.set_selector(selector, budget)
         self.scheduler.control.begin(3)
         self.flight: deque = deque()
+
+    @classmethod
+    def of(cls, scheduler: Any) -> Overlapped:
+        """The same with a scheduler that is there."""
+        worker = cls.__new__(cls)
+        worker.scheduler, worker.flight = scheduler, deque()
+        return worker
 
     def add(self, name: str, tokens: int, *, resumable: bool = False, key: object = None) -> None:
         from vllm import SamplingParams
@@ -186,6 +206,51 @@ def test_a_request_whose_first_token_is_on_its_way_is_not_prefilled_again(engine
     worker.finish(kept=0)
     rows, _, _ = worker.scheduler.control.end()
     assert [row["prefill_tokens"] for row in rows] == [3, 3]
+
+
+def test_without_a_policy_vllm_drafts_as_it_was_started_to_and_that_is_written_down(engine: Engine):
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+    from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler
+
+    depths = []
+    for cls in (AsyncScheduler, AsyncPolicyScheduler):
+        worker = Overlapped.of(scheduled_by(cls, engine, settings={}))
+        worker.add("a", 40)
+        worker.add("b", 40)
+        outputs = [worker.schedule(), worker.schedule()]
+        for kept in (0, 3, 1):
+            worker.finish(kept)
+            outputs.append(worker.schedule())
+        depths.append(
+            [(o.num_spec_tokens_to_schedule, *map(len, o.scheduled_spec_decode_tokens.values())) for o in outputs]
+        )
+    assert depths[0] == depths[1]
+    assert depths[0][-1] == (8, 8, 8)
+    worker.scheduler.control.begin(0)
+    while worker.flight:
+        worker.finish(2)
+    for _ in range(3):
+        worker.schedule()
+        worker.finish(2)
+    rows, decisions, _ = worker.scheduler.control.end()
+    assert decisions == []
+    assert [(r["drafter"], r["draft_depth"], r["num_drafted"], r["num_accepted"]) for r in rows][-1] == (
+        "draft_model", 8, 16, 4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_scheduler_that_does_not_fit_the_engine_is_refused(engine: Engine, asynchronous: bool):
+    from tltlab.runtime.engine.vllm.scheduler import AsyncPolicyScheduler, PolicyScheduler, policy_scheduler
+
+    fits, other = (AsyncPolicyScheduler, PolicyScheduler) if asynchronous else (PolicyScheduler, AsyncPolicyScheduler)
+    with pytest.raises(
+        ConfigError, match=rf"pass async_scheduling={not asynchronous}, or scheduler_cls=.*{fits.__name__}"
+    ):
+        scheduled_by(other, engine, asynchronous=asynchronous)
+    for cls in (fits, policy_scheduler):
+        assert type(scheduled_by(cls, engine, asynchronous=asynchronous)) is fits
 
 
 def test_each_input_of_a_streaming_session_is_a_turn(engine: Engine):

@@ -1,0 +1,271 @@
+"""What is changed in vLLM's model runners: drafting is timed, and iterations without drafts cost what plain ones do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+
+def spare_speculation() -> None:
+    """Have the V1 runner run an iteration without drafts as an engine built without speculation does.
+
+    vLLM else gathers the logits of no drafts, samples by rejection and proposes, in all a quarter of an iteration of a
+    small model, and runs a draft model's first pass, which keeps its KV cache up with the target's. Here a draft model
+    rests while no drafts are asked for, and catches up when they are. Where that cannot be, it goes on as in vLLM: with
+    EAGLE heads, whose inputs are hidden states that are gone, under asynchronous scheduling, and without a policy of
+    ours. Hybrid models (Mamba) keep their states by what is drafted.
+    """
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+
+    if hasattr(V1Runner.execute_model, "spared_by_tltlab"):
+        return
+    execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
+    propose_stock = V1Runner.propose_draft_token_ids
+
+    @wraps(execute_stock)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        rest = _rest_of(self)
+        rest.came_and_went(scheduler_output)
+        plain = not scheduler_output.scheduled_spec_decode_tokens and rest.rests(scheduler_output)
+        with _without_speculation(self, plain):
+            return execute_stock(self, scheduler_output, *args, **kwargs)
+
+    @wraps(sample_stock)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.execute_model_state
+        plain = state is not None and state.spec_decode_metadata is None and hasattr(self, "drafter")
+        if plain:
+            _rest_of(self).falls_behind(self.input_batch)
+        with _without_speculation(self, plain):
+            return sample_stock(self, *args, **kwargs)
+
+    @wraps(propose_stock)
+    def propose_draft_token_ids(self: Any, scheduler_output: Any, *args: Any) -> Any:
+        rest = _rest_of(self)
+        if rest.of_a_model:
+            if rest.rests(scheduler_output):
+                rest.falls_behind(self.input_batch)
+                return torch.empty((self.input_batch.num_reqs, 0), dtype=torch.int64, device=self.device)
+            _, sampling, hidden, *_, common, _ = args
+            rest.catches_up(self, common, hidden, sampling)
+        return propose_stock(self, scheduler_output, *args)
+
+    execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
+    V1Runner.execute_model, V1Runner.sample_tokens = execute_model, sample_tokens
+    V1Runner.propose_draft_token_ids = propose_draft_token_ids
+
+
+@contextmanager
+def _without_speculation(runner: Any, wanted: bool) -> Iterator[None]:
+    """Within, if `wanted`, the runner has no speculative_config."""
+    if not wanted:
+        yield
+        return
+    speculative, runner.speculative_config = runner.speculative_config, None
+    try:
+        yield
+    finally:
+        runner.speculative_config = speculative
+
+
+class Rest:
+    """Whether what drafts in a runner rests in an iteration, and what a draft model then has to catch up.
+
+    `behind` has of each request in the engine that was in such an iteration the first position whose keys and values
+    the draft model lacks.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        drafter: Any = getattr(runner, "drafter", None)
+        settings = runner.vllm_config.additional_config
+        ours = (settings.get("tltlab") or {}) if isinstance(settings, dict) else {}
+        at_rest = drafter is not None and not runner.model_config.is_hybrid
+        self.always = at_rest and isinstance(drafter, NoProposer)
+        self.of_a_model = (
+            at_rest
+            and type(drafter).__name__ == "DraftModelProposer"
+            and ours.get("policy") is not None
+            and not (runner.use_async_scheduling or drafter.parallel_drafting)
+            and not (runner.supports_mm_inputs or runner.uses_mrope)
+            and runner.parallel_config.data_parallel_size == 1
+        )
+        self.behind: dict[str, int] = {}
+        self._has_rested = False
+
+    def rests(self, output: Any) -> bool:
+        """Whether nothing is to be drafted at the end of this iteration."""
+        return self.always or (self.of_a_model and not output.num_spec_tokens_to_schedule)
+
+    def came_and_went(self, output: Any) -> None:
+        """Take note of requests that have ended, and of those that begin with what others left in the cache."""
+        if not self._has_rested:
+            return
+        for name in output.finished_req_ids:
+            self.behind.pop(name, None)
+        # Nobody knows which cached blocks were computed while the draft model rested.
+        resumed = output.scheduled_cached_reqs.resumed_req_ids
+        self.behind.update(dict.fromkeys((*(r.req_id for r in output.scheduled_new_reqs), *resumed), 0))
+
+    def falls_behind(self, batch: Any) -> None:
+        """What the iteration computed, the draft model does not have."""
+        if not self.of_a_model:
+            return
+        self._has_rested = True
+        for name, computed in zip(batch.req_ids, batch.num_computed_tokens_cpu.tolist(), strict=False):
+            self.behind.setdefault(name, computed)
+
+    def catches_up(self, runner: Any, common: Any, hidden: Any, sampling: Any) -> None:
+        """Run the draft model over what it lacks of the batch: vLLM's own first pass, with no drafts to make."""
+        batch, drafter = runner.input_batch, runner.drafter
+        # A pass takes a token more of each request, the one that comes next.
+        room = drafter.max_num_tokens
+        passes: list[list[tuple[int, int, int]]] = [[]]
+        for row, name in enumerate(batch.req_ids):
+            first, end = self.behind.pop(name, None), int(batch.num_computed_tokens_cpu[row])
+            while first is not None and first < end:
+                if room < 2:
+                    passes.append([])
+                    room = drafter.max_num_tokens
+                stop = min(end, first + room - 1)
+                passes[-1].append((row, first, stop))
+                room -= stop - first + 1
+                first = stop
+        for missing in filter(None, passes):
+            rows, firsts, stops = np.array(missing).T
+            starts = torch.from_numpy(np.concatenate([[0], np.cumsum(stops - firsts)]).astype(np.int32))
+            tokens, positions, following = (
+                torch.from_numpy(np.concatenate(parts)).to(runner.device)
+                for parts in (
+                    [batch.token_ids_cpu[row, first:stop] for row, first, stop in missing],
+                    [np.arange(first, stop) for _, first, stop in missing],
+                    [batch.token_ids_cpu[row, stop : stop + 1] for row, _, stop in missing],
+                )
+            )
+            lengths = torch.from_numpy(stops.astype(np.int32))
+            lacking = common.replace(
+                query_start_loc=starts.to(runner.device),
+                query_start_loc_cpu=starts,
+                seq_lens=lengths.to(runner.device),
+                seq_lens_cpu_upper_bound=lengths,
+                num_reqs=len(rows),
+                num_actual_tokens=len(tokens),
+                max_query_len=int((stops - firsts).max()),
+                max_seq_len=int(stops.max()),
+                block_table_tensor=common.block_table_tensor[torch.from_numpy(rows).to(runner.device)],
+                slot_mapping=torch.zeros(len(tokens), dtype=torch.int64, device=runner.device),
+                positions=positions,
+                is_prefilling=torch.ones(len(rows), dtype=torch.bool),
+                _num_computed_tokens_cache=None,
+                _token_to_req_indices_cache=None,
+            )
+            drafter.propose(
+                num_speculative_tokens=0,
+                target_token_ids=tokens,
+                target_positions=positions,
+                target_hidden_states=hidden[:0],
+                next_token_ids=following,
+                token_indices_to_sample=None,
+                common_attn_metadata=lacking,
+                sampling_metadata=sampling,
+            )
+
+
+def _rest_of(runner: Any) -> Rest:
+    rest = runner.__dict__.get("tltlab_rest")
+    if rest is None:
+        rest = runner.tltlab_rest = Rest(runner)
+    return cast(Rest, rest)
+
+
+class NoProposer:
+    """A `custom_class` proposer that drafts nothing: model-free drafts are made beside the scheduler."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        pass
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to load."""
+
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled_token_ids]
+
+
+def time_drafting() -> None:
+    """Have both model runners say with the drafts they hand over how many seconds these took, as `draft_s`.
+
+    On CUDA the time is the device's, between two events. Under asynchronous scheduling drafts are not handed over.
+    """
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+
+    if hasattr(V1Runner.take_draft_token_ids, "timed_by_tltlab"):
+        return
+    V1Runner.propose_draft_token_ids = _timed(V1Runner.propose_draft_token_ids, lambda args: _stopwatch(args[0]))
+    for runner in (V1Runner, V2Runner):
+        runner.take_draft_token_ids = _with_time(runner.take_draft_token_ids)
+
+
+class _Stopwatch:
+    """Seconds within `with`, on the device where there is one."""
+
+    def __init__(self) -> None:
+        self.events: tuple[Any, Any] | None = None
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        if torch.cuda.is_available():
+            self.events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self.events[0].record()
+        self.seconds = -time.perf_counter()
+
+    def __exit__(self, *exception: object) -> None:
+        self.seconds += time.perf_counter()
+        if self.events is not None:
+            self.events[1].record()
+
+    def read(self) -> float:
+        """The seconds of the last interval, once."""
+        seconds, events = self.seconds, self.events
+        if events is not None:
+            events[1].synchronize()
+            seconds = events[0].elapsed_time(events[1]) / 1e3
+        self.seconds, self.events = 0.0, None
+        return seconds
+
+
+def _timed(function: Any, watch_of: Callable[[tuple[Any, ...]], _Stopwatch]) -> Any:
+    @wraps(function)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        with watch_of(args):
+            return function(*args, **kwargs)
+
+    timed.timed_by_tltlab = True  # type: ignore[attr-defined]
+    return timed
+
+
+def _with_time(take: Any) -> Any:
+    @wraps(take)
+    def take_draft_token_ids(self: Any) -> Any:
+        watch = _stopwatch(self)
+        speculator = getattr(self, "speculator", None)
+        if speculator is not None and not hasattr(speculator.propose, "timed_by_tltlab"):
+            # The V2 runner's drafter is an object of its own; its first drafts pass untimed.
+            speculator.propose = _timed(speculator.propose, lambda args: watch)
+        drafts = take(self)
+        if drafts is not None:
+            drafts.draft_s = watch.read()
+        return drafts
+
+    take_draft_token_ids.timed_by_tltlab = True  # type: ignore[attr-defined]
+    return take_draft_token_ids
+
+
+def _stopwatch(runner: Any) -> _Stopwatch:
+    watch: _Stopwatch = runner.__dict__.setdefault("tltlab_stopwatch", _Stopwatch())
+    return watch

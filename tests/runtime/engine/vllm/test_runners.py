@@ -1,0 +1,140 @@
+"""What an engine built for drafts does in iterations without any: as one without speculation. And what comes after."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tltlab.policies.selector import Selector
+from tltlab.runtime.engine.engine import Engine
+from tltlab.state import StepState
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+from ..asking import fixed, kept_and_refused, request, requests, switching
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def called(cramped: Engine, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the engine called what only speculation needs, and how often its sampler alone."""
+    core = cramped.llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, label: str) -> None:
+        stock = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[label] += 1
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(runner.rejection_sampler, "forward", "rejection sampler")
+    count(runner, "propose_draft_token_ids", "proposer")
+    count(runner, "_calc_spec_decode_metadata", "gathering")
+    count(core.model_executor, "take_draft_token_ids", "asking")
+    count(runner.sampler, "forward", "sampler")
+    return counts
+
+
+def test_off_means_off(cramped: Engine, called: Counter[str]):
+    cramped.set_policy(None)
+    rows = cramped.generate(requests(4, 30), rl_step=0, temperature=1.0).iterations
+    assert called == {"sampler": len(rows)}
+
+
+def test_only_iterations_that_verify_drafts_pay_for_them(cramped: Engine, called: Counter[str]):
+    cramped.set_policy(switching(Strategy.chain("ngram", 4)))
+    rows = cramped.generate(requests(4, 60), rl_step=0, temperature=0.3).iterations
+    verifying = sum(row["num_drafted"] > 0 for row in rows)
+    assert 0 < verifying < len(rows)
+    assert called["rejection sampler"] == called["gathering"] == called["proposer"] == verifying
+    assert called["sampler"] == len(rows)
+    assert called["asking"] == 0
+
+
+def test_greedy_tokens_are_the_same_with_drafts_in_some_iterations(cramped: Engine):
+    cramped.set_policy(None)
+    plain = cramped.generate(requests(6, 60), rl_step=0, temperature=0.0)
+    for policy in (fixed("suffix"), switching(Strategy.chain("suffix", 4), hold_iterations=1)):
+        cramped.set_policy(policy)
+        drafted = cramped.generate(requests(6, 60), rl_step=1, temperature=0.0)
+        assert [r.token_ids for r in drafted.responses] == [r.token_ids for r in plain.responses]
+        assert sum(row["num_accepted"] for row in drafted.iterations) > 0
+
+
+class OffThenOn(Selector):
+    """No drafts for `off` iterations, then as deep as it goes for 10, again and again."""
+
+    strategies = (NO_SPECULATION, Strategy.chain("learned", 4))
+
+    def __init__(self, off: int) -> None:
+        self.off = off
+        self.turn = -1
+
+    def choose(self, state: StepState) -> Strategy:
+        self.turn += 1
+        return self.strategies[self.turn % (self.off + 10) >= self.off]
+
+
+@pytest.fixture
+def attentive(roomy: Engine, good: dict[str, torch.Tensor]) -> Iterator[Engine]:
+    """The roomy engine with weights that attend to more than the last token, in target and draft model."""
+    weights = {name: value * 30 if "v_proj" in name else value for name, value in good.items()}
+    for number, given in enumerate((weights, good), start=1):
+        roomy.update_weights(given.items(), number)
+        roomy.update_draft_weights(given.items())
+        if given is weights:
+            yield roomy
+
+
+def refused(engine: Engine, *, off: int, rl_step: int, prompt_tokens: int = 3, first: int = 0) -> float:
+    """The share of drafts refused; greedily a drafter that is the target itself has none.
+
+    Prompts differ by `first`: blocks of the cache are used again, and would else hold just what is missing.
+    """
+    prompts = [([1, 4 + first + n, 5 + first, 7, 6 + n] * 40)[:prompt_tokens] for n in range(4)]
+    asked = [request(f"p{n}", 0, prompt, 100 - n, rl_step=rl_step) for n, prompt in enumerate(prompts)]
+    engine.set_policy(OffThenOn(off))
+    kept, lost = kept_and_refused(engine.generate(asked, rl_step=rl_step, temperature=0.0))
+    assert kept
+    return lost / (kept + lost)
+
+
+def test_a_draft_model_rests_while_it_is_not_asked_and_is_as_good_after(
+    attentive: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    runner = attentive.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    passes = []
+    forward = runner.drafter.model.forward
+    monkeypatch.setattr(runner.drafter.model, "forward", lambda *a, **k: (passes.append(1), forward(*a, **k))[1])
+    attentive.set_policy(None)
+    attentive.generate(requests(4, 30), rl_step=0, temperature=1.0)
+    assert passes == []
+    attentive.llm.reset_prefix_cache()
+    always = refused(attentive, off=0, rl_step=1)
+    assert refused(attentive, off=30, rl_step=2, first=4) <= always + 0.01
+    monkeypatch.setattr(type(runner.tltlab_rest), "catches_up", lambda *args: None)
+    assert refused(attentive, off=30, rl_step=3, first=8) > always + 0.2
+
+
+def test_it_knows_what_lies_in_the_cache_since_it_rested(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+    attentive.llm.reset_prefix_cache()
+    always = refused(attentive, off=0, rl_step=0, prompt_tokens=150)
+    attentive.llm.reset_prefix_cache()
+    refused(attentive, off=20, rl_step=1, prompt_tokens=150)
+    assert refused(attentive, off=0, rl_step=2, prompt_tokens=150) <= always + 0.01
+
+
+def test_it_catches_up_in_passes_that_it_has_room_for(attentive: Engine, monkeypatch: pytest.MonkeyPatch):
+    runner = attentive.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    attentive.llm.reset_prefix_cache()
+    always = refused(attentive, off=0, rl_step=0)
+    monkeypatch.setattr(runner.drafter, "max_num_tokens", 50)
+    assert refused(attentive, off=30, rl_step=1, first=4) <= always + 0.01
