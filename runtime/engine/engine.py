@@ -71,7 +71,8 @@ class Response:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning; drafting is in neither.
+    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning, `drafting_s` into drafters
+    beside the scheduler: what they were fed, and what they looked up.
     """
 
     responses: list[Response]
@@ -80,6 +81,7 @@ class Rollout:
     duration_s: float
     recorder_s: float
     policy_s: float
+    drafting_s: float = 0.0
 
 
 class EngineDied(RunError):
@@ -256,7 +258,7 @@ class Engine:
             adapter.abort_all(self.llm)
         usual = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
         params = [_params(request, usual) for request in requests]
-        inside, deciding = self._call("seconds")
+        inside, deciding, drafting = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
@@ -277,7 +279,7 @@ class Engine:
                         stopped = time.perf_counter() - start
                         outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
-            inside_after, deciding_after = self._call("seconds")
+            inside_after, deciding_after, drafting_after = self._call("seconds")
             self._heed_canary()
         except DrafterCollapsed:
             adapter.abort_all(self.llm)
@@ -300,6 +302,7 @@ class Engine:
             duration_s=duration_s,
             recorder_s=(inside_after - inside) - (deciding_after - deciding),
             policy_s=deciding_after - deciding,
+            drafting_s=drafting_after - drafting,
         )
 
     def _heed_canary(self, every_s: float = 0.0) -> None:

@@ -37,8 +37,7 @@ def runtime_env(env: Mapping[str, str]) -> dict[str, Any]:
 
 def _user_paths() -> list[str]:
     installed = (sys.prefix, sys.base_prefix)
-    paths = [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
-    return list(dict.fromkeys([*paths, os.getcwd()]))
+    return [path or os.getcwd() for path in sys.path if not path.startswith(installed)]
 
 
 def get(refs: Any, *, died: type[RunError] = RunError) -> Any:

@@ -271,6 +271,7 @@ def _joined(part: Rollout, new: Rollout, begun: float) -> Rollout:
         duration_s=new.duration_s,
         recorder_s=part.recorder_s + new.recorder_s,
         policy_s=part.policy_s + new.policy_s,
+        drafting_s=part.drafting_s + new.drafting_s,
     )
 
 

@@ -8,6 +8,7 @@ per rollout, beside it `policies.json` and `repeats.json` as a training run writ
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -285,7 +286,7 @@ def _engines_alone(recipe: Recipe, max_draft_depth: int, seed: int) -> Recipe:
             "train": recipe.train.model_copy(update={"gpus": 0.0}),
             "cluster": recipe.cluster.model_copy(update={"placement": "separate"}),
             "seed": seed,
-            # A run does not choose what code is imported here.
-            "code": (),
+            # Of policies that are named here; a run does not choose what code is imported.
+            "code": (os.getcwd(),),
         }
     )

@@ -43,7 +43,6 @@ class WorkerLost(RunError):
 class _Worker:
     """What is known of a worker, and what it is told when it starts again.
 
-    `failed_start` is why it died before the pool had started, without numbers, which differ from worker to worker.
     `memory` is what its policy and budget had learned under `learned_by`, as a dict or a reference to one; `since` are
     the lengths that its budget has been told from then on, as arguments of `learn_lengths`. `taken` is the memory that
     a rollout under way began with.
@@ -56,7 +55,6 @@ class _Worker:
     since: list[tuple[Any, int | None]] = field(default_factory=list)
     taken: Any = None
     replayed: list[dict[str, Any]] = field(default_factory=list)
-    failed_start: str = ""
 
 
 class WorkerPool:
@@ -107,7 +105,13 @@ class WorkerPool:
         self._running = False
 
     def start(self) -> None:
-        """Start all workers, side by side."""
+        """Start all workers, side by side; who dies is started again when all have been tried once."""
+        died = [lost for lost in self._all(None, once=True) if lost is not None]
+        # Numbers differ from worker to worker. One alone may have been killed by chance, unless its engine says why.
+        reasons = {re.sub(r"\d+", "", str(lost)) for lost in died}
+        told = len(died) > 1 or (died and isinstance(died[0].__cause__, RayTaskError))
+        if told and len(died) == len(self.handles) and len(reasons) == 1:
+            raise RunError(f"no engine can start: each dies of this at its start: {died[0]}") from died[0]
         self._all(None)
         self._running = True
 
@@ -274,17 +278,23 @@ class WorkerPool:
         """Tell every worker what one that is started again is told anyway."""
         self._all(ask, told_at_start=True)
 
-    def _all(self, ask: Ask | None, *, told_at_start: bool = False, doing: Sequence[str] = ()) -> list[Any]:
+    def _all(
+        self, ask: Ask | None, *, told_at_start: bool = False, doing: Sequence[str] = (), once: bool = False
+    ) -> list[Any]:
         """Each worker's answer. A coroutine waits for each worker: what one goes through holds no other up."""
+        parts = doing or [""] * len(self.handles)
 
         async def answers() -> list[Any]:
-            lives = (self._life(n, ask, told_at_start, doing[n] if doing else "") for n in range(len(self.handles)))
+            lives = (self._life(n, ask, told_at_start, part, once) for n, part in enumerate(parts))
             return await asyncio.gather(*lives)
 
         return _finished(answers())
 
-    async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str) -> Any:
-        """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back."""
+    async def _life(self, n: int, ask: Ask | None, told_at_start: bool, doing: str, once: bool) -> Any:
+        """Worker n's answer to `ask`, None without one: it is asked again for as long as it dies and may come back.
+
+        With `once` it is not, and the answer is what it died of.
+        """
         while True:
             try:
                 if not self._workers[n].alive:
@@ -296,6 +306,8 @@ class WorkerPool:
                 return None if ask is None else await self._answer(n, ask(n, self.handles[n]))
             except WorkerLost as lost:
                 self._lost(n, lost, doing)
+                if once:
+                    return lost
 
     async def _begin(self, n: int) -> None:
         """Start worker n, and tell it what it should know."""
@@ -358,21 +370,12 @@ class WorkerPool:
             worker.taken = None
         ray.kill(self.handles[n])
         when = f"in RL step {self.events.rl_step}" if self._running else "at its start"
-        if not self._running and self._dies_everywhere(n, lost):
-            self.events.note(f"rollout worker {n} died {when} ({lost}), as all do", worker=n)
-            raise RunError(f"no engine can start: each dies of this at its start: {lost}") from lost
+        again = f"; started again{doing}" if self._running else ""
         if worker.deaths > most:
             raise RunError(
                 f"rollout worker {n} died {worker.deaths} times, and faults.max_restarts is {most}; at last: {lost}"
             ) from lost
-        self.events.note(f"rollout worker {n} died {when} ({lost}); started again{doing}", worker=n)
-
-    def _dies_everywhere(self, n: int, lost: WorkerLost) -> bool:
-        """Whether every worker's first start failed like worker n's now; one alone may have been killed by chance."""
-        self._workers[n].failed_start = self._workers[n].failed_start or re.sub(r"\d+", "", str(lost))
-        failed_itself = isinstance(lost.__cause__, RayTaskError)
-        same = len({worker.failed_start for worker in self._workers}) == 1
-        return same and (failed_itself or len(self._workers) > 1)
+        self.events.note(f"rollout worker {n} died {when} ({lost}){again}", worker=n)
 
     async def _answer(self, n: int, call: Any) -> Any:
         """What a call to worker n returns; WorkerLost where it dies of it, an error of ours for all else."""

@@ -329,6 +329,7 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
         num_accepted=sum(row["num_accepted"] for row in verifying),
         recorder_s=rollout.recorder_s,
         policy_s=rollout.policy_s,
+        drafting_s=rollout.drafting_s,
     )
 
 
@@ -372,6 +373,7 @@ class Measured:
     num_accepted: int
     recorder_s: float
     policy_s: float
+    drafting_s: float
 
     def rate(self, part: Part, per: str) -> float:
         """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
@@ -454,6 +456,7 @@ def _means(rollouts: list[Measured]) -> dict[str, Any]:
         "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
         "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
         "policy_share": sum(r.policy_s for r in rollouts) / seconds,
+        "drafting_share": sum(r.drafting_s for r in rollouts) / seconds,
     }
 
 

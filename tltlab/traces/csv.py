@@ -96,9 +96,15 @@ def tables_from_csv(
 def tables_of_lengths(
     key: pd.DataFrame, lengths: Any, prompt_tokens: Any, cap: int, cut: Any
 ) -> dict[str, pd.DataFrame]:
-    """Workload and outcomes of responses known by their lengths alone; `cut` says which reached the cap."""
+    """Workload and outcomes of responses known by their lengths alone; `cut` says which reached the cap.
+
+    `epoch` counts the earlier RL steps with the same prompt.
+    """
+    visits = key[["rl_step", "prompt_id"]].drop_duplicates().sort_values("rl_step", kind="stable")
+    visits["epoch"] = visits.groupby("prompt_id", sort=False).cumcount()
+    epoch = key.merge(visits, on=["rl_step", "prompt_id"], how="left")["epoch"].to_numpy()
     workload = key.assign(
-        turn=0, epoch=0, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
+        turn=0, epoch=epoch, prompt_tokens=prompt_tokens, max_response_tokens=cap, policy_version=key["rl_step"]
     )
     outcomes = key.assign(turn=0, response_tokens=lengths, finish_reason=np.where(cut, "length", "stop"))
     return {"workload": workload, "outcomes": outcomes}

@@ -42,9 +42,10 @@ def test_a_csv_of_lengths_is_a_trace(tmp_path, text):
 
 
 def test_known_columns_of_a_csv_are_used(tmp_path):
-    text = "rl_step,prompt_id,prompt_tokens,length\n0,a,7,1\n0,a,7,2\n1,b,8,3\n"
+    text = "rl_step,prompt_id,prompt_tokens,length\n4,a,7,1\n0,a,7,1\n0,a,7,2\n1,b,8,3\n"
     trace = import_dump(csv(tmp_path, text))
-    assert trace.rl_steps == [0, 1]
+    assert trace.workload["epoch"].tolist() == [0, 0, 0, 1]
+    trace = trace.select([0, 1])
     assert trace.outcomes["sample"].tolist() == [0, 1, 0]
     assert trace.workload["prompt_tokens"].tolist() == [7, 7, 8]
 

@@ -111,6 +111,7 @@ def test_what_was_cut_goes_on_first_in_the_order_it_was_asked_for(tmp_path: Path
         done = {t.prompt.prompt_id for t in got.trajectories}
         asked = [group["prompt_id"] for group in rollouts.state_dict(tmp_path)["pending"]]
         assert not done & set(asked)
+        assert [rollouts.prompts[number].prompt_id for number in rollouts.under_way] == asked
         assert asked[: len(before) - len(done & set(before))] == [name for name in before if name not in done]
         before = asked
 
