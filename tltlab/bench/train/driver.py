@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 from weakref import WeakValueDictionary
 
@@ -127,7 +127,7 @@ class Meter:
 class Ref:
     """Stands for `ray.ObjectRef`: a result that is worked out when it is asked for; it travels as its number."""
 
-    _all: WeakValueDictionary[int, Ref] = WeakValueDictionary()
+    _all: ClassVar[WeakValueDictionary[int, Ref]] = WeakValueDictionary()
     _numbers = itertools.count()
 
     def __init__(self, make: Callable[[], Any]) -> None:
