@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any, cast, overload
 
 import numpy as np
@@ -190,6 +191,7 @@ class Control:
         self.seat = Seat(worker=worker, clock=clock)
         self.ledger = Ledger(self.seat.tell, worker=worker, overlapped=overlapped, clock=clock)
         self.inside = Stopwatch(clock)
+        self.drafting = Stopwatch(clock)
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
@@ -230,9 +232,9 @@ class Control:
             self.seat.budget.finished(cast(RequestState, live), drafted=0, accepted=0)
 
     @property
-    def seconds(self) -> tuple[float, float]:
-        """Seconds spent inside in all, and of these deciding."""
-        return self.inside.seconds, self.seat.deciding.seconds
+    def seconds(self) -> tuple[float, float, float]:
+        """Seconds spent inside in all, of these deciding, and, beside them, feeding drafters and looking up."""
+        return self.inside.seconds, self.seat.deciding.seconds, self.drafting.seconds
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned.
@@ -349,16 +351,22 @@ class Control:
         drafts = [[] for _ in request_ids] if strategy.speculates or any(learned) else learned
         if strategy.speculates:
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
-            late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
-            lives = [self.live.get(i) for i in request_ids]
-            drafting = [(n, live) for n, live in enumerate(lives) if live is not None and live.output]
+            with self.drafting:
+                late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
+            places, lives = [], []
+            for n, live in enumerate(map(self.live.get, request_ids)):
+                if live is not None and live.output:
+                    places.append(n)
+                    lives.append(live)
             with self.inside, self.seat.deciding:
-                shares = self.allot([live for _, live in drafting])
-            asked = [(n, live, share) for (n, live), share in zip(drafting, shares, strict=True) if share]
-            made = self.drafters.propose(
-                strategy, [(live.key, share) for _, live, share in asked], [learned[n] for n, _, _ in asked]
-            )
-            for (n, live, _), (drafter, draft) in zip(asked, made, strict=True):
+                shares = self.allot(lives)
+            if not all(shares):
+                places, lives = list(compress(places, shares)), list(compress(lives, shares))
+                shares = [share for share in shares if share]
+            asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
+            with self.drafting:
+                made = self.drafters.propose(strategy, asked, [learned[n] for n in places])
+            for n, live, (drafter, draft) in zip(places, lives, made, strict=True):
                 live.drafter, drafts[n] = drafter, draft
         self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts

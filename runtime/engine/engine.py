@@ -55,12 +55,13 @@ class GenerationRequest:
 class Response:
     """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
 
-    `finish_reason` is "stop", "length" or "abort".
+    `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
+    each from a rollout worker.
     """
 
     key: Key
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     finish_reason: str
     t_first_token: float
     t_finish: float
@@ -70,15 +71,17 @@ class Response:
 class Rollout:
     """One engine's share of a rollout: responses in the order of the requests, rows for the trace, seconds.
 
-    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning; drafting is in neither.
+    `recorder_s` went into the ledger, `policy_s` into choosing, sharing out and learning, `drafting_s` into drafters
+    beside the scheduler: what they were fed, and what they looked up.
     """
 
     responses: list[Response]
-    iterations: list[dict[str, Any]]
-    decisions: list[dict[str, Any]]
+    iterations: Sequence[Mapping[str, Any]]
+    decisions: Sequence[Mapping[str, Any]]
     duration_s: float
     recorder_s: float
     policy_s: float
+    drafting_s: float = 0.0
 
 
 class EngineDied(RunError):
@@ -255,7 +258,7 @@ class Engine:
             adapter.abort_all(self.llm)
         usual = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
         params = [_params(request, usual) for request in requests]
-        inside, deciding = self._call("seconds")
+        inside, deciding, drafting = self._call("seconds")
         self._call("begin", rl_step)
         start = time.perf_counter()
         outputs: dict[str, tuple[Any, float]] = {}
@@ -276,7 +279,7 @@ class Engine:
                         stopped = time.perf_counter() - start
                         outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
-            inside_after, deciding_after = self._call("seconds")
+            inside_after, deciding_after, drafting_after = self._call("seconds")
             self._heed_canary()
         except DrafterCollapsed:
             adapter.abort_all(self.llm)
@@ -299,6 +302,7 @@ class Engine:
             duration_s=duration_s,
             recorder_s=(inside_after - inside) - (deciding_after - deciding),
             policy_s=deciding_after - deciding,
+            drafting_s=drafting_after - drafting,
         )
 
     def _heed_canary(self, every_s: float = 0.0) -> None:

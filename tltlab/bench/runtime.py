@@ -6,7 +6,9 @@ from typing import Any
 
 from tltlab.console import table
 
-_HEADER = ("mode", "seconds", "tail", "plain", "tokens/s", "accept", "record", "policy", "speed-up", "in the tail")
+_HEADER = (
+    "mode", "seconds", "tail", "plain", "tokens/s", "accept", "record", "policy", "drafting", "speed-up", "in the tail",
+)  # fmt: skip
 
 
 def text(found: dict[str, Any]) -> str:
@@ -19,7 +21,7 @@ def text(found: dict[str, Any]) -> str:
                 row["mode"], f"{row['seconds']:.2f}", f"{row['tail_seconds']:.2f}", f"{row['plain_s']:.2f}",
                 f"{row['tokens_per_s']:.0f}",
                 "-" if row["mean_accept_length"] is None else f"{row['mean_accept_length']:.2f}",
-                f"{row['recorder_share']:.1%}", f"{row['policy_share']:.1%}",
+                *(f"{row[f'{part}_share']:.1%}" for part in ("recorder", "policy", "drafting")),
                 *(_interval(ratios.get((row["mode"], epoch, part))) for part in ("rollout", "tail")),
             )
             for row in found["modes"] if row["epoch"] == epoch
@@ -29,6 +31,7 @@ def text(found: dict[str, Any]) -> str:
     rounds = found["modes"][0]["rollouts"]
     lines += [
         "",
+        "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the scheduler",
         "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's rollouts; a",
         f"speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over {rounds} rounds"
         + (", too narrow below ten" if rounds < 10 else ""),

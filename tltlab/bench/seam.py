@@ -66,18 +66,19 @@ def bench_seam(
     `us_per_iteration` is the median, `p99_us` the 99th percentile and `mean_us` the mean over iterations, in
     microseconds; `parts` are medians by what vLLM calls: `schedule`, `outputs` and `drafts`, with `policy` the part of
     them in which the policy chooses, shares out and learns; means of `requests`, in which requests come and go.
-    `lookup_us` and `insert_us` are what the drafters' indices alone take for an iteration's calls, in a bare loop;
-    `vllm_us` is what vLLM's own scheduler takes. While off, elastic activation keeps speculation off; drafting, there
-    is none. A policy that does not speculate at a batch has no row that drafts there. A response has 1,024 tokens; as
-    one ends another comes. With `cold` the caches are emptied before each call, as a forward pass on the same processor
-    does. ConfigError for a case that there is not.
+    `lookup_us` and `insert_us` are what the drafters' indices alone take for an iteration's calls; `vllm_us` is what
+    vLLM's own scheduler takes. While off, elastic activation keeps speculation off; drafting, there is none. A policy
+    that does not speculate at a batch has no row that drafts there. A response has 1,024 tokens; as one ends another
+    comes. With `cold` the caches are emptied before each call, as a forward pass on the same processor does.
+    `python_ns` is what a turn of an empty loop took meanwhile, by which runs on busy machines can be compared.
+    ConfigError for a case that there is not.
     """
     if unknown := [case for case in cases if case not in CASES]:
         raise ConfigError(f"no case {unknown[0]!r} of bench seam; there are: {', '.join(CASES)}")
     from tltlab.runtime.engine.environment import hardware, versions
     from tltlab.runtime.engine.vllm import starting
 
-    rows = []
+    rows, turns = [], []
     with tempfile.TemporaryDirectory() as folder, starting():
         world = _World(Path(folder), max(batches))
         for case in cases:
@@ -88,10 +89,12 @@ def bench_seam(
                         continue
                     played = _Played(world, case, policy, batch, cold=cold)
                     row = played.measure(iterations, drafting=drafting)
+                    turns.append(_loop_ns())
                     if row is not None:
                         rows.append({"policy": case, "batch": batch, "drafting": drafting, **row})
             progress(f"{case}: {len(rows)} rows")
     about = {"hardware": hardware(), "versions": versions(), "iterations": iterations, "cold": cold}
+    about["python_ns"] = float(np.median(turns))
     return about | {"rows": rows, "goals": goals(rows)}
 
 
@@ -142,6 +145,13 @@ def _policy(case: str, drafting: bool) -> Policy | None:
     if not any(strategy.speculates for strategy in policy.strategies):
         return None if drafting else policy
     return policy.model_copy(update={"activation": None if drafting else Activation(max_requests=0)})
+
+
+def _loop_ns(turns: int = 20_000) -> float:
+    began = time.thread_time_ns()
+    for _ in range(turns):
+        pass
+    return (time.thread_time_ns() - began) / turns
 
 
 class _World:
@@ -315,7 +325,7 @@ class _Played:
             return None
         ours = np.array([sum(us for part, us in row["us"].items() if part != _VLLM) for row in taken])
         by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
-        lookup_us, insert_us = self._bare() if drafting else (0.0, 0.0)
+        lookup_us, insert_us = self._index_us() if drafting else (0.0, 0.0)
         self.scheduler.close_recording()
         return {
             "us_per_iteration": float(np.median(ours)),
@@ -406,50 +416,53 @@ class _Played:
         draft, right = text[at + 1 : at + 1 + depth], at % (depth + 1)
         return [token if n < right else token + 1 for n, token in enumerate(draft)]
 
-    def _bare(self) -> tuple[float, float]:
-        """Microseconds that the drafters' indices take for the look-ups and insertions of one iteration, and no more.
+    def _index_us(self) -> tuple[float, float]:
+        """Microseconds that the drafters' indices take for the look-ups and the insertions of an iteration.
 
-        The calls of an iteration are noted and made again, in a loop; afterwards the indices are of no use.
+        Each of their calls is timed, in iterations of their own; what timing takes is left out.
         """
-        calls: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {"lookup": [], "insert": []}
+        lookup, insert = [0.0], [0.0]
         for fed in self.control.drafters._fed.values():
             for tree in getattr(fed.drafter, "_trees", {}).values():
-                tree.index = _Noted(tree.index, {"speculate": calls["lookup"], "extend": calls["insert"]})
+                if tree.index is not None:
+                    tree.index = _TimedIndex(tree.index, {"speculate": lookup, "extend": insert})
             for store in getattr(fed.drafter, "_stores", {}).values():
-                for name, noted in (("propose", calls["lookup"]), ("add", calls["insert"])):
-                    setattr(store, name, getattr(_Noted(store, {name: noted}), name))
-        for _ in range(4 * _FEWEST):
-            for noted in calls.values():
-                noted.clear()
+                for name, taken in (("propose", lookup), ("add", insert)):
+                    setattr(store, name, _timed_call(getattr(store, name), taken))
+        found: list[tuple[float, float]] = []
+        for _ in range(8 * _FEWEST):
+            lookup[0] = insert[0] = 0.0
             if self._iterate()["speculates"]:
+                found.append((lookup[0] * 1e6, insert[0] * 1e6))
+            if len(found) == 2 * _FEWEST:
                 break
-        found = []
-        for noted in calls.values():
-            began = time.thread_time_ns()
-            for function, args in noted:
-                function(*args)
-            found.append((time.thread_time_ns() - began) / 1e3)
-        return found[0], found[1]
+        lookup_us, insert_us = np.median(np.array(found or [(0.0, 0.0)]), axis=0).tolist()
+        return lookup_us, insert_us
 
 
-class _Noted:
-    """Stands before an index and notes its calls by name."""
+class _TimedIndex:
+    """Stands before an index and adds up the seconds of some of its calls."""
 
-    def __init__(self, index: Any, notes: dict[str, list[tuple[Any, tuple[Any, ...]]]]) -> None:
+    def __init__(self, index: Any, taken: dict[str, list[float]]) -> None:
         self._index = index
-        for name, noted in notes.items():
-            setattr(self, name, self._noting(getattr(index, name), noted))
-
-    @staticmethod
-    def _noting(function: Any, noted: list[tuple[Any, tuple[Any, ...]]]) -> Any:
-        def call(*args: Any) -> Any:
-            noted.append((function, args))
-            return function(*args)
-
-        return call
+        for name, seconds in taken.items():
+            setattr(self, name, _timed_call(getattr(index, name), seconds))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._index, name)
+
+
+def _timed_call(function: Any, seconds: list[float]) -> Any:
+    clock = time.thread_time
+    asking_s = min(-clock() + clock() for _ in range(100))
+
+    def call(*args: Any) -> Any:
+        began = clock()
+        result = function(*args)
+        seconds[0] += clock() - began - asking_s
+        return result
+
+    return call
 
 
 @dataclass(slots=True)

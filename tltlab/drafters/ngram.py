@@ -71,11 +71,11 @@ class NgramDrafter(Drafter):
         assert key not in self._running, f"request {key!r} is open already"
         store = self._stores.setdefault(self._name(key), _Store(self.min_match, self.max_match))
         request = self._running[key] = _Running(store)
-        store.waiting.append((request, tuple(tokens)))
+        store.take(request, tokens)
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
-        request.store.waiting.append((request, tuple(tokens)))
+        request.store.take(request, tokens)
 
     def propose(self, key: Key, depth: int) -> Draft:
         request = self._running[key]
@@ -134,18 +134,24 @@ class _Store:
         self.counts: dict[Gram, dict[int, int]] = {}
         self.prompts: dict[Gram, Gram] = {}
         self.waiting: list[tuple[_Running, Gram]] = []
+        self.num_waiting = 0
+
+    def take(self, request: _Running, tokens: Sequence[int]) -> None:
+        """Tokens of a request, first its prompt's."""
+        self.waiting.append((request, tuple(tokens)))
+        self.num_waiting += len(tokens)
 
     def catch_up(self) -> None:
         """Put in what waits."""
-        waiting, self.waiting = self.waiting, []
+        waiting, self.waiting, self.num_waiting = self.waiting, [], 0
         for request, tokens in waiting:
             tail = request.tail
             request.tail = self.add_prompt(tokens) if tail is None else self.add(tail, tokens)
 
     @property
     def memory_bytes(self) -> int:
-        held = BYTES_PER_GRAM * len(self.best) + BYTES_PER_COUNTS * len(self.counts)
-        return held + BYTES_PER_WAITING * sum(len(tokens) for _, tokens in self.waiting)
+        grams, counts = BYTES_PER_GRAM * len(self.best), BYTES_PER_COUNTS * len(self.counts)
+        return grams + counts + BYTES_PER_WAITING * self.num_waiting
 
     def add_prompt(self, tokens: Gram) -> Gram:
         """Index a prompt unless it is known; its tail."""

@@ -303,7 +303,7 @@ class _Bench:
         self.rl_step += 1
         return engine.generate(requests, rl_step=self.rl_step - 1, temperature=TEMPERATURE)
 
-    def _told(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, list[int], list[int]]]:
+    def _told(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, Sequence[int], Sequence[int]]]:
         prompts = {prompt.prompt_id: prompt.token_ids for prompt in self.prompts}
         return [(r.key, prompts[r.key[1]], r.token_ids) for old in rollouts for r in old.responses]
 
@@ -329,6 +329,7 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
         num_accepted=sum(row["num_accepted"] for row in verifying),
         recorder_s=rollout.recorder_s,
         policy_s=rollout.policy_s,
+        drafting_s=rollout.drafting_s,
     )
 
 
@@ -372,6 +373,7 @@ class Measured:
     num_accepted: int
     recorder_s: float
     policy_s: float
+    drafting_s: float
 
     def rate(self, part: Part, per: str) -> float:
         """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
@@ -454,6 +456,7 @@ def _means(rollouts: list[Measured]) -> dict[str, Any]:
         "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
         "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
         "policy_share": sum(r.policy_s for r in rollouts) / seconds,
+        "drafting_share": sum(r.drafting_s for r in rollouts) / seconds,
     }
 
 

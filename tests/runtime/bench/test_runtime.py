@@ -19,7 +19,7 @@ def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int
     return Measured(
         mode=mode, kind=kind, epoch=epoch, round=round, num_responses=16, seconds=seconds, num_tokens=1000,
         plain_s=1.0, tail_seconds=tail_seconds, tail_tokens=60, tail_plain_s=0.5, num_pairs=10,
-        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0,
+        num_accepted=25, recorder_s=0.01 * seconds, policy_s=0.0, drafting_s=0.0,
     )  # fmt: skip
 
 
@@ -163,6 +163,7 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     for m in found["modes"]:
         assert 0 < m["tail_seconds"] < m["seconds"]
         assert (m["recorder_share"] > 0) == (m["mode"] != "stock")
+        assert (m["drafting_share"] > 0) >= (m["mode"] == "suffix 8")
     assert all(row["num_pairs"] == 0 for row in found["rows"] if row["kind"] in ("stock", "off"))
     assert [(row["batch"], row["drafters"]) for row in found["off"]] == [(1, "model-free"), (4, "model-free")]
     assert all(row["stock_s"] > 0 and row["off_s"] > 0 for row in found["off"])
