@@ -37,9 +37,9 @@ class _Problem:
 class History:
     """Finished responses in the order they finished, `texts`, of at most `max_bytes`.
 
-    Prompts are held once. What is over the budget is for the owner to take out (`leaving`): the least useful problems
-    first, those seen longest ago, among equals those that ever had the fewest tokens accepted. Problems with a running
-    request go last.
+    Prompts are held once. What is over the budget is for the owner to take out (`leaving`): first the oldest visits of
+    problems that were seen again since, so that many problems keep something; then whole problems, those seen longest
+    ago first, among equals those that ever had the fewest tokens accepted. Problems with a running request go last.
     """
 
     def __init__(self, max_bytes: float) -> None:
@@ -84,9 +84,18 @@ class History:
         self._drop_if_unused(key[1], problem)
 
     def leaving(self) -> Iterator[list[Key]]:
-        """The texts of one problem after the other, to be released at once, until the budget is kept with some room."""
+        """The texts of one visit or problem after the other, to be released at once, until the budget has some room."""
         if self.num_bytes <= self.max_bytes:
             return
+        visits: dict[tuple[int, str], list[Key]] = {}
+        for key in self.texts:
+            problem = self._problems[key[1]]
+            if key[0] < problem.rl_step and not problem.num_running:
+                visits.setdefault(key[:2], []).append(key)
+        for keys in visits.values():
+            if self.num_bytes <= LOW * self.max_bytes:
+                return
+            yield keys
         problems = self._problems.items()
         order = sorted((p.num_running > 0, p.rl_step, p.accepted, prompt_id) for prompt_id, p in problems)
         for *_, prompt_id in order:

@@ -57,9 +57,10 @@ class SuffixDrafter(Drafter):
     after the longest match a draft can have `max_draft` tokens.
 
     `history_mib` bounds what finished responses take, in MiB; None is no bound. A quarter of it is for texts: over that
-    problems leave, those seen longest ago first, among equals those that ever had the fewest tokens accepted. The rest
-    is for trees. A problem's tree is built when a request of it is opened; trees that nobody drafts from go first, then
-    the oldest responses leave trees in use, and their texts stay. Running responses and prompts come on top.
+    problems' older visits leave, then problems, those seen longest ago first, among equals those that ever had the
+    fewest tokens accepted. The rest is for trees. A problem's tree is built when a request of it is opened; trees that
+    nobody drafts from go first, then the oldest responses leave trees in use, and their texts stay. Running responses
+    and prompts come on top.
 
     Time: about 2 us per token inserted and 4 us per look-up and tree; a problem that comes again pays for its window.
     Text is inserted when its tree is next searched: what never is costs nothing.

@@ -83,14 +83,17 @@ def assert_equal_bitwise(run: Path, other: Path) -> None:
 def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unbroken run that always drafts four tokens from suffix trees, on two engines, and cuts what is too long.
 
-    Engines and two trainer ranks share the devices.
+    Engines and two trainer ranks share the devices. Of few prompts, which come again within the run.
     """
     folder = tmp_path_factory.mktemp("fixed")
+    prompts = (recipe_file.parent / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(prompts[:12]))
     Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4))).write(folder / "policy.json")
     return whole_run(
         recipe_file,
         folder / "run",
         f"rollout.policy={folder / 'policy.json'}",
+        f"data.train={folder / 'train.jsonl'}",
         "cluster.placement=colocated",
         "train.ranks=2",
         'rollout.partial={"concurrency": 8}',
@@ -117,6 +120,7 @@ def test_under_a_fixed_strategy_a_resumed_run_equals_the_unbroken_one_whatever_e
 ):
     run, newest = as_it_was_at(fixed, 2, tmp_path / "run"), f"step-{STEPS:06d}"
     shutil.copytree(fixed / "checkpoints" / newest, run / "checkpoints" / newest)
+    assert json.loads((run / "checkpoints" / "step-000002" / "state.json").read_text())["history"]
     state = run / "checkpoints" / newest / "state.json"
     state.write_text(state.read_text()[:-20])
     (run / "checkpoints" / ".step-000003.partial").mkdir()
