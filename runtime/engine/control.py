@@ -174,8 +174,8 @@ class Control:
     opens a rollout, `end` closes it and returns its rows; see `Ledger`, also for `overlapped`. An iteration calls
     `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but
     requests are looked at one by one only where there are drafts or the policy reads them. Unless it `steers`,
-    because the engine was given a policy, `watched` stands for `scheduled` and the engine drafts as it pleases. `inside`
-    runs while the ledger is kept, `seat.deciding` and it while the policy decides.
+    because the engine was given a policy, `watched` stands for `scheduled` and the engine drafts as it pleases.
+    `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
     """
 
     def __init__(
