@@ -55,12 +55,13 @@ class GenerationRequest:
 class Response:
     """What came back. `logprobs` are the behaviour's, at the sampling temperature; times are since `generate`.
 
-    `finish_reason` is "stop", "length" or "abort".
+    `finish_reason` is "stop", "length" or "abort". Tokens and log-probs are lists from an engine, and arrays of 4 bytes
+    each from a rollout worker.
     """
 
     key: Key
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     finish_reason: str
     t_first_token: float
     t_finish: float
@@ -75,8 +76,8 @@ class Rollout:
     """
 
     responses: list[Response]
-    iterations: list[dict[str, Any]]
-    decisions: list[dict[str, Any]]
+    iterations: Sequence[Mapping[str, Any]]
+    decisions: Sequence[Mapping[str, Any]]
     duration_s: float
     recorder_s: float
     policy_s: float

@@ -212,7 +212,7 @@ class _Profiler:
         if not any(not cell.prefill for cell in cells):
             raise ConfigError(f"no cell of the grid fits this engine; the first: {next(iter(why.values()))}")
         self.engine.warm_up(TEMPERATURE)
-        timed: dict[Cell, list[list[dict[str, Any]]]] = {cell: [] for cell in cells}
+        timed: dict[Cell, list[list[Mapping[str, Any]]]] = {cell: [] for cell in cells}
         for visit in range(VISITS):
             for number, at in enumerate(self.rng.permutation(len(cells))):
                 timed[cells[at]].append(self._visit(cells[at]))
@@ -257,7 +257,7 @@ class _Profiler:
                 return f"{where}: {needed} {what}, {name} is {self.settings[name]}"
         return None
 
-    def _visit(self, cell: Cell) -> list[dict[str, Any]]:
+    def _visit(self, cell: Cell) -> list[Mapping[str, Any]]:
         """Rows of the iterations of one visit that are of this cell and nothing else."""
         self.engine.set_policy(Fixed(Strategy.chain(self.drafter, cell.depth)))
         if cell.prefill:
@@ -287,7 +287,7 @@ class _Profiler:
         ]
         return self.engine.generate(requests, rl_step=step, temperature=TEMPERATURE, until=until)
 
-    def _row(self, cell: Cell, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    def _row(self, cell: Cell, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         seconds = np.array([row["duration"] for row in rows])
         return {
             "batch": cell.batch,

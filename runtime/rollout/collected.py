@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.traces.recorder import ColumnRows
 
 Key = tuple[int, str, int, int]
 Shares = list[list[GenerationRequest]]
@@ -25,16 +27,16 @@ Shares = list[list[GenerationRequest]]
 class Trajectory:
     """A response to a prompt as far as it has come, whatever RL steps its tokens are from; `epoch` is the data's.
 
-    Per token its id, its behaviour log-prob and the policy version that drew it. `finish_reason` is "stop" or "length"
-    once it is whole.
+    Per token its id, its behaviour log-prob and the policy version that drew it, 4 bytes each ("i", "f", "i").
+    `finish_reason` is "stop" or "length" once it is whole.
     """
 
     prompt: Prompt
     epoch: int
     sample: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    token_versions: list[int] = field(default_factory=list)
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    token_versions: array[int] = field(default_factory=lambda: array("i"))
     finish_reason: str | None = None
     reward: float | None = None
 
@@ -49,21 +51,22 @@ class Trajectory:
         """For what is missing, behind prompt and prefix."""
         return GenerationRequest(
             key=self.key(rl_step),
-            prompt_token_ids=[*self.prompt.token_ids, *self.token_ids],
+            # One list for a group that has just begun: it travels once.
+            prompt_token_ids=[*self.prompt.token_ids, *self.token_ids] if self.token_ids else self.prompt.token_ids,
             max_response_tokens=max_response_tokens - len(self.token_ids),
         )
 
     def extended(self, response: Response, version: int, max_response_tokens: int) -> Trajectory:
         """With what `response`, drawn by policy `version`, adds."""
-        token_ids = self.token_ids + response.token_ids
+        token_ids = self.token_ids + array("i", response.token_ids)
         reason: str | None = response.finish_reason
         if reason == "abort":
             reason = "length" if len(token_ids) == max_response_tokens else None
         return replace(
             self,
             token_ids=token_ids,
-            logprobs=self.logprobs + response.logprobs,
-            token_versions=self.token_versions + [version] * len(response.token_ids),
+            logprobs=self.logprobs + array("f", response.logprobs),
+            token_versions=self.token_versions + array("i", [version]) * len(response.token_ids),
             finish_reason=reason,
         )
 
@@ -245,22 +248,26 @@ def later(rollout: Rollout, seconds: float) -> Rollout:
             replace(r, t_first_token=r.t_first_token + seconds, t_finish=r.t_finish + seconds)
             for r in rollout.responses
         ],
-        iterations=[row | {"t_start": row["t_start"] + seconds} for row in rollout.iterations],
+        iterations=(ran := ColumnRows.of("iterations", rollout.iterations)).with_column(
+            "t_start", ran.column("t_start") + seconds
+        ),
         duration_s=rollout.duration_s + seconds,
     )
 
 
 def _joined(part: Rollout, new: Rollout, begun: float) -> Rollout:
     """A worker's rollout so far, and a round more that began `begun` seconds after the first."""
-    first, new = 1 + max((row["iteration"] for row in part.iterations), default=-1), later(new, begun)
+    first = 1 + int(ColumnRows.of("iterations", part.iterations).column("iteration").max(initial=-1))
+    new = later(new, begun)
 
-    def numbered(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [{**row, "iteration": row["iteration"] + first} for row in rows]
+    def joined(name: str, before: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> ColumnRows:
+        after = ColumnRows.of(name, rows)
+        return ColumnRows.joined(name, [before, after.with_column("iteration", after.column("iteration") + first)])
 
     return Rollout(
         responses=part.responses + new.responses,
-        iterations=part.iterations + numbered(new.iterations),
-        decisions=part.decisions + numbered(new.decisions),
+        iterations=joined("iterations", part.iterations, new.iterations),
+        decisions=joined("decisions", part.decisions, new.decisions),
         duration_s=new.duration_s,
         recorder_s=part.recorder_s + new.recorder_s,
         policy_s=part.policy_s + new.policy_s,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ class PartialRollouts(Rollouts):
             return
         cap = self.recipe.rollout.max_response_tokens
         columns = load_ragged(folder / PENDING_FILE)
-        tokens = ({name: column[n].tolist() for name, column in columns.items()} for n in count())
+        tokens = iter(zip(*(columns[name] for name in _PER_TOKEN), strict=True))
         pending = []
         for group in carried:
             number = group["number"]
@@ -177,10 +177,20 @@ class PartialRollouts(Rollouts):
                     f"the checkpoint goes on with prompt {group['prompt_id']!r} as number {number} of the data, which "
                     "it no longer is: resume with the data that the run began with"
                 )
-            samples = [
-                Trajectory(prompt=self.prompts[number], epoch=group["epoch"], sample=n, **next(tokens), **sample)
-                for n, sample in enumerate(group["samples"])
-            ]
+            samples = []
+            for n, sample in enumerate(group["samples"]):
+                token_ids, logprobs, versions = next(tokens)
+                samples.append(
+                    Trajectory(
+                        prompt=self.prompts[number],
+                        epoch=group["epoch"],
+                        sample=n,
+                        token_ids=array("i", token_ids.tolist()),
+                        logprobs=array("f", logprobs.tolist()),
+                        token_versions=array("i", versions.tolist()),
+                        **sample,
+                    )
+                )
             longest = max((len(s.token_ids) for s in samples if s.finish_reason is None), default=0)
             if longest >= cap:
                 raise ConfigError(

@@ -269,9 +269,9 @@ class PolicyRounds:
             drafter={},
         )
         # Nothing but the rollout took place: no reward, no stage after it.
-        for row in (*rows["outcomes"], *rows["steps"]):
-            row.update(dict.fromkeys(row.keys() & {"reward", "reward_mean", "reward_s", "inference_s", "train_s"}))
-            row.update(dict.fromkeys(row.keys() & {"sync_s", "drift_kl"}))
+        unknown = {"reward", "reward_mean", "reward_s", "inference_s", "train_s", "sync_s", "drift_kl"}
+        for table in ("outcomes", "steps"):
+            rows[table] = [{**row, **dict.fromkeys(row.keys() & unknown)} for row in rows[table]]
         rows["spans"] = [row for row in rows["spans"] if row["lane"] != "trainer"]
         for table, new in rows.items():
             self._recorder.append(table, new)

@@ -390,12 +390,20 @@ class WorkerPool:
 
 def _finished(answers: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     """`asyncio.run`, also where a loop runs already, as it does under a notebook's cells."""
+    results: list[Any] = []
+
+    async def collect() -> None:
+        # Not returned: `asyncio.run` spells out its task, all that it returned included, when it gives back SIGINT.
+        results.extend(await answers)
+
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(answers)
+        asyncio.run(collect())
+        return results
     with ThreadPoolExecutor(1) as aside:
-        return aside.submit(asyncio.run, answers).result()
+        aside.submit(asyncio.run, collect()).result()
+    return results
 
 
 def _lengths(parts: Sequence[Rollout]) -> list[list[tuple[Key, int]]]:

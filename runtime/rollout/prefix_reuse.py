@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -154,7 +155,7 @@ class ReusingRollouts(Rollouts):
             notes=self._take_left_behind() + _notes(prefixes),
         )
 
-    def _scored(self, pairs: list[tuple[list[int], list[int]]], tools: RolloutTools) -> list[np.ndarray]:
+    def _scored(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], tools: RolloutTools) -> list[np.ndarray]:
         """Log-probs of responses under the policy in force: [N] each, with "exact" whole distributions [N, V]."""
         return tools.score(pairs, distributions=self.exact) if pairs else []
 
@@ -176,8 +177,13 @@ class ReusingRollouts(Rollouts):
             # A response that ended at its cap, or where the engine's context did, leaves no room behind its last token.
             full = num + 1 == self.recipe.rollout.max_response_tokens or (earlier.truncated and num + 1 == len(tokens))
             reason = "stop" if drawn in self._ends else "length" if full else None
-        versions = [tools.policy_version] * len(kept)
-        response = replace(blank, token_ids=kept, logprobs=logprobs, token_versions=versions, finish_reason=reason)
+        response = replace(
+            blank,
+            token_ids=array("i", kept),
+            logprobs=array("f", logprobs),
+            token_versions=array("i", [tools.policy_version]) * len(kept),
+            finish_reason=reason,
+        )
         return Prefix(response=response, num_kept=num, earlier=earlier, now=scored)
 
     def _remember(self, trajectories: Sequence[Trajectory], prefixes: Sequence[Prefix], tools: RolloutTools) -> None:

@@ -17,8 +17,10 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -28,7 +30,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 
 from .rewards import NotANumberError, WeightedReward, load_rewards
 
-Item = tuple[str, str, str]
+Item = tuple[str, str | Sequence[int], str]
 # A reward, or why there is none.
 Outcome = float | str
 
@@ -37,14 +39,38 @@ _MAX_BREAKS = 3
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """The text of token ids as `tokenizer.decode(ids, skip_special_tokens=True)` of a Hugging Face tokenizer gives it.
+
+    It loads without transformers, so that a reward process can have one.
+    """
+
+    backend: Any
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Decoder | None:
+        """None where the tokenizer does more to decode than its `tokenizers.Tokenizer`."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        own = type(tokenizer)._decode.__module__ != "transformers.tokenization_utils_tokenizers"
+        if backend is None or own or (tokenizer.clean_up_tokenization_spaces and type(backend.model).__name__ != "BPE"):
+            return None
+        forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+        return None if forced else cls(backend)
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        return str(self.backend.decode(list(token_ids), skip_special_tokens=True))
+
+
 class RewardPool:
     """Computes rewards in `reward_pool.processes` processes, or in this one where that is 0; a context manager.
 
     Reward functions are imported here first: ConfigError for those that cannot be. Processes start on entering, which
-    does not wait for them. One call of `rewards` at a time.
+    does not wait for them. One call of `rewards` at a time. With a `tokenizer` responses may be given as token ids,
+    which are decoded where the reward is computed if it allows that (`Decoder.of`).
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any = None) -> None:
         self._terms, self._code = recipe.reward_terms, recipe.code
         self._reward = load_rewards(self._terms, self._code)
         self._config = recipe.reward_pool
@@ -52,6 +78,8 @@ class RewardPool:
         self._failures: Counter[str] = Counter()
         self._num_rewards = 0
         self._pool: ProcessPool | None = None
+        self._tokenizer = tokenizer
+        self._decoder = None if tokenizer is None else Decoder.of(tokenizer)
 
     def __enter__(self) -> RewardPool:
         if self._config.processes:
@@ -66,6 +94,11 @@ class RewardPool:
 
         RunError where the processes cannot start.
         """
+        if self._decoder is None:
+            items = [
+                (p, r if isinstance(r, str) else str(self._tokenizer.decode(list(r), skip_special_tokens=True)), a)
+                for p, r, a in items
+            ]
         outcomes = self._in_processes(items) if self._config.processes else self._here(items)
         self._num_rewards += len(outcomes)
         self._failures.update(outcome for outcome in outcomes if isinstance(outcome, str))
@@ -91,7 +124,7 @@ class RewardPool:
     def _here(self, items: Sequence[Item]) -> list[Outcome]:
         # Standard output is for results, in this process as in the others.
         with redirect_stdout(sys.stderr), found_in(self._code):
-            return [_outcome(self._reward, item) for item in items]
+            return [_outcome(self._reward, item, self._decoder) for item in items]
 
     def _start(self) -> ProcessPool:
         """A new pool; its processes start to import the reward functions."""
@@ -100,7 +133,7 @@ class RewardPool:
         self._pool = ProcessPool(
             max_workers=processes,
             initializer=_start_process,
-            initargs=(self._terms, self._code, os.getpid()),
+            initargs=(self._terms, self._code, os.getpid(), self._decoder),
             context=context,
         )
         if not self._pool.active:  # asking starts it
@@ -162,9 +195,13 @@ class RewardPool:
         return self._start()
 
 
-def _outcome(reward: WeightedReward, item: Item) -> Outcome:
+def _outcome(reward: WeightedReward, item: Item, decoder: Decoder | None) -> Outcome:
+    prompt, response, answer = item
+    if not isinstance(response, str):
+        assert decoder is not None
+        response = decoder(response)
     try:
-        return reward(*item)
+        return reward(prompt, response, answer)
     except NotANumberError as error:
         return str(error)
     except (Exception, SystemExit) as error:  # whatever a user's function raises
@@ -186,10 +223,13 @@ class _Process:
     """What a reward process keeps between tasks."""
 
     reward: WeightedReward
+    decoder: Decoder | None = None
     fault: Exception | None = None
 
 
-def _start_process(terms: Sequence[tuple[str, float]], code: Sequence[str], driver: int) -> None:
+def _start_process(
+    terms: Sequence[tuple[str, float]], code: Sequence[str], driver: int, decoder: Decoder | None
+) -> None:
     if sys.platform == "linux":
         # A driver that is killed cannot end a reward that hangs.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -199,6 +239,7 @@ def _start_process(terms: Sequence[tuple[str, float]], code: Sequence[str], driv
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.dup2(2, 1)  # standard output is for results, and a reward may print
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _Process.decoder = decoder
     try:
         # For good: what a reward imports while it is computed is found there too.
         sys.path += code
@@ -210,4 +251,4 @@ def _start_process(terms: Sequence[tuple[str, float]], code: Sequence[str], driv
 def _compute(item: Item) -> Outcome:
     if _Process.fault is not None:
         raise RunError(f"a reward process cannot start: {_Process.fault}")
-    return _outcome(_Process.reward, item)
+    return _outcome(_Process.reward, item, _Process.decoder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.traces.recorder import ColumnRows
 
 
 @ray.remote
@@ -154,7 +156,7 @@ class RolloutWorker:
             replace(request, top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p) for request in requests
         ]
         self.engine.reseed(seed)
-        return self.engine.evaluate(asked, temperature=self.temperature)
+        return packed(self.engine.evaluate(asked, temperature=self.temperature))
 
     def sleep(self) -> None:
         self.engine.sleep()
@@ -171,15 +173,29 @@ class RolloutWorker:
     ) -> Rollout:
         rollout = self.recipe.rollout
         self.engine.reseed(seed)
-        return self.engine.generate(
-            requests,
-            rl_step=rl_step,
-            temperature=self.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            min_p=rollout.min_p,
-            until=until,
+        return packed(
+            self.engine.generate(
+                requests,
+                rl_step=rl_step,
+                temperature=self.temperature,
+                top_p=rollout.top_p,
+                top_k=rollout.top_k,
+                min_p=rollout.min_p,
+                until=until,
+            )
         )
+
+
+def packed(rollout: Rollout) -> Rollout:
+    """The same as it goes to the driver: 8 bytes a token and rows by column, no object per token or iteration."""
+    return replace(
+        rollout,
+        responses=[
+            replace(r, token_ids=array("i", r.token_ids), logprobs=array("f", r.logprobs)) for r in rollout.responses
+        ],
+        iterations=ColumnRows.of("iterations", rollout.iterations),
+        decisions=ColumnRows.of("decisions", rollout.decisions),
+    )
 
 
 def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:

@@ -116,17 +116,26 @@ class GrpoRun:
     Use it as a context manager: leaving it closes engines and the Ray it started. The trace grows in `out/trace` by
     one durable chunk per RL step, so a killed run keeps every finished step. With `resume` it goes on from the newest
     whole checkpoint below `out`, or from the start where there is none; steps after that are done, and recorded, again.
-    `replay` is a trace whose decisions the policy follows for as long as there are any. A rollout worker that dies is
-    replaced while the others go on; when a trainer dies the run goes back to its newest checkpoint.
+    `replay` is a trace whose decisions the policy follows for as long as there are any; `actors` are what it runs on. A
+    rollout worker that dies is replaced while the others go on; when a trainer dies the run goes back to its newest
+    checkpoint.
     """
 
-    def __init__(self, recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | None = None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        out: Path,
+        *,
+        resume: bool = False,
+        replay: Path | None = None,
+        actors: type[RunActors] = RunActors,
+    ) -> None:
         if replay is not None:
             refuse(exact_replay(recipe))
         self.recipe = recipe
         self.out = Path(out)
-        self.reward_pool = RewardPool(recipe)
         self.tokenizer = load_tokenizer(recipe.model)
+        self.reward_pool = RewardPool(recipe, self.tokenizer)
         self.data = RunData(recipe, self.tokenizer)
         with found_in(recipe.code):
             self.policy = load_policy(recipe.rollout.policy)
@@ -142,6 +151,7 @@ class GrpoRun:
         self.watch: Callable[[StepReport], None] = lambda report: None
         """Is told of every RL step that is done, also of those that are done again."""
         self._resume = resume
+        self._actors = actors
         self._locked = False
 
     @property
@@ -175,7 +185,9 @@ class GrpoRun:
                     f"{self.recipe.data.max_prompt_tokens} are left out"
                 )
             stack.enter_context(self.reward_pool)
-            self.actors = stack.enter_context(RunActors(self.recipe, self.policy.drafters, self.drafting, self.events))
+            self.actors = stack.enter_context(
+                self._actors(self.recipe, self.policy.drafters, self.drafting, self.events)
+            )
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
             self._choose_by(self.policy)
             self.state = self.recovery.begin(self.actors, self.state, folder)
@@ -325,7 +337,7 @@ class GrpoRun:
             return parts
 
         def rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-            given = self._rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
+            given = self.reward_pool.rewards([(t.prompt.text, t.token_ids, t.prompt.answer) for t in trajectories])
             for failure in self.reward_pool.take_failures():
                 self.events.note(failure)
             return given
@@ -341,13 +353,6 @@ class GrpoRun:
             score=score,
             rl_step=rl_step,
             policy_version=self.state.policy_version,
-        )
-
-    def _rewards(self, responses: Sequence[tuple[str, list[int], str]]) -> list[float]:
-        """Of (prompt, token ids of the response, answer) each."""
-        decode = self.tokenizer.decode
-        return self.reward_pool.rewards(
-            [(prompt, str(decode(ids, skip_special_tokens=True)), answer) for prompt, ids, answer in responses]
         )
 
     def _repeat(
@@ -421,7 +426,8 @@ class GrpoRun:
         def answered() -> float:
             self.actors.engines_turn()
             responses = self.pool.evaluate(requests)
-            rewards = self._rewards([(p.text, r.token_ids, p.answer) for p, r in zip(prompts, responses, strict=True)])
+            pairs = zip(prompts, responses, strict=True)
+            rewards = self.reward_pool.rewards([(p.text, r.token_ids, p.answer) for p, r in pairs])
             return sum(rewards) / len(rewards)
 
         return self._through(answered)

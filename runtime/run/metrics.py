@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from tltlab.errors import TraceError
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
+from tltlab.traces.recorder import ColumnRows
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace
 
-from .rows import Row, StepReport
+from .rows import StepReport
+
+Rows = Sequence[Mapping[str, Any]]
 
 LENGTH_PERCENTILES = (50, 90, 99)
 _TABLES = ("workload", "outcomes", "iterations", "steps", "spans")
 _FIGURES = (tokens_per_s, bubble_fraction, tail_fraction, mean_accept_length)
 
 
-def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str, float]:
+def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, float]:
     """Return the figures of an RL step by name, all finite; what is unknown is not there.
 
     `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
@@ -45,7 +49,7 @@ def step_metrics(report: StepReport, rows: Mapping[str, list[Row]]) -> dict[str,
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
 
 
-def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | None]:
+def _rewards(report: StepReport, outcomes: Rows) -> dict[str, float | None]:
     groups: dict[str, list[float]] = {}
     for row in outcomes:
         if row.get("reward") is not None:
@@ -59,12 +63,16 @@ def _rewards(report: StepReport, outcomes: Sequence[Row]) -> dict[str, float | N
     }
 
 
-def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float | None]:
+def _rollout(rollout_s: float, rows: Mapping[str, Rows]) -> dict[str, float | None]:
     """Tokens per second, bubble, tail and accept length, each as `tltlab.traces.metrics` defines it."""
     # All responses were known from an epoch before (`prefix_reuse`): no engine had anything to do.
     if not rows["outcomes"] or not rollout_s:
         return {}
-    tables = {name: pd.DataFrame(rows[name]) for name in _TABLES if rows[name]}
+    tables = {
+        name: given.table if isinstance(given, ColumnRows) else pd.DataFrame(given)
+        for name in _TABLES
+        if (given := rows[name])
+    }
     # Every worker has a lane, one that got nothing to do as well: its idle time is part of the bubble.
     num_workers = len({row["lane"] for row in rows["spans"] if row["lane"].startswith("worker ")})
     try:
@@ -75,7 +83,7 @@ def _rollout(rollout_s: float, rows: Mapping[str, list[Row]]) -> dict[str, float
     return {f"rollout/{figure.__name__}": figure(trace) for figure in _FIGURES}
 
 
-def _lengths(outcomes: Sequence[Row]) -> dict[str, float | None]:
+def _lengths(outcomes: Rows) -> dict[str, float | None]:
     ended = [row for row in outcomes if row["finish_reason"] != "abort"]
     if not ended:
         return {}

@@ -8,12 +8,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+import numpy as np
+import pyarrow as pa
+
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.recipe.recipe import Recipe
-from tltlab.traces.schema import Manifest
+from tltlab.traces.recorder import ColumnRows
+from tltlab.traces.schema import TABLES, Manifest
 
 Row = dict[str, Any]
+
+_KINDS = ("prefill", "speculative_decode", "decode")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +77,8 @@ def step_rows(
     policy_version: int,
     t_start: float,
     drafter: Mapping[str, Sequence[Row]],
-) -> dict[str, list[Row]]:
-    """Return the step's rows by table.
+) -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Return the step's rows by table, those of tokens and iterations by column.
 
     By response, in the order of `parts`, one per worker: `requests`, `rewards` (None where a response was cut),
     `epochs` and `submitted_s`, when it was handed to its engine (by default at the start of the rollout).
@@ -80,20 +86,20 @@ def step_rows(
     training gives, of `steps` only some columns.
     """
     placed = [(worker, response) for worker, part in enumerate(parts) for response in part.responses]
-    rows: dict[str, list[Row]] = {"workload": [], "outcomes": [], "tokens": []}
+    workload: list[Row] = []
+    outcomes: list[Row] = []
     submitted_s = [0.0] * len(requests) if submitted_s is None else submitted_s
     by_response = zip(requests, placed, rewards, epochs, submitted_s, strict=True)
     for request, (worker, response), reward, epoch, t_submit in by_response:
         key = dict(zip(("rl_step", "prompt_id", "sample", "turn"), request.key, strict=True))
-        num_tokens = len(response.token_ids)
-        workload = {
+        known = {
             "epoch": epoch,
             "prompt_tokens": len(request.prompt_token_ids),
             "max_response_tokens": request.max_response_tokens,
             "policy_version": policy_version,
         }
         outcome = {
-            "response_tokens": num_tokens,
+            "response_tokens": len(response.token_ids),
             "finish_reason": response.finish_reason,
             "reward": reward,
             "worker": worker,
@@ -101,16 +107,8 @@ def step_rows(
             "t_first_token": response.t_first_token,
             "t_finish": response.t_finish,
         }
-        tokens = {
-            "prompt_token_ids": request.prompt_token_ids,
-            "token_ids": response.token_ids,
-            "logprobs": response.logprobs,
-            "token_versions": [policy_version] * num_tokens,
-        }
-        for table, row in (("workload", workload), ("outcomes", outcome), ("tokens", tokens)):
-            rows[table].append(key | row)
-    rows["iterations"] = [row for part in parts for row in part.iterations]
-    rows["decisions"] = [row for part in parts for row in part.decisions]
+        workload.append(key | known)
+        outcomes.append(key | outcome)
     step = {
         "rl_step": report.rl_step,
         "t_start": t_start,
@@ -120,29 +118,66 @@ def step_rows(
         "reward_mean": report.reward_mean,
         "drift_kl": report.metrics["drift_kl"],
     }
-    rows["steps"] = [step | columns for columns in drafter.get("steps", ())] or [step]
-    rows["spans"] = list(_spans(report, parts, drafter.get("spot_training", ())))
+    rows: dict[str, Sequence[Mapping[str, Any]]] = {
+        "workload": workload,
+        "outcomes": outcomes,
+        "tokens": _token_rows(requests, [response for _, response in placed], policy_version),
+        "iterations": ColumnRows.joined("iterations", [part.iterations for part in parts]),
+        "decisions": ColumnRows.joined("decisions", [part.decisions for part in parts]),
+        "steps": [step | columns for columns in drafter.get("steps", ())] or [step],
+        "spans": list(_spans(report, parts, drafter.get("spot_training", ()))),
+    }
     return rows | {table: list(new) for table, new in drafter.items() if table != "steps"}
+
+
+def _token_rows(
+    requests: Sequence[GenerationRequest], responses: Sequence[Response], policy_version: int
+) -> ColumnRows:
+    """Rows of `tokens`: no object is made per token."""
+    schema = TABLES["tokens"]
+    keys = zip(*(request.key for request in requests), strict=True) if requests else [()] * 4
+    columns = [pa.array(part, kind) for part, kind in zip(keys, schema.types, strict=False)]
+    lengths = [len(response.token_ids) for response in responses]
+    versions = pa.array(np.full(sum(lengths), policy_version, np.int32))
+    columns += [
+        _lists([request.prompt_token_ids for request in requests], np.int32),
+        _lists([response.token_ids for response in responses], np.int32),
+        _lists([response.logprobs for response in responses], np.float32),
+        pa.ListArray.from_arrays(_offsets(lengths), versions),
+    ]
+    return ColumnRows("tokens", pa.table(columns, names=schema.names))
+
+
+def _lists(parts: Sequence[Sequence[float]], kind: type[np.generic]) -> pa.ListArray:
+    flat = [np.asarray(part, kind) for part in parts]
+    return pa.ListArray.from_arrays(
+        _offsets(list(map(len, flat))), pa.array(np.concatenate([np.empty(0, kind), *flat]))
+    )
+
+
+def _offsets(lengths: Sequence[int]) -> pa.Array:
+    return pa.array(np.cumsum([0, *lengths]), pa.int32())
 
 
 def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]) -> Iterator[Row]:
     """The step's lanes: what each worker ran, its idle end and the training in it, and the stages after the rollout."""
     for worker, part in enumerate(parts):
         lane = f"worker {worker}"
+        ran = ColumnRows.of("iterations", part.iterations)
+        starts, batches = ran.column("t_start"), ran.column("batch")
         # A share that had to be issued again begins late.
-        end = min((row["t_start"] for row in part.iterations), default=0.0)
+        end = float(starts.min()) if len(starts) else 0.0
         if end:
             yield _span(report.rl_step, lane, "idle", 0.0, end, 0)
-        kind, start, batch = None, 0.0, None
-        for row in part.iterations:
-            now = _kind(row)
-            if (now, row["batch"]) != (kind, batch):
-                if kind is not None:
-                    yield _span(report.rl_step, lane, kind, start, row["t_start"] - start, batch)
-                kind, start, batch = now, row["t_start"], row["batch"]
-            end = row["t_start"] + row["duration"]
-        if kind is not None:
-            yield _span(report.rl_step, lane, kind, start, end - start, batch)
+        if len(starts):
+            end = float(starts[-1] + ran.column("duration")[-1])
+            kinds = np.where(ran.column("prefill_tokens") > 0, 0, np.where(ran.column("num_drafted") > 0, 1, 2))
+            changes = np.flatnonzero(np.diff(kinds).astype(bool) | np.diff(batches).astype(bool)) + 1
+            first = [0, *changes.tolist()]
+            bounds = [*starts[first].tolist(), end]
+            for n, i in enumerate(first):
+                start = bounds[n]
+                yield _span(report.rl_step, lane, _KINDS[kinds[i]], start, bounds[n + 1] - start, int(batches[i]))
         for row in sorted((row for row in training if row["worker"] == worker), key=lambda row: row["t_start"]):
             start = max(row["t_start"], end)
             yield _span(report.rl_step, lane, "idle", end, start - end, 0)
@@ -153,12 +188,6 @@ def _spans(report: StepReport, parts: Sequence[Rollout], training: Sequence[Row]
     for stage, seconds in stages:
         yield _span(report.rl_step, "trainer", {"sync": "weight_sync"}.get(stage, stage), start, seconds, None)
         start += seconds
-
-
-def _kind(row: Row) -> str:
-    if row["prefill_tokens"]:
-        return "prefill"
-    return "speculative_decode" if row["num_drafted"] else "decode"
 
 
 def _span(rl_step: int, lane: str, kind: str, t_start: float, duration: float, batch: int | None) -> Row:

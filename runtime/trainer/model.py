@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ class PackedTokens:
     next_tokens: Tensor
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[list[int], list[int]]], device: torch.device) -> PackedTokens:
+    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> PackedTokens:
         """From (prompt, response) pairs; a prompt has one token at least."""
         pairs = pairs or [([0], [])]
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
@@ -54,7 +55,7 @@ class PackedTokens:
             torch.arange(start + len(prompt) - 1, start + len(prompt) + len(response) - 1)
             for start, (prompt, response) in zip(starts, pairs, strict=False)
         ]
-        flat = torch.tensor(list(chain.from_iterable(part for pair in pairs for part in pair)))
+        flat = torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for pair in pairs for part in pair]))
         picked = torch.cat(rows)
         return cls(
             token_ids=flat[None].to(device),

@@ -43,7 +43,7 @@ from .ranks import be_repeatable, device_of, meet, micro_batches
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
 
-Pair = tuple[list[int], list[int]]
+Pair = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt, one at least, and of its response."""
 
 
@@ -55,9 +55,9 @@ class Sample:
     answers; `truncated`: it ended at its cap.
     """
 
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
+    prompt_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
     reward: float
     group: int
     truncated: bool = False

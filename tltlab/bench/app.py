@@ -303,6 +303,58 @@ def runtime(
 
 
 @app.command()
+def driver(
+    workers: Annotated[int, typer.Option(min=1, help="Rollout workers.")] = 64,
+    responses: Annotated[int, typer.Option(min=1, help="Responses of each in an RL step.")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="Tokens of a response, in the mean.")] = 8000,
+    ranks: Annotated[int, typer.Option(min=1, help="The trainer's ranks.")] = 8,
+    group_size: Annotated[int, typer.Option(min=2, help="Responses to each prompt.")] = 16,
+    policy: Annotated[str, typer.Option(help="The engines' policy: it says what drafters remember.")] = (
+        "beg-mab-suffix"
+    ),
+    reward_processes: Annotated[int, typer.Option(min=0, help="Processes that compute rewards.")] = 1,
+    growth: Annotated[str, typer.Option(help="Numbers of workers to measure before that, with commas.")] = "8",
+    steps: Annotated[int, typer.Option(min=1, help="RL steps of each; the last one counts.")] = 2,
+    out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
+    fast: Annotated[bool, typer.Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
+    as_json: Json = False,
+) -> None:
+    """What a run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
+
+    Example: tltlab bench driver --workers 64 --responses 128 --tokens 8000 --growth 8,16,32
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from tltlab.bench.train.driver import DriverCase, bench_driver, text
+
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    if fast:
+        workers, responses, tokens, growth = min(workers, 4), min(responses, 16), min(tokens, 200), "2"
+    if workers * responses % group_size:
+        raise ConfigError(f"{workers} workers x {responses} responses are no whole groups of --group-size {group_size}")
+    try:
+        before = [int(number) for number in growth.split(",") if number.strip()]
+    except ValueError as error:
+        raise ConfigError(f"--growth is {growth!r}: give whole numbers with commas between them") from error
+    if wrong := [number for number in before if number < 1 or number * responses % group_size]:
+        raise ConfigError(f"--growth {wrong[0]} x {responses} responses are no whole groups of {group_size}")
+    case = DriverCase(
+        workers=workers,
+        responses=responses,
+        tokens=tokens,
+        group_size=group_size,
+        ranks=ranks,
+        policy=policy,
+        reward_processes=reward_processes,
+        rl_steps=steps,
+    )
+    found = bench_driver(case, before, progress)
+    if out is not None:
+        write_json(out, found)
+    emit(found, as_json=as_json, text=text(found))
+
+
+@app.command()
 def gpu(
     part: Annotated[str, typer.Argument(help="graphs, seam or sync.")],
     model: Annotated[Path, typer.Argument(help="A model's folder; its config.json is enough.")],

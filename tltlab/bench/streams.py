@@ -79,7 +79,7 @@ def run(
     else:
         for one in read(path).iter_rl_steps():
             _ = one.workload, one.outcomes
-    return time.perf_counter() - started, _peak_rss_bytes()
+    return time.perf_counter() - started, peak_rss_bytes()
 
 
 def write(path: Path, num_rl_steps: int, step_responses: int, group_size: int, seed: int) -> None:
@@ -114,7 +114,7 @@ def write(path: Path, num_rl_steps: int, step_responses: int, group_size: int, s
             writer.append(pa.table(workload), pa.table(outcomes))
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
     """Peak resident memory of this process. Linux's ru_maxrss also counts the process that started it."""
     status = Path("/proc/self/status")
     if status.exists():

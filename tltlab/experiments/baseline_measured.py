@@ -303,7 +303,7 @@ class _Bench:
         self.rl_step += 1
         return engine.generate(requests, rl_step=self.rl_step - 1, temperature=TEMPERATURE)
 
-    def _told(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, list[int], list[int]]]:
+    def _told(self, rollouts: Sequence[Rollout]) -> list[tuple[Key, Sequence[int], Sequence[int]]]:
         prompts = {prompt.prompt_id: prompt.token_ids for prompt in self.prompts}
         return [(r.key, prompts[r.key[1]], r.token_ids) for old in rollouts for r in old.responses]
 

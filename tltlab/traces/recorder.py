@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import chain, groupby
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, overload
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tltlab.errors import ConfigError, RunError, TraceError
 
@@ -27,20 +29,81 @@ from .schema import TABLES, Manifest
 from .trace import Trace, refuse_foreign_target
 from .validate import Part, check_values, conform
 
-__all__ = ["Recorder", "repair"]
+__all__ = ["ColumnRows", "Recorder", "repair"]
+
+Row = Mapping[str, Any]
 
 
-_Rows = dict[str, list[Mapping[str, Any]]]
+class ColumnRows(Sequence[Row]):
+    """Rows of the table `name` held by column: `table` has the columns of its schema, any of them with null.
+
+    A row is a dict once it is looked at. It is equal to a list of equal rows, unknown columns None.
+    """
+
+    def __init__(self, name: str, table: pa.Table) -> None:
+        self.name = name
+        self.table = table
+
+    @classmethod
+    def of(cls, name: str, rows: Sequence[Row]) -> ColumnRows:
+        """The same rows by column. Raises TraceError for a column that is not in the format or holds something else."""
+        if isinstance(rows, ColumnRows):
+            return rows
+        _refuse_unknown(name, rows)
+        return cls(name, _by_column(name, rows))
+
+    @classmethod
+    def joined(cls, name: str, parts: Iterable[Sequence[Row]]) -> ColumnRows:
+        """All rows of some parts, one after the other."""
+        empty = pa.schema(_fields(name)).empty_table()
+        return cls(name, pa.concat_tables([empty, *(cls.of(name, part).table for part in parts)]))
+
+    def column(self, name: str) -> Any:
+        """A numeric column as an array, null as 0."""
+        return self.table[name].fill_null(0).to_numpy()
+
+    def with_column(self, name: str, values: Any) -> ColumnRows:
+        """The same rows with other values in a column."""
+        at = self.table.schema.get_field_index(name)
+        field = self.table.schema.field(at)
+        return ColumnRows(self.name, self.table.set_column(at, field, pa.array(values, field.type)))
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> ColumnRows: ...
+    def __getitem__(self, at: int | slice) -> Row | ColumnRows:
+        which = range(len(self))[at]
+        if isinstance(which, int):
+            row: Row = self.table.slice(which, 1).to_pylist()[0]
+            return row
+        return ColumnRows(self.name, self.table.take(pa.array(which, pa.int64())))
+
+    def __iter__(self) -> Iterator[Row]:
+        for batch in self.table.to_batches(max_chunksize=4096):
+            yield from batch.to_pylist()
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, Sequence) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_Rows = dict[str, list[Sequence[Row]]]
 
 
 class Recorder:
     """Records a live run; `close` turns the recording into a valid trace at `path`.
 
     Append the workload row of a request no later than its outcome. A row is a dict with the columns of the table
-    (`schema.TABLES`); null or missing is unknown, a `turn` 0. Rows are checked one by one at `flush`, how tables fit
-    together at `close`; a fault is a TraceError, and what was flushed before stays. `seconds` is the time that callers
-    spent in here, read from `clock`. As a context manager it closes at the end, and after an exception flushes and
-    leaves the recording for `repair`. Raises ConfigError where `path` is no trace, or a recording is there already.
+    (`schema.TABLES`); null or missing is unknown, a `turn` 0; many rows come faster as `ColumnRows`. Rows are checked
+    one by one at `flush`, how tables fit together at `close`; a fault is a TraceError, and what was flushed before
+    stays. `seconds` is the time that callers spent in here, read from `clock`. As a context manager it closes at the
+    end, and after an exception flushes and leaves the recording for `repair`. Raises ConfigError where `path` is no
+    trace, or a recording is there already.
 
     >>> with Recorder("run/trace", Manifest(kind="recorded", num_workers=2)) as recorder:  # doctest: +SKIP
     ...     recorder.append("steps", [{"rl_step": 0, "t_start": 0.0, "rollout_s": 12.5, "policy_version": 0}])
@@ -95,20 +158,21 @@ class Recorder:
         """Take back every row of RL step `rl_steps` and later, flushed or not: they are to be recorded anew."""
         self._settle()
         for table, rows in self._rows.items():
-            self._rows[table] = [row for row in rows if row["rl_step"] < rl_steps]
+            self._rows[table] = [_before(part, rl_steps) for part in rows]
         try:
             self._next_chunk = cut(self._folder, rl_steps)
         except OSError as error:
             raise RunError(f"cannot record to {self._folder}: {error.strerror or error}") from error
 
-    def append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, table: str, rows: Sequence[Row]) -> None:
         """Keep rows in memory for the next flush. Raises TraceError for a table or column that is not in the format."""
         started = self._clock()
-        if table not in TABLES:
-            raise TraceError(f"no table named {table!r}; there are: {', '.join(TABLES)}")
-        if unknown := set().union(*rows).difference(TABLES[table].names):
-            raise TraceError(f"{table}: no column named {min(unknown)!r}; there are: {', '.join(TABLES[table].names)}")
-        self._rows.setdefault(table, []).extend(rows)
+        if isinstance(rows, ColumnRows):
+            assert rows.name == table, rows.name
+        else:
+            _refuse_unknown(table, rows)
+            rows = list(rows)
+        self._rows.setdefault(table, []).append(rows)
         self.seconds += self._clock() - started
 
     def flush(self, *, wait: bool = True) -> None:
@@ -131,7 +195,7 @@ class Recorder:
     def _write(self, rows: _Rows, number: int) -> bool:
         """Write rows as chunk `number`; whether there were any."""
         try:
-            tables = {name: _to_arrow(name, rows[name]) for name in TABLES if rows.get(name)}
+            tables = {name: _to_arrow(name, rows[name]) for name in TABLES if any(map(len, rows.get(name, ())))}
             if tables:
                 write_chunk(self._folder, number, tables)
             return bool(tables)
@@ -192,12 +256,48 @@ class Recorder:
         self._lock.close()
 
 
-def _to_arrow(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+def _refuse_unknown(name: str, rows: Sequence[Row]) -> None:
+    if name not in TABLES:
+        raise TraceError(f"no table named {name!r}; there are: {', '.join(TABLES)}")
+    if unknown := set().union(*rows).difference(TABLES[name].names):
+        raise TraceError(f"{name}: no column named {min(unknown)!r}; there are: {', '.join(TABLES[name].names)}")
+
+
+def _before(rows: Sequence[Row], rl_steps: int) -> Sequence[Row]:
+    """Those of RL steps before `rl_steps`."""
+    if isinstance(rows, ColumnRows):
+        return ColumnRows(rows.name, rows.table.filter(pc.less(rows.table["rl_step"], rl_steps)))
+    return [row for row in rows if row["rl_step"] < rl_steps]
+
+
+def _fields(name: str) -> list[pa.Field]:
+    # Null is refused where the row can be named.
+    return [field.with_nullable(True) for field in TABLES[name]]
+
+
+def _to_arrow(name: str, parts: Sequence[Sequence[Row]]) -> pa.Table:
     """Rows as a checked table. Raises TraceError naming the column."""
-    # All columns in one go, which takes a third of the time; null is refused below, where the row can be named.
-    fields = [field.with_nullable(True) for field in TABLES[name]]
+    tables = []
+    for by_column, alike in groupby(parts, lambda part: isinstance(part, ColumnRows)):
+        if by_column:
+            tables += [part.table for part in alike if isinstance(part, ColumnRows)]
+        else:
+            tables.append(_by_column(name, list(chain.from_iterable(alike))))
+    table = pa.concat_tables(tables)
+    if table["turn"].null_count if "turn" in table.column_names else 0:
+        at = table.column_names.index("turn")
+        table = table.set_column(at, table.schema.field(at), table["turn"].fill_null(0))
+    part = conform(Part(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
+    check_values(part)
+    return part.table
+
+
+def _by_column(name: str, rows: Sequence[Row]) -> pa.Table:
+    """Rows as a table of the schema's columns, null included. Raises TraceError naming the column."""
+    # All columns in one go, which takes a third of the time.
+    fields = _fields(name)
     try:
-        table = pa.Table.from_struct_array(pa.array(rows, pa.struct(fields)))
+        return pa.Table.from_struct_array(pa.array(rows, pa.struct(fields)))
     except (pa.ArrowException, OverflowError, TypeError, ValueError):
         # A column is at fault, which is named, or rows are no dicts.
         columns = []
@@ -206,10 +306,4 @@ def _to_arrow(name: str, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
                 columns.append(pa.array([row.get(field.name) for row in rows], field.type))
             except (pa.ArrowException, OverflowError, TypeError, ValueError) as error:
                 raise TraceError(f"{name}: column {field.name}: {error}; it must be {field.type}") from error
-        table = pa.table(columns, schema=pa.schema(fields))
-    if table["turn"].null_count if "turn" in table.column_names else 0:
-        at = table.column_names.index("turn")
-        table = table.set_column(at, fields[at], table["turn"].fill_null(0))
-    part = conform(Part(name=name, file=f"{name} (being recorded)", table=table, rows=np.arange(len(table))))
-    check_values(part)
-    return part.table
+        return pa.table(columns, schema=pa.schema(fields))

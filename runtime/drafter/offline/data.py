@@ -208,7 +208,7 @@ def answered(
     finally:
         engine.close()
     return [
-        Text(prompt_token_ids=ids, token_ids=response.token_ids)
+        Text(prompt_token_ids=ids, token_ids=list(response.token_ids))
         for ids, response in zip(fitting, rollout.responses, strict=True)
     ]
 

@@ -123,7 +123,7 @@ def test_every_token_of_a_partial_rollout_has_the_logprob_of_the_policy_that_dre
             expected = [
                 exact[v][i, token] for i, (v, token) in enumerate(zip(t.token_versions, t.token_ids, strict=True))
             ]
-            assert t.logprobs == pytest.approx(expected, abs=1e-3)
+            assert list(t.logprobs) == pytest.approx(expected, abs=1e-3)
             assert t.truncated == (t.token_ids[-1] != END)
             assert len(t.token_ids) == 40 if t.truncated else END not in t.token_ids[:-1]
     assert spans > 1
@@ -148,8 +148,8 @@ def test_exact_reuse_keeps_everything_while_the_policy_stands_still(
     assert 0 < new < sum(len(t.token_ids) for t in third.trajectories)
     for t in third.trajectories:
         rows = versions.rows(1, t.prompt.token_ids, t.token_ids)
-        assert t.logprobs == pytest.approx(rows[np.arange(len(rows)), t.token_ids], abs=1e-3)
-        assert t.token_versions == [1] * len(t.token_ids)
+        assert list(t.logprobs) == pytest.approx(rows[np.arange(len(rows)), t.token_ids], abs=1e-3)
+        assert list(t.token_versions) == [1] * len(t.token_ids)
         assert len(t.token_ids) == 40 if t.truncated else t.token_ids[-1] == END
 
 

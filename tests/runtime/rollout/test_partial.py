@@ -57,9 +57,9 @@ def test_every_trained_response_is_whole_and_knows_the_policy_of_each_token():
             assert len(t.token_ids) == min(true, CAP)
             assert t.truncated == (true > CAP)
             ends = [] if t.truncated else [END]
-            assert t.token_ids == [100 + i for i in range(len(t.token_ids) - len(ends))] + ends
-            assert t.logprobs == [-(v + i / 100) for i, v in enumerate(t.token_versions)]
-            assert t.token_versions == sorted(t.token_versions)
+            assert list(t.token_ids) == [100 + i for i in range(len(t.token_ids) - len(ends))] + ends
+            assert list(t.logprobs) == pytest.approx([-(v + i / 100) for i, v in enumerate(t.token_versions)], rel=1e-6)
+            assert list(t.token_versions) == sorted(t.token_versions)
             assert t.reward == len(t.token_ids)
             spans[len(set(t.token_versions))] += 1
     assert max(spans) > 2, f"no response spans RL steps: {spans}"
@@ -86,7 +86,7 @@ def test_no_token_is_lost_or_drawn_twice_between_rl_steps():
         for t in got.trajectories:
             slot = t.prompt.prompt_id, t.sample
             assert slot not in trained
-            assert [x for part in parts[slot] for x in part] == t.token_ids
+            assert [x for part in parts[slot] for x in part] == list(t.token_ids)
             trained.add(slot)
 
 

@@ -305,15 +305,15 @@ def test_a_later_rollout_has_the_same_responses_at_later_times():
     rollout = Rollout(
         responses=[],
         iterations=[{"iteration": 0, "t_start": 0.25, "duration": 0.5}],
-        decisions=[{"iteration": 0}],
+        decisions=[],
         duration_s=1.0,
         recorder_s=0.1,
         policy_s=0.2,
     )
     moved = later(rollout, 2.0)
-    assert moved.iterations == [{"iteration": 0, "t_start": 2.25, "duration": 0.5}]
+    assert [(row["iteration"], row["t_start"], row["duration"]) for row in moved.iterations] == [(0, 2.25, 0.5)]
     assert (moved.duration_s, moved.recorder_s, moved.policy_s) == (3.0, 0.1, 0.2)
-    assert later(rollout, 0.0) == rollout
+    assert later(moved, 0.0) == moved
 
 
 def test_a_worker_is_lost_when_its_process_or_its_engine_is():

@@ -175,7 +175,7 @@ def test_a_rollout_with_reuse_is_drawn_from_the_policy_in_force(random_model: Pa
             counts[rl_step % 2][tuple(t.token_ids)] += bool(rl_step)
             expected = policies[rl_step % 2].scored(tuple(t.token_ids))[np.arange(len(t.token_ids)), t.token_ids]
             assert np.allclose(t.logprobs, expected, atol=1e-6)
-            assert t.token_versions == [rl_step] * len(t.token_ids)
+            assert list(t.token_versions) == [rl_step] * len(t.token_ids)
             assert t.truncated == (t.token_ids[-1] != END)
     for policy, seen in zip(policies, counts, strict=True):
         true = policy.responses()
@@ -217,9 +217,10 @@ def test_an_engine_goes_on_behind_the_last_token_kept():
     assert request.prompt_token_ids == [*prompts(1)[0].token_ids, *first.trajectories[1].token_ids[:4]]
     assert request.max_response_tokens == 16
     assert [t.token_ids for t in second.trajectories] == [t.token_ids for t in first.trajectories]
-    assert second.trajectories[1].logprobs == [-(i / 100) for i in range(4)] + [-(1 + i / 100) for i in range(4, 20)]
+    expected = [-(i / 100) for i in range(4)] + [-(1 + i / 100) for i in range(4, 20)]
+    assert list(second.trajectories[1].logprobs) == pytest.approx(expected, rel=1e-6)
     assert [t.truncated for t in second.trajectories] == [False, True]
-    assert all(t.token_versions == [1] * len(t.token_ids) for t in second.trajectories)
+    assert all(list(t.token_versions) == [1] * len(t.token_ids) for t in second.trajectories)
     assert second.notes == ["10 of 26 tokens of earlier responses kept, 1 of 2 responses whole"]
     assert set(second.rewards) == {(1, "p0", 0, 0), (1, "p0", 1, 0)}
     assert second.groups == [0, 0]
@@ -286,8 +287,8 @@ def test_a_residual_token_may_end_the_response(random_model: Path, tmp_path: Pat
     got = rollouts.collect(engines.tools(1, no_reward, score))
     goes_on = [] if whole else [104, END]
     for t in got.trajectories:
-        assert t.token_ids == [*tokens[:place], drawn, *goes_on]
-        assert t.logprobs[: place + 1] == [0.0] * (place + 1)
+        assert list(t.token_ids) == [*tokens[:place], drawn, *goes_on]
+        assert list(t.logprobs[: place + 1]) == [0.0] * (place + 1)
         assert t.truncated == (drawn == 20 and place == 19)
     assert [len(share) for share in got.requests] == ([0, 0] if whole else [1, 1])
 

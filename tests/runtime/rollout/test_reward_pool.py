@@ -7,12 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import write_json
@@ -257,3 +261,24 @@ def test_a_script_without_a_main_guard_is_told_so(folder: Path):
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "RunError: reward processes ended" in done.stderr
+
+
+def word_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "heavy": 1, "what": 2, "?": 3}
+    backend = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", **options)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize("tidy", [False, True])
+def test_token_ids_are_decoded_as_the_tokenizer_does(folder: Path, processes: int, tidy: bool):
+    """Only a tokenizer that tidies up afterwards is asked itself: it takes transformers, which processes do without."""
+    tokenizer = word_tokenizer(clean_up_tokenization_spaces=tidy)
+    with RewardPool(recipe_of(processes), tokenizer) as pool:
+        responses = [array("i", [2, 3, 0]), array("i"), array("i", [1]), [2, 2]]
+        texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in responses]
+        assert texts[0] == ("what?" if tidy else "what ?")
+        rewards = pool.rewards([("", ids, "") for ids in responses])
+        assert rewards[:2] + rewards[3:] == [len(text) for i, text in enumerate(texts) if i != 2]
+        assert (rewards[2] == 0) == bool(processes)
+        assert not pool.take_failures()

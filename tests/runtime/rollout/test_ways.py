@@ -39,7 +39,7 @@ def test_an_rl_step_is_whole_groups_shared_out_in_order():
         assert [r.key for part in got.parts for r in part.responses] == [
             (rl_step, t.prompt.prompt_id, t.sample, 0) for t in got.trajectories
         ]
-        assert all(t.token_versions == [rl_step] * len(t.token_ids) for t in got.trajectories)
+        assert all(list(t.token_versions) == [rl_step] * len(t.token_ids) for t in got.trajectories)
         assert [t.reward for t in got.trajectories] == [0.0, 1.0] * 4
         assert set(got.epochs) == set(got.rewards)
         assert not got.submitted_s

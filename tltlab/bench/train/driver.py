@@ -1,0 +1,537 @@
+"""What a GRPO run's driver costs by itself: seconds and bytes of an RL step by part, against scripted engines.
+
+Everything is the run's own code (`GrpoRun._step`, rollouts, rewards, trace, what ranks are sent) but engines, models
+and Ray: a call to an actor is carried out here, and what it takes and returns goes through pickle as on its way to a
+process of its own. What actors do is not the driver's and is left out; what the first rank does with its samples
+besides the model's passes is measured apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import pickle
+import tempfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import wraps
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest.mock import patch
+from weakref import WeakValueDictionary
+
+import numpy as np
+import ray
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from tltlab.bench.streams import peak_rss_bytes
+from tltlab.console import table
+from tltlab.drafters.specs import DEFAULT_DRAFTERS
+from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.rollout.pool import WorkerPool
+from tltlab.runtime.rollout.worker import packed
+from tltlab.runtime.run import grpo
+from tltlab.runtime.run.actors import RunActors
+from tltlab.runtime.trainer.group import TrainerGroup
+from tltlab.runtime.trainer.model import PackedTokens
+from tltlab.runtime.trainer.trainer import Trainer
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+PROMPT_TOKENS = 256
+DRAFTS_BELOW = 32
+"""Scripted engines verify drafts while at most so many requests run."""
+STRATEGY = Strategy.chain("suffix", 4)
+
+SCRIPTED = "scripted"
+RANK = "first rank"
+WRITER = "trace writer"
+"""Parts that are not the driver's main thread: what is replaced here, a trainer's, and the recorder's thread."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverCase:
+    """A run's size: every worker answers `responses` requests, of `tokens` tokens in the mean and evenly spread from
+    half to one and a half of that, for as many iterations as the longest takes."""
+
+    workers: int = 64
+    responses: int = 128
+    tokens: int = 8000
+    group_size: int = 16
+    ranks: int = 8
+    policy: str = "beg-mab-suffix"
+    reward_processes: int = 1
+    rl_steps: int = 2
+
+
+class Meter:
+    """Seconds of this thread's processor time and bytes by part; a part within another does not count for that."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.bytes: Counter[str] = Counter()
+        self._open = threading.local()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        around: list[float] = self._open.__dict__.setdefault("parts", [])
+        start = time.thread_time()
+        around.append(0.0)
+        try:
+            yield
+        finally:
+            took = time.thread_time() - start
+            self.seconds[name] += took - around.pop()
+            if around:
+                around[-1] += took
+
+    def wrapped(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def timed(*args: Any, **options: Any) -> Any:
+            with self.part(name):
+                return function(*args, **options)
+
+        return timed
+
+    def travels(self, name: str, value: Any, *, to_driver: bool = False) -> Any:
+        """`value` as another process gets it; the driver's own half of that takes its time."""
+        buffers: list[pickle.PickleBuffer] = []
+
+        def packed() -> bytes:
+            return pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+
+        if to_driver:
+            body = packed()
+        else:
+            with self.part(f"{name}: pickled"):
+                body = packed()
+        # Ray lays buffers into shared memory: a copy on the way there, none on the way back.
+        raw = [bytes(buffer.raw()) for buffer in buffers]
+        self.bytes[name] += len(body) + sum(map(len, raw))
+        if to_driver:
+            with self.part(f"{name}: unpickled"):
+                return pickle.loads(body, buffers=raw)
+        return pickle.loads(body, buffers=raw)
+
+
+class Ref:
+    """Stands for `ray.ObjectRef`: a result that is worked out when it is asked for; it travels as its number."""
+
+    _all: ClassVar[WeakValueDictionary[int, Ref]] = WeakValueDictionary()
+    _numbers = itertools.count()
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make: Callable[[], Any] | None = make
+        self._value: Any = None
+        self.number = next(self._numbers)
+        self._all[self.number] = self
+
+    def get(self) -> Any:
+        if self._make is not None:
+            make, self._make = self._make, None
+            self._value = make()
+        return self._value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self.get()
+
+    def __reduce__(self) -> Any:
+        return _ref, (self.number, b"\0" * 28)
+
+
+def _ref(number: int, _: bytes) -> Ref:
+    return Ref._all[number]
+
+
+class ScriptedActor:
+    """A handle whose calls are methods of this process: `handle.method.remote(...)` gives a `Ref`."""
+
+    def __init__(self, actor: Any, meter: Meter, name: str) -> None:
+        self._actor, self._meter, self._name = actor, meter, name
+
+    def __getattr__(self, method: str) -> Any:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        meter, label = self._meter, f"{self._name}.{method}"
+
+        def remote(*args: Any, **options: Any) -> Ref:
+            with meter.part(SCRIPTED):
+                args, options = meter.travels(label, (args, options))
+
+            def answer() -> Any:
+                with meter.part(SCRIPTED):
+                    given = [arg.get() if isinstance(arg, Ref) else arg for arg in args]
+                    result = getattr(self._actor, method)(*given, **options)
+                    there = meter.travels(f"{label} returns", result, to_driver=True)
+                    del result, given
+                    return there
+
+            return Ref(answer)
+
+        return type("Method", (), {"remote": staticmethod(remote)})
+
+
+class ScriptedWorker:
+    """A rollout worker whose responses are random tokens of given lengths, with the rows of every iteration."""
+
+    def __init__(self, number: int, case: DriverCase, num_words: int) -> None:
+        self.number, self.case = number, case
+        self.rng = np.random.default_rng(number)
+        self.num_words = num_words
+
+    def generate(self, requests: list[GenerationRequest], rl_step: int, *_: Any, **__: Any) -> Rollout:
+        lengths = np.linspace(0.5, 1.5, len(requests)) * self.case.tokens
+        responses = [
+            Response(
+                key=request.key,
+                token_ids=self.rng.integers(0, self.num_words, int(length)).tolist(),
+                logprobs=(-self.rng.random(int(length), np.float32)).tolist(),
+                finish_reason="stop",
+                t_first_token=0.02,
+                t_finish=0.02 * float(length),
+            )
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        ends = lengths.astype(int)
+        batches = len(ends) - np.searchsorted(ends, np.arange(ends[-1]), side="right")
+        rollout = Rollout(
+            responses=responses,
+            iterations=[self._iteration(rl_step, i, int(batch)) for i, batch in enumerate(batches)],
+            decisions=[self._decision(rl_step, i, int(batch)) for i, batch in enumerate(batches)],
+            duration_s=0.02 * float(ends[-1]),
+            recorder_s=0.1,
+            policy_s=0.1,
+        )
+        return packed(rollout)
+
+    def state_dict(self, *_: Any) -> dict[str, Any]:
+        return {}
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return lambda *_, **__: None
+
+    def _iteration(self, rl_step: int, number: int, batch: int) -> dict[str, Any]:
+        """As `Ledger.iterations` has it."""
+        ran = STRATEGY if batch <= DRAFTS_BELOW else NO_SPECULATION
+        accepted = [number % 4] * batch
+        return {
+            "rl_step": rl_step,
+            "worker": self.number,
+            "iteration": number,
+            "t_start": 0.02 * number,
+            "duration": 0.02,
+            "draft_duration": 0.001,
+            "batch": batch,
+            "num_waiting": 0,
+            "context_tokens": batch * number,
+            "prefill_tokens": PROMPT_TOKENS if number == 0 else 0,
+            **asdict(ran),
+            "num_drafted": ran.draft_depth * batch,
+            "num_accepted": sum(accepted) if ran.speculates else 0,
+            "num_generated": batch,
+            "accepted_per_request": accepted if ran.speculates else None,
+            "next_draft_depth": ran.draft_depth,
+        }
+
+    def _decision(self, rl_step: int, number: int, batch: int) -> dict[str, Any]:
+        which = {"rl_step": rl_step, "worker": self.number, "iteration": number, "bucket": 1}
+        ran = STRATEGY if batch <= DRAFTS_BELOW else NO_SPECULATION
+        return which | asdict(ran) | {"propensity": 0.5, "reward": 1.0}
+
+
+class ScriptedPolicy(torch.nn.Module):
+    """A model of one weight that gives every token the same log-prob."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1,), -0.5))
+        self.tokens = 0
+
+    def forward(self, batch: PackedTokens, whole: bool = False) -> torch.Tensor:
+        self.tokens += batch.token_ids.numel()
+        return self.weight.expand(len(batch.rows))
+
+
+class ScriptedTrainer(Trainer):
+    """The first of `world` ranks: all that a rank does with its samples but a model's passes and collectives."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.config = recipe.train
+        self.max_response_tokens = recipe.rollout.max_response_tokens
+        self.seed, self.rank, self.world = recipe.seed, 0, recipe.train.ranks
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.policy: Any = ScriptedPolicy()
+        self.reference = None
+        self.optimizer = torch.optim.AdamW(self.policy.parameters())
+        self.steps = 0
+        self._samples = []
+        self._old = []
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def _sum(self, tensor: torch.Tensor) -> None:
+        """Other ranks have nothing to add."""
+
+
+class ScriptedRank:
+    """A rank's actor; those after the first are sent what they need and do nothing."""
+
+    def __init__(self, recipe: Recipe, rank: int, meter: Meter) -> None:
+        self.trainer = ScriptedTrainer(recipe) if rank == 0 else None
+        self.meter = meter
+
+    def ask(self, method: str, *args: Any, **options: Any) -> Any:
+        if self.trainer is None:
+            return None
+        with self.meter.part(RANK):
+            return getattr(self.trainer, method)(*args, **options)
+
+
+class ScriptedPool(WorkerPool):
+    """The run's pool around scripted workers."""
+
+    meter: Meter
+    case: DriverCase
+    num_words: int
+
+    async def _begin(self, n: int) -> None:
+        self.handles[n] = ScriptedActor(ScriptedWorker(n, self.case, self.num_words), self.meter, "worker")
+        self._workers[n].alive = True
+
+    def close(self) -> None:
+        self.handles = []
+
+
+class ScriptedTrainers(TrainerGroup):
+    """The run's ranks around a scripted trainer."""
+
+    meter: Meter
+
+    def start(self) -> None:
+        self.handles = [
+            ScriptedActor(ScriptedRank(self.recipe, rank, self.meter), self.meter, "rank")
+            for rank in range(self.recipe.train.ranks)
+        ]
+
+    def weights(self) -> Any:
+        return Ref(dict)
+
+    def close(self) -> None:
+        self.handles = []
+
+
+class ScriptedActors(RunActors):
+    """Engines and trainers of a run without Ray."""
+
+    meter: Meter
+    case: DriverCase
+    num_words: int
+
+    def _start(self, stack: ExitStack) -> None:
+        drafters = DEFAULT_DRAFTERS | dict(self._drafters)
+        self.pool = ScriptedPool(
+            self.recipe, drafters, lambda n: None, lambda n: {}, events=self._events, on_restart=lambda n: None
+        )
+        self.pool.meter, self.pool.case, self.pool.num_words = self.meter, self.case, self.num_words
+        self.trainers = ScriptedTrainers(self.recipe, lambda rank: {})
+        self.trainers.meter = self.meter
+        self.pool.start()
+        self.trainers.start()
+
+
+def parity(prompt: str, response: str, answer: str) -> float:
+    """A reward that takes no time: whether the response has an even number of characters."""
+    return float(len(response) % 2 == 0)
+
+
+def bench_driver(case: DriverCase, growth: Sequence[int], progress: Callable[[str], None]) -> dict[str, Any]:
+    """Measure `case`, and before it the same with each of `growth` workers, each in a fork of this process.
+
+    Per case: `tokens` of an RL step, `seconds` of the driver by part (the last RL step's processor time), `driver_s` in
+    all, `rank_s` of the first rank's own work, `writer_s` of the recorder's thread, `bytes` by what travels,
+    `trace_bytes` on disk, `rank_samples` that the first rank was sent, and `peak_rss_bytes`, of which `start_rss_bytes`
+    were there before the first RL step.
+    """
+    cases = []
+    for workers in [*(n for n in growth if n < case.workers), case.workers]:
+        progress(f"{workers} workers x {case.responses} responses x {case.tokens} tokens")
+        # What is imported is inherited, what a case leaves behind is not.
+        context = multiprocessing.get_context("fork")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            cases.append(pool.submit(measured, replace(case, workers=workers)).result())
+    return {"case": asdict(case), "cases": cases}
+
+
+def measured(case: DriverCase) -> dict[str, Any]:
+    """One case in this process, which cannot use Ray afterwards."""
+    meter = Meter()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="driver-bench.") as temporary:
+        folder = Path(temporary)
+        recipe = _recipe(case, folder)
+        run = grpo.GrpoRun(recipe, folder / "run", actors=_actors(meter, case, folder))
+        with ExitStack() as stack:
+            stack.enter_context(_without_ray(meter))
+            stack.enter_context(run)
+            _watch(run, meter, stack)
+            start_rss = peak_rss_bytes()
+            for _ in range(case.rl_steps):
+                meter.seconds.clear()
+                meter.bytes.clear()
+                trace = _size(folder / "run")
+                with meter.part("rest"):
+                    run.step()
+                    run._recorder._settle()
+            rank = run.trainers.handles[0]._actor.trainer
+            samples = sum(len(s.token_ids) > 0 for s in rank._samples)
+            # What is taken apart is the trace, which is not the question here.
+            trace_bytes = _size(folder / "run") - trace
+            peak = peak_rss_bytes()
+    seconds = dict(meter.seconds)
+    seconds.pop(SCRIPTED, None)
+    rank_s, writer_s = (seconds.pop(name, 0.0) for name in (RANK, WRITER))
+    return {
+        "workers": case.workers,
+        "tokens": run.reports[-1].num_tokens,
+        "driver_s": sum(seconds.values()),
+        "rank_s": rank_s,
+        "writer_s": writer_s,
+        "seconds": dict(sorted(seconds.items(), key=lambda item: -item[1])),
+        "bytes": dict(sorted(meter.bytes.items(), key=lambda item: -item[1])),
+        "trace_bytes": trace_bytes,
+        "rank_samples": samples,
+        "start_rss_bytes": start_rss,
+        "peak_rss_bytes": peak,
+    }
+
+
+def _watch(run: grpo.GrpoRun, meter: Meter, stack: ExitStack) -> None:
+    """Put the parts of an RL step on the meter."""
+
+    def watch(owner: Any, method: str, part: str) -> None:
+        stack.enter_context(patch.object(owner, method, meter.wrapped(part, getattr(owner, method))))
+
+    watch(run.data.rollouts, "collect", "collected")
+    watch(run.pool, "generate", "rollouts")
+    watch(run.pool, "remember", "history")
+    watch(run.reward_pool, "rewards", "rewards")
+    rewards = run.reward_pool.rewards
+
+    def counted(items: Sequence[Any]) -> list[float]:
+        with meter.part(SCRIPTED):
+            meter.bytes["rewards"] += sum(len(pickle.dumps(item, protocol=5)) for item in items)
+        return rewards(items)
+
+    stack.enter_context(patch.object(run.reward_pool, "rewards", counted))
+    watch(run.trainers, "old_logprobs", "samples")
+    watch(run.trainers, "update", "samples")
+    watch(run, "_record", "trace rows")
+    watch(grpo, "step_metrics", "figures")
+    watch(run._recorder, "_write", WRITER)
+
+
+def _actors(meter: Meter, case: DriverCase, folder: Path) -> type[ScriptedActors]:
+    words = json.loads((folder / "model" / "tokenizer.json").read_text())["model"]["vocab"]
+    return type("Actors", (ScriptedActors,), {"meter": meter, "case": case, "num_words": len(words)})
+
+
+@contextmanager
+def _without_ray(meter: Meter) -> Iterator[None]:
+    def put(value: Any) -> Ref:
+        name = "put"
+        with meter.part(SCRIPTED):
+            there = meter.travels(name, value)
+        return Ref(lambda: there)
+
+    def get(refs: Any) -> Any:
+        return [ref.get() for ref in refs] if isinstance(refs, list) else refs.get()
+
+    def wait(refs: Sequence[Any], **_: Any) -> tuple[list[Any], list[Any]]:
+        return list(refs[:1]), list(refs[1:])
+
+    with patch.multiple(ray, put=put, get=get, wait=wait):
+        yield
+
+
+def _recipe(case: DriverCase, folder: Path) -> Recipe:
+    """The recipe of a run in `folder`, with a tokenizer and prompts that are made there."""
+    prompts = case.workers * case.responses // case.group_size
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, rng.integers(2, 8))) for _ in range(500)]
+    text = [" ".join(words[i] for i in rng.integers(0, len(words), 1000)) for _ in range(20)]
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(vocab_size=2000, special_tokens=["<eos>"], show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder / "model")
+    with open(folder / "train.jsonl", "w", encoding="utf-8") as file:
+        for n in range(prompts * case.rl_steps):
+            words_of = " ".join(words[i] for i in rng.integers(0, len(words), PROMPT_TOKENS))
+            file.write(json.dumps({"prompt_id": f"p{n}", "prompt": words_of, "answer": ""}) + "\n")
+    return Recipe.model_validate(
+        {
+            "model": str(folder / "model"),
+            "reward": "tltlab.bench.train.driver:parity",
+            "reward_pool": {"processes": case.reward_processes},
+            "data": {"train": str(folder / "train.jsonl")},
+            "rollout": {
+                "num_workers": case.workers,
+                "prompts_per_step": prompts,
+                "group_size": case.group_size,
+                "max_response_tokens": 2 * case.tokens,
+                "policy": case.policy,
+            },
+            "train": {"steps": case.rl_steps, "ranks": case.ranks, "tokens_per_microbatch": 4 * case.tokens},
+            "checkpoint": {"every": 0},
+        }
+    )
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
+
+
+def text(found: Mapping[str, Any]) -> str:
+    """The result for people."""
+    cases = found["cases"]
+    header = ("", *(f"{case['workers']} workers" for case in cases))
+
+    def rows(key: str, unit: float, digits: int) -> list[tuple[str, ...]]:
+        names = sorted({n for case in cases for n in case[key]}, key=lambda n: -cases[-1][key].get(n, 0))
+        return [(n, *(f"{case[key].get(n, 0) / unit:.{digits}f}" for case in cases)) for n in names]
+
+    totals = [
+        (name, *(f"{case[key] / unit:.{digits}f}" for case in cases))
+        for name, key, unit, digits in (
+            ("M tokens", "tokens", 1e6, 2),
+            ("driver, s", "driver_s", 1, 2),
+            ("trace writer, s", "writer_s", 1, 2),
+            ("first rank, s", "rank_s", 1, 2),
+            ("first rank's samples", "rank_samples", 1, 0),
+            ("trace, MB", "trace_bytes", 1e6, 1),
+            ("peak MiB", "peak_rss_bytes", 2**20, 0),
+            ("before, MiB", "start_rss_bytes", 2**20, 0),
+        )
+    ]
+    return "\n\n".join(
+        (
+            table(("an RL step", *header[1:]), totals),
+            table(("seconds of the driver", *header[1:]), rows("seconds", 1, 3)),
+            table(("MB that travel", *header[1:]), rows("bytes", 1e6, 2)),
+        )
+    )
