@@ -78,20 +78,21 @@ class TrainerGroup:
 
         They are shared out for the update of `rl_step`: of another one ranks would have less even shares.
         """
+        self._alive("old_logprobs")
         recipe = self.recipe
         rank_of = share_out(
             samples,
             recipe.train,
+            len(self.handles),
             seed=recipe.seed,
             rl_step=rl_step,
             max_response_tokens=recipe.rollout.max_response_tokens,
         )
-        elsewhere = [sample.without_tokens() for sample in samples] if recipe.train.ranks > 1 else []
+        elsewhere = [sample.without_tokens() for sample in samples] if len(self.handles) > 1 else []
         shares = [
             ray.put([s if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
             for rank in range(len(self.handles))
         ]
-        self._alive("old_logprobs")
         asked = [
             actor.ask.remote("old_logprobs", share, rank_of) for actor, share in zip(self.handles, shares, strict=True)
         ]

@@ -105,20 +105,20 @@ def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> li
 
 
 def share_out(
-    samples: Sequence[Sample], config: TrainConfig, *, seed: int, rl_step: int, max_response_tokens: int
+    samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
 ) -> list[int]:
-    """The rank that computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
+    """Which of `ranks` ranks computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
 
     What is not trained is dealt out by itself: only its log-probs are computed.
     """
-    if config.ranks == 1:
+    if ranks == 1:
         return [0] * len(samples)
     trained = Worth.of(samples, config, max_response_tokens).trained
     parts = []
     for rows in minibatches_of(len(samples), config, seed, rl_step):
         parts += [rows[trained[rows]].tolist(), rows[~trained[rows]].tolist()]
     lengths = [sum(map(len, pair)) for pair in _pairs(samples)]
-    return ranks_of(lengths, parts, config.ranks, config.tokens_per_microbatch)
+    return ranks_of(lengths, parts, ranks, config.tokens_per_microbatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,8 +233,10 @@ class Trainer:
         """
         self._samples = list(samples)
         config = self.config
-        shared = share_out(samples, config, seed=self.seed, rl_step=0, max_response_tokens=self.max_response_tokens)
-        self._rank_of = shared if rank_of is None else list(rank_of)
+        if rank_of is None:
+            most = self.max_response_tokens
+            rank_of = share_out(samples, config, self.world, seed=self.seed, rl_step=0, max_response_tokens=most)
+        self._rank_of = list(rank_of)
         self._old = self._own_logprobs(self.policy, list(range(len(samples))))
         old, behaviour = (torch.cat([torch.empty(0), *parts]) for parts in (self._old, self._behaviour()))
         sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
@@ -409,7 +411,8 @@ class Trainer:
 
     def _behaviour(self) -> list[Tensor]:
         """[n] of the samples that this rank computes, [0] of the others."""
-        return [torch.from_numpy(np.array(s.logprobs, np.float32)) for s in self._samples]
+        computed = zip(self._samples, self._rank_of, strict=True)
+        return [torch.from_numpy(np.array(s.logprobs if n == self.rank else (), np.float32)) for s, n in computed]
 
     def _own_logprobs(self, model: PolicyModel, rows: Sequence[int]) -> list[Tensor]:
         """Of the kept samples `rows`: [n] of those that this rank computes, on the host, [0] of the others."""
