@@ -107,7 +107,7 @@ def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> li
 def share_out(
     samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
 ) -> list[int]:
-    """Which of `ranks` ranks computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
+    """Which rank computes each sample, so that all have as much to do in each mini-batch of the update of `rl_step`.
 
     What is not trained is dealt out by itself: only its log-probs are computed.
     """
