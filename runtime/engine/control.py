@@ -340,16 +340,20 @@ class Control:
             for share, r in zip(shares, live, strict=True)
         ]
 
-    def drafts(self, request_ids: Sequence[str], learned: list[list[int]], learned_s: float | None) -> list[list[int]]:
-        """What each request is to verify next. `learned` are the workers' drafts, made in `learned_s` seconds.
+    def drafts(
+        self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
+    ) -> list[list[int]]:
+        """What each request is to verify next, [] where nothing is drafted.
 
-        Requests that are gone or have not generated yet get nothing.
+        `learned` are the workers' drafts, made in `learned_s` seconds, or empty where they made none. Requests that are
+        gone or have not generated yet get nothing.
         """
         since_s, late_s = self.ledger.clock(), 0.0
         self._turn += 1
         strategy = self.ledger.in_force.strategy
-        drafts = [[] for _ in request_ids] if strategy.speculates or any(learned) else learned
+        drafts: list[list[int]] = []
         if strategy.speculates:
+            drafts = [[] for _ in request_ids]
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
@@ -365,7 +369,9 @@ class Control:
                 shares = [share for share in shares if share]
             asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
             with self.drafting:
-                made = self.drafters.propose(strategy, asked, [learned[n] for n in places])
+                made = self.drafters.propose(
+                    strategy, asked, [learned[n] for n in places] if learned else [[]] * len(asked)
+                )
             for n, live, (drafter, draft) in zip(places, lives, made, strict=True):
                 live.drafter, drafts[n] = drafter, draft
         self.ledger.drafted(since_s, learned_s or 0.0, late_s)

@@ -301,7 +301,8 @@ def load_recipe(recipe: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe of a run that is to go on, from its `run.json`, with overrides; ConfigError as in `load_recipe`.
 
-    Its rewards and policy are looked up in the run's own copies first.
+    Its rewards and the class of its policy are looked up in the run's own copies first, a policy file that is no more
+    is the run's `policy.json`.
     """
     path = Path(run) / "run.json"
     description = read_json(path)
@@ -310,6 +311,10 @@ def resumed_recipe(run: Path, overrides: Sequence[str] = ()) -> Recipe:
     fields = description["recipe"]
     kept = str((Path(run) / CODE).resolve())
     fields["code"] = list(dict.fromkeys([kept, *(fields.get("code") or ())]))
+    rollout, copy = fields.get("rollout"), Path(run) / "policy.json"
+    policy = rollout.get("policy") if isinstance(rollout, dict) else None
+    if isinstance(policy, str) and policy.endswith(".json") and not Path(policy).exists() and copy.is_file():
+        rollout["policy"] = str(copy.resolve())
     return _recipe(fields, overrides, str(path))
 
 

@@ -33,6 +33,7 @@ class RunActors:
         self._drafters, self._drafting, self._events = drafters, drafting, events
         self._colocated = recipe.cluster.placement == "colocated"
         self._engines_awake = True
+        self._given_up = False
 
     def __enter__(self) -> RunActors:
         with ExitStack() as stack:
@@ -66,7 +67,13 @@ class RunActors:
         else:
             with ThreadPoolExecutor(1) as beside:
                 trainers = beside.submit(self._with_trainers)
-                self.pool.start()
+                try:
+                    self.pool.start()
+                except BaseException:
+                    # Nobody waits for trainers of a run without engines.
+                    self._given_up = True
+                    self.trainers.close()
+                    raise
                 trainers.result()
         self._with_trainers(self._start_drafting)
 
@@ -84,7 +91,7 @@ class RunActors:
                 then()
                 return
             except TrainerDied as error:
-                if not left:
+                if not left or self._given_up:
                     raise
                 self._events.note(f"{error}; trainers start again")
 

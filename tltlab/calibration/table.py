@@ -53,6 +53,8 @@ class RecordedTable(CostEstimator):
         if rows.spec.any():
             terms |= _drafting(rows)
             terms["sd_base_s"] = (found["sd_base_s"] or 0.0) + (terms["sd_base_s"] or 0.0)
+            if not ((rows.next_depth > 0) & (rows.draft_s > 0)).any():
+                notes.append("drafting time was not recorded apart: it is inside sd_base_s and forward, levels are 0")
             idle = rows.draft_s[~rows.spec & (rows.draft_s > 0) & (rows.next_depth == 0)]
             terms["sd_idle_s"] = float(idle.mean()) if len(idle) else 0.0
             if not len(idle):

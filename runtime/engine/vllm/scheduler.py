@@ -160,7 +160,7 @@ class PolicyScheduler(Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._due is not None and self.requests:
             # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
-            self._draft(DraftTokenIds(self._due, [[]] * len(self._due)), self._draft_s)
+            self._draft(self._due, (), self._draft_s)
         self.control.iteration_starts()
         return super().schedule(*args, **kwargs)
 
@@ -218,7 +218,7 @@ class PolicyScheduler(Scheduler):
                     self._batch = []
             self.control.sampled(what, counts)
             self.capture.landed()
-            if self.control.steers and not self.control.overlapped:
+            if self.num_spec_tokens and self.control.steers and not self.control.overlapped:
                 self._due = what.request_ids
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if not self.requests:
@@ -233,22 +233,22 @@ class PolicyScheduler(Scheduler):
             self.control.ledger.drafted(self.control.ledger.clock(), draft_s or 0.0)
             super().update_draft_token_ids(draft_token_ids)
         elif self._worker_depth:
-            self._draft(draft_token_ids, draft_s)
+            self._draft(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_s)
         else:
             self._draft_s = draft_s
 
-    def _draft(self, of_workers: DraftTokenIds, draft_s: float | None) -> None:
+    def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> None:
         """Give the last iteration's requests their next drafts. Those `of_workers` were made in `draft_s` seconds."""
         self._due, self._draft_s = None, None
-        drafts = self.control.drafts(of_workers.req_ids, of_workers.draft_token_ids, draft_s)
+        drafts = self.control.drafts(ids, of_workers, draft_s)
         before, self._drafted = self._drafted, any(drafts)
         if not self._drafted and not before:
             # Nobody has a draft, and nobody gets one.
             return
-        super().update_draft_token_ids(DraftTokenIds(of_workers.req_ids, drafts))
-        if len(self.running) > len(of_workers.req_ids):
+        super().update_draft_token_ids(DraftTokenIds(ids, drafts or [[] for _ in ids]))
+        if len(self.running) > len(ids):
             # What had no room in this iteration would else be verified with the draft of an earlier choice.
-            here = set(of_workers.req_ids)
+            here = set(ids)
             for request in self.running:
                 if request.spec_token_ids and request.request_id not in here:
                     request.spec_token_ids = []

@@ -142,6 +142,14 @@ def test_chains_leave_drafting_per_request_inside_verification():
     same_times(found, truth, rel=1e-5, at=MEASURED)
 
 
+def test_a_table_says_where_drafting_is_that_was_not_recorded_apart(run: Trace):
+    assert run.iterations is not None
+    apart = "drafting time was not recorded apart"
+    assert not any(apart in note for note in fit_trace(run, "table").costs.notes)
+    blind = run.replace(iterations=run.iterations.drop(columns=["draft_duration", "next_draft_depth"]))
+    assert any(apart in note for note in fit_trace(blind, "table").costs.notes)
+
+
 def test_a_table_of_costs_is_found_in_a_table():
     found = fit_points(checked(grid(LINEAR, prefill=True)), "table")
     same_times(found.costs, LINEAR, rel=0.01, at=MEASURED)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.recipe.recipe import load_recipe
+from tltlab.files import write_json
+from tltlab.policies.policy import load_policy
+from tltlab.runtime.recipe.recipe import load_recipe, located, resumed_recipe
 
 RECIPE = """
 model = "m"
@@ -95,3 +97,24 @@ def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
         load_recipe(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="cannot read recipe"):
         load_recipe(tmp_path / "none.toml")
+
+
+def test_a_run_goes_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.jsonl").touch()
+    load_policy("table").write(tmp_path / "mine.json")
+    load_policy("table").write(tmp_path / "run" / "policy.json")
+    recipe = load_recipe(written(tmp_path / "r.toml", RECIPE), ["rollout.policy=mine.json"])
+    assert (recipe.data.train, recipe.rollout.policy) == ("t.jsonl", "mine.json")
+    assert recipe.code == (str(tmp_path),)
+    write_json(tmp_path / "run" / "run.json", {"recipe": located(recipe).model_dump(mode="json")})
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    again = resumed_recipe(tmp_path / "run")
+    assert (again.model, again.data.train) == ("m", str(tmp_path / "t.jsonl"))
+    assert again.rollout.policy == str(tmp_path / "mine.json")
+    assert again.code == (str(tmp_path / "run" / "code"), str(tmp_path))
+    (tmp_path / "mine.json").unlink()
+    again = resumed_recipe(tmp_path / "run", ["train.steps=9"])
+    assert (again.rollout.policy, again.train.steps) == (str(tmp_path / "run" / "policy.json"), 9)

@@ -13,6 +13,7 @@ import pytest
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter.drafting import NullDrafting
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.actors import RunActors
 from tltlab.runtime.run.checkpoints import RunCheckpoints
 from tltlab.runtime.run.grpo import GrpoRun
 from tltlab.runtime.run.recovery import Recovery
@@ -166,3 +167,23 @@ def test_only_the_first_to_hold_a_run_lets_go_of_it(tmp_path: Path):
             pass
         assert run._locked
     assert not run._locked
+
+
+def test_trainers_that_die_at_their_start_start_again_unless_engines_have_failed(tmp_path: Path):
+    starts: list[bool] = []
+
+    def die() -> None:
+        starts.append(True)
+        raise TrainerDied("killed")
+
+    recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
+    actors = RunActors(recipe, {}, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors.trainers = SimpleNamespace(handles=[], restart=die)  # type: ignore[assignment]
+    with pytest.raises(TrainerDied):
+        actors._with_trainers()
+    assert len(starts) == 1 + recipe.faults.max_restarts
+    starts.clear()
+    actors._given_up = True
+    with pytest.raises(TrainerDied):
+        actors._with_trainers()
+    assert len(starts) == 1
