@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from .errors import ConfigError, InputError, RunError
 
@@ -128,12 +128,22 @@ def replace_durably(path: Path, data: bytes | memoryview) -> None:
 
     It is written beside `path` with the ending `.tmp`; after a kill that may be left.
     """
+    with replaced_durably(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def replaced_durably(path: Path) -> Iterator[BinaryIO]:
+    """As `replace_durably`, for what is written bit by bit: the file to write to, in place once the block ends."""
     new = path.with_suffix(".tmp")
     try:
-        write_durably(new, data)
+        with open(new, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(new, path)
         fsync_folder(path.parent)
-    except OSError:
+    except BaseException:
         new.unlink(missing_ok=True)
         raise
 

@@ -339,8 +339,8 @@ class Engine:
     def recall(self, responses: Iterable[Remembered]) -> None:
         """Have the drafters in use remember these responses of earlier rollouts and no others; nothing may be running.
 
-        (key, prompt ids, response ids) each. Drafts that follow depend on nothing older: it costs about what the
-        responses' drafters take to index them, for those whose prompts come again.
+        (key, prompt ids, response ids) each. What follows depends on nothing older. A drafter takes the time to index
+        them when their prompts come again.
         """
         self._call("recall", list(responses))
 

@@ -65,17 +65,15 @@ class WorkerPool:
 
     A worker that dies in a call, or was dead before it, is noted in `events`, started again in the same place, up to
     `faults.max_restarts` times, and told what the others know: policy, weights, decisions to replay, and what policy
-    and drafters had learned when the last rollout began, with the responses since then. What the selector learned in a
-    rollout that was lost stays lost. Then it does its work again, all of it: to keep the responses that had ended
+    and budget had learned when the last rollout began, with the lengths of responses since then. What drafters remember
+    of earlier rollouts lies in `history` and not in workers: each is told with its requests. What the selector learned
+    in a rollout that was lost stays lost. Then it does its work again, all of it: to keep the responses that had ended
     before it died would favour short ones. Every rollout begins in a random state of its own, so under a fixed strategy
     the responses are the same as if nobody had died. Meanwhile the others go on. While engines sleep nobody is started:
     who dies then is back when they are woken.
 
     Raises RunError when a worker dies too often or does not start in time, and at once when all die in the same way
-    before one has started; ConfigError for what engines cannot do, and
-    what a worker raises of ours as itself.
-
-    What drafters remember of earlier rollouts lies in `history` and not in workers: each is told with its requests.
+    before one has started; ConfigError for what engines cannot do, and what a worker raises of ours as itself.
     """
 
     def __init__(

@@ -278,7 +278,7 @@ class GrpoRun:
 
         start = time.perf_counter()
         self.actors.trainers_turn()
-        metrics = asdict(self.trainers.old_logprobs(_samples(collected)))
+        metrics = asdict(self.trainers.old_logprobs(_samples(collected), rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 
         start = time.perf_counter()

@@ -19,7 +19,7 @@ from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
 
 from .losses import Mismatch
-from .trainer import Pair, Sample, Trainer, UpdateMetrics
+from .trainer import Pair, Sample, Trainer, UpdateMetrics, share_out
 
 NOTICE_S = 10.0
 """How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""
@@ -73,9 +73,30 @@ class TrainerGroup:
         self.close()
         self.start()
 
-    def old_logprobs(self, samples: Sequence[Sample]) -> Mismatch:
-        """See `Trainer.old_logprobs`; samples travel to each machine once."""
-        mismatch: Mismatch = self._all("old_logprobs", ray.put(list(samples)))[0]
+    def old_logprobs(self, samples: Sequence[Sample], rl_step: int = 0) -> Mismatch:
+        """See `Trainer.old_logprobs`; a rank is sent the tokens of its own samples alone.
+
+        They are shared out for the update of `rl_step`: of another one ranks would have less even shares.
+        """
+        self._alive("old_logprobs")
+        recipe = self.recipe
+        rank_of = share_out(
+            samples,
+            recipe.train,
+            len(self.handles),
+            seed=recipe.seed,
+            rl_step=rl_step,
+            max_response_tokens=recipe.rollout.max_response_tokens,
+        )
+        elsewhere = [sample.without_tokens() for sample in samples] if len(self.handles) > 1 else []
+        shares = [
+            ray.put([s if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
+            for rank in range(len(self.handles))
+        ]
+        asked = [
+            actor.ask.remote("old_logprobs", share, rank_of) for actor, share in zip(self.handles, shares, strict=True)
+        ]
+        mismatch: Mismatch = self._wait(asked, "old_logprobs")[0]
         return mismatch
 
     def update(self, rl_step: int) -> UpdateMetrics:
@@ -138,9 +159,12 @@ class TrainerGroup:
 
     def _all(self, method: str, *args: Any, **options: Any) -> list[Any]:
         """What the trainer's method returns on each rank, None on all but the first."""
+        self._alive(method)
+        return self._wait([actor.ask.remote(method, *args, **options) for actor in self.handles], method)
+
+    def _alive(self, method: str) -> None:
         if not self.handles:
             raise TrainerDied(f"no trainer is there to {method}: start the group first")
-        return self._wait([actor.ask.remote(method, *args, **options) for actor in self.handles], method)
 
     def _reference(self, method: str) -> Any:
         """What the method returns on rank 0, by reference, once all ranks have returned."""

@@ -192,18 +192,30 @@ class Mismatch:
     mismatch_ess: float = 1.0
 
 
-def mismatch(old_logp: Tensor, behaviour_logp: Tensor, *, cap: float = math.inf) -> Mismatch:
-    """Of the trainer's log-probs [T] from the engine's [T], with importance weights truncated at `cap`."""
-    if not len(old_logp):
-        return Mismatch()
+def mismatch_sums(old_logp: Tensor, behaviour_logp: Tensor, *, cap: float = math.inf) -> tuple[Tensor, float]:
+    """How far the trainer's log-probs [T] are from the engine's [T], importance weights truncated at `cap`.
+
+    Sums [5], float64, of 1, the absolute difference, its k3 estimate, the weights and their squares; and the largest
+    difference. Of several parts the sums add up.
+    """
     old, behaviour = old_logp.double(), behaviour_logp.double()
     difference = (old - behaviour).abs()
     weights = correction_weights(old, behaviour, cap)
+    kl = kl_estimate(behaviour, old)
+    sums = [torch.tensor(float(len(old))), difference.sum(), kl.sum(), weights.sum(), (weights**2).sum()]
+    return torch.stack([part.double() for part in sums]), float(difference.max()) if len(old) else 0.0
+
+
+def mismatch(sums: Tensor, largest: float) -> Mismatch:
+    """What `mismatch_sums` come to."""
+    num, difference, kl, weight, weight_2 = sums.tolist()
+    if not num:
+        return Mismatch()
     return Mismatch(
-        mismatch_abs=float(difference.mean()),
-        mismatch_max=float(difference.max()),
-        mismatch_kl=float(kl_estimate(behaviour, old).mean()),
-        mismatch_ess=float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())),
+        mismatch_abs=difference / num,
+        mismatch_max=largest,
+        mismatch_kl=kl / num,
+        mismatch_ess=weight**2 / (num * weight_2),
     )
 
 

@@ -91,6 +91,42 @@ def micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[
     return dealt
 
 
+def ranks_of(lengths: Sequence[int], parts: Sequence[Sequence[int]], ranks: int, budget: int) -> list[int]:
+    """The rank that computes each sequence: each of `parts`, indices that together are all, is dealt out evenly.
+
+    Evenly by tokens, as `micro_batches` does.
+
+    >>> ranks_of([5, 3, 4, 2], [[0, 1], [2, 3]], ranks=2, budget=8)
+    [0, 1, 0, 1]
+    """
+    rank_of = [0] * len(lengths)
+    for part in parts:
+        for rank, dealt in enumerate(micro_batches([lengths[i] for i in part], ranks, budget)):
+            for members in dealt:
+                for m in members:
+                    rank_of[part[m]] = rank
+    return rank_of
+
+
+def own_micro_batches(
+    lengths: Sequence[int], rank_of: Sequence[int], rank: int, ranks: int, budget: int
+) -> list[list[int]]:
+    """The micro-batches of the sequences that `rank` computes, with empty ones up to as many as any rank has.
+
+    >>> own_micro_batches([5, 3, 4, 2], [0, 1, 0, 0], rank=1, ranks=2, budget=8)
+    [[1], []]
+    """
+    own: list[list[int]] = []
+    most = 0
+    for other in range(ranks):
+        rows = [i for i, owner in enumerate(rank_of) if owner == other]
+        (packed,) = micro_batches([lengths[i] for i in rows], 1, budget)
+        most = max(most, len(packed))
+        if other == rank:
+            own = [[rows[m] for m in members] for members in packed]
+    return own + [[] for _ in range(most - len(own))]
+
+
 def _filled(order: Sequence[int], lengths: Sequence[int], num: int, budget: int) -> list[list[int]] | None:
     """`num` micro-batches that hold all sequences within the budget, or None where they do not fit so."""
     bins: list[list[int]] = [[] for _ in range(num)]

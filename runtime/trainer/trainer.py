@@ -1,7 +1,8 @@
 """The trainer: log-probs of recorded responses and policy updates of a Hugging Face causal model, on one or more ranks.
 
-Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens; all of them get all
-samples, so that advantages, weights and the order of mini-batches are computed by each alike. What they compute is the
+Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each gets the tokens
+of its own samples and of all others what advantages, weights and the order of mini-batches follow from: they are
+computed by each alike. What they compute is the
 same for any number of ranks and any size of micro-batches, up to rounding; the same state and samples on the same
 number of ranks give the same bits.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
@@ -33,12 +34,13 @@ from .losses import (
     correction_weights,
     kl_estimate,
     mismatch,
+    mismatch_sums,
     policy_loss,
     shape_rewards,
     token_weights,
 )
 from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
-from .ranks import be_repeatable, device_of, meet, micro_batches
+from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
@@ -52,7 +54,7 @@ class Sample:
     """One whole response of N tokens to learn from.
 
     `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
-    answers; `truncated`: it ended at its cap.
+    answers; `truncated`: it ended at its cap. A rank that does not compute it knows how long it is and no more.
     """
 
     prompt_token_ids: Sequence[int]
@@ -61,6 +63,62 @@ class Sample:
     reward: float
     group: int
     truncated: bool = False
+
+    def without_tokens(self) -> Sample:
+        """For ranks that do not compute it: equally long, of tokens that take no memory."""
+        tokens = range(len(self.token_ids))
+        return replace(self, prompt_token_ids=range(len(self.prompt_token_ids)), token_ids=tokens, logprobs=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worth:
+    """What N responses teach, [N] each, as `UpdateBatch` says."""
+
+    lengths: Tensor
+    advantages: Tensor
+    counted: Tensor
+    trained: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Worth:
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
+        rewards = shape_rewards(
+            torch.tensor([s.reward for s in samples], dtype=torch.float32),
+            lengths,
+            truncated,
+            overlong=config.overlong,
+            buffer=config.overlong_buffer,
+            max_response_tokens=max_response_tokens,
+        )
+        groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
+        advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
+        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
+        return cls(lengths=lengths, advantages=advantage, counted=counted, trained=trained)
+
+
+def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:
+    """The responses of each mini-batch of the update of `rl_step`, in random order."""
+    order = torch.from_numpy(np.random.default_rng([seed, rl_step]).permutation(num))
+    return list(order.tensor_split(config.minibatches))
+
+
+def share_out(
+    samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
+) -> list[int]:
+    """Which rank computes each sample, so that all have as much to do in each mini-batch of the update of `rl_step`.
+
+    What is not trained is dealt out by itself: only its log-probs are computed.
+    """
+    if ranks == 1:
+        return [0] * len(samples)
+    trained = Worth.of(samples, config, max_response_tokens).trained
+    parts = []
+    for rows in minibatches_of(len(samples), config, seed, rl_step):
+        parts += [rows[trained[rows]].tolist(), rows[~trained[rows]].tolist()]
+    lengths = [sum(map(len, pair)) for pair in _pairs(samples)]
+    return ranks_of(lengths, parts, ranks, config.tokens_per_microbatch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,20 +221,30 @@ class Trainer:
         )
         self.steps = 0
         self._samples: list[Sample] = []
-        self._old: list[Tensor] = []  # their log-probs before the policy moves
+        self._rank_of: list[int] = []  # which rank computes each of them
+        self._old: list[Tensor] = []  # this rank's log-probs of its own before the policy moves, [0] of others
 
-    def old_logprobs(self, samples: Sequence[Sample]) -> Mismatch:
+    def old_logprobs(self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        Returns the distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it
-        should be near 0.
+        `rank_of` says which rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
+        distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it should be near
+        0.
         """
         self._samples = list(samples)
-        self._old = self._logprobs(self.policy, _pairs(samples))
-        if not samples:
-            return Mismatch()
-        behaviour = torch.cat([torch.tensor(s.logprobs) for s in samples])
-        return mismatch(torch.cat(self._old), behaviour, cap=self.config.correction_cap)
+        config = self.config
+        if rank_of is None:
+            most = self.max_response_tokens
+            rank_of = share_out(samples, config, self.world, seed=self.seed, rl_step=0, max_response_tokens=most)
+        self._rank_of = list(rank_of)
+        self._old = self._own_logprobs(self.policy, list(range(len(samples))))
+        old, behaviour = (torch.cat([torch.empty(0), *parts]) for parts in (self._old, self._behaviour()))
+        sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
+        self._sum(sums)
+        of_ranks = torch.zeros(self.world, dtype=torch.float64)
+        of_ranks[self.rank] = largest
+        self._sum(of_ranks)
+        return mismatch(sums, float(of_ranks.max()))
 
     def update(self, rl_step: int) -> UpdateMetrics:
         """Take up to `minibatches` optimizer steps on the kept samples.
@@ -186,13 +254,13 @@ class Trainer:
         the first `warmup_steps` optimizer steps. RunError where a gradient is not finite.
         """
         config, batch = self.config, self._batch()
-        order = torch.from_numpy(np.random.default_rng([self.seed, rl_step]).permutation(len(batch.pairs)))
-        minibatches = [rows for rows in order.tensor_split(config.minibatches) if batch.trained[rows].any()]
+        minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
+        minibatches = [rows for rows in minibatches if batch.trained[rows].any()]
         totals = torch.zeros(4, dtype=torch.float64)
         norms = lr = 0.0
         for minibatch in minibatches:
             weights = batch.token_weights(minibatch, config, self.max_response_tokens)
-            for rows in self._dealt(minibatch[batch.trained[minibatch]].tolist(), batch.pairs):
+            for rows in self._own_batches(minibatch[batch.trained[minibatch]].tolist()):
                 totals += self._backward(batch, weights, rows)
             lr = config.lr * min(1.0, (self.steps + 1) / max(config.warmup_steps, 1))
             norms += self._optimizer_step(lr, rl_step)
@@ -247,7 +315,7 @@ class Trainer:
     def load_checkpoint(self, folder: str) -> None:
         """Be what a trainer of any number of ranks saved. The reference stays the model that this one was made of."""
         self.steps = load_trainer(Path(folder), self.policy, self.optimizer, rank=self.rank)
-        self._samples, self._old = [], []
+        self._samples, self._rank_of, self._old = [], [], []
 
     def offload(self) -> None:
         """Move weights and optimizer state to the host, so that an engine can have the device."""
@@ -264,38 +332,24 @@ class Trainer:
 
     def _batch(self) -> UpdateBatch:
         """The kept samples with all that an update needs of them before it is cut up."""
-        config, samples, pairs = self.config, self._samples, _pairs(self._samples)
-        lengths = torch.tensor([len(s.token_ids) for s in samples])
-        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
-        rewards = shape_rewards(
-            torch.tensor([s.reward for s in samples], dtype=torch.float32),
-            lengths,
-            truncated,
-            overlong=config.overlong,
-            buffer=config.overlong_buffer,
-            max_response_tokens=self.max_response_tokens,
-        )
-        groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
-        advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
-        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
-
-        behaviour = [torch.tensor(s.logprobs) for s in samples]
+        config, samples = self.config, self._samples
+        worth = Worth.of(samples, config, self.max_response_tokens)
+        behaviour = self._behaviour()
         corrections = [torch.ones(len(old)) for old in self._old]
         if config.correction == "truncated":
             both = zip(self._old, behaviour, strict=True)
             corrections = [correction_weights(old, drawn, config.correction_cap) for old, drawn in both]
         reference: list[Tensor] | None = None
         if self.reference is not None:
-            reference, rows = [torch.empty(0)] * len(samples), trained.nonzero()[:, 0].tolist()
-            for i, logp in zip(rows, self._logprobs(self.reference, [pairs[i] for i in rows]), strict=True):
+            reference, rows = [torch.empty(0)] * len(samples), worth.trained.nonzero()[:, 0].tolist()
+            for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
         return UpdateBatch(
-            pairs=pairs,
-            lengths=lengths,
-            advantages=advantage,
-            counted=counted,
-            trained=trained,
+            pairs=_pairs(samples),
+            lengths=worth.lengths,
+            advantages=worth.advantages,
+            counted=worth.counted,
+            trained=worth.trained,
             base=behaviour if config.correction == "behaviour" else self._old,
             corrections=corrections,
             reference=reference,
@@ -348,9 +402,27 @@ class Trainer:
         """How far the policy is from what it was when `old_logprobs` was asked, on samples of every length."""
         stride = max(len(self._samples) // DRIFT_SAMPLES, 1)
         rows = sorted(range(len(self._samples)), key=lambda i: len(self._samples[i].token_ids))[::stride]
-        now = self._logprobs(self.policy, _pairs([self._samples[i] for i in rows]))
+        now = torch.cat([torch.empty(0), *self._own_logprobs(self.policy, rows)])
         old = torch.cat([torch.empty(0), *(self._old[i] for i in rows)])
-        return float(kl_estimate(old, torch.cat(now)).mean()) if len(old) else 0.0
+        sums = torch.stack([kl_estimate(old, now).double().sum(), torch.tensor(len(old)).double()])
+        self._sum(sums)
+        kl, num = sums.tolist()
+        return kl / num if num else 0.0
+
+    def _behaviour(self) -> list[Tensor]:
+        """[n] of the samples that this rank computes, [0] of the others."""
+        computed = zip(self._samples, self._rank_of, strict=True)
+        return [torch.from_numpy(np.array(s.logprobs if n == self.rank else (), np.float32)) for s, n in computed]
+
+    def _own_logprobs(self, model: PolicyModel, rows: Sequence[int]) -> list[Tensor]:
+        """Of the kept samples `rows`: [n] of those that this rank computes, on the host, [0] of the others."""
+        logprobs = dict.fromkeys(rows, torch.empty(0))
+        with torch.no_grad():
+            for own in self._own_batches(rows):
+                pairs = _pairs([self._samples[i] for i in own])
+                logp = model(self._packed(pairs)).float().cpu()
+                logprobs |= zip(own, logp.split([len(response) for _, response in pairs]), strict=True)
+        return list(logprobs.values())
 
     def _logprobs(self, model: PolicyModel, pairs: Sequence[Pair], *, whole: bool = False) -> list[Tensor]:
         """[N] of every pair, or [N, V], on the host and on every rank."""
@@ -359,17 +431,20 @@ class Trainer:
         width = model.model.get_output_embeddings().weight.shape[:1] if whole else ()
         logprobs = torch.zeros(starts[-1], *width, device=self.device)
         with torch.no_grad():
-            for rows in self._dealt(list(range(len(pairs))), pairs):
+            lengths = [sum(map(len, pair)) for pair in pairs]
+            for rows in micro_batches(lengths, self.world, self.config.tokens_per_microbatch)[self.rank]:
                 logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
                 for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
                     logprobs[starts[i] : starts[i + 1]] = part
         self._sum(logprobs)
         return list(logprobs.cpu().split(sizes))
 
-    def _dealt(self, rows: Sequence[int], pairs: Sequence[Pair]) -> Iterator[list[int]]:
-        """This rank's micro-batches of `rows`."""
-        lengths = [sum(map(len, pairs[i])) for i in rows]
-        for members in micro_batches(lengths, self.world, self.config.tokens_per_microbatch)[self.rank]:
+    def _own_batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
+        """This rank's micro-batches of the kept samples `rows`."""
+        lengths = [sum(map(len, pair)) for pair in _pairs([self._samples[i] for i in rows])]
+        rank_of = [self._rank_of[i] for i in rows]
+        budget = self.config.tokens_per_microbatch
+        for members in own_micro_batches(lengths, rank_of, self.rank, self.world, budget):
             yield [rows[m] for m in members]
 
     def _packed(self, pairs: Sequence[Pair]) -> PackedTokens:

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tltlab.errors import ConfigError, TraceError
-from tltlab.files import new_folder, replace_durably, write_durably
+from tltlab.files import new_folder, replace_durably, replaced_durably, write_durably
 
 from .schema import MANIFEST_FILE, TABLES, Manifest
 
@@ -106,10 +106,10 @@ def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> No
     """Add a chunk: after a kill it is there as a whole or not at all. Raises OSError, and leaves nothing then."""
     final = folder / f"{number:06d}.arrow"
     columns = {name: _as_one_value(table) for name, table in tables.items()}
-    sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, pa.schema([(name, column.type) for name, column in columns.items()])) as writer:
+    schema = pa.schema([(name, column.type) for name, column in columns.items()])
+    # Straight into the file: a chunk may be as large as all that is left of the memory.
+    with replaced_durably(final) as file, pa.ipc.new_file(file, schema) as writer:
         writer.write_batch(pa.record_batch(columns))
-    replace_durably(final, memoryview(sink.getvalue()))
 
 
 def new_recording(folder: Path, manifest: Manifest, chunks: Iterable[Mapping[str, pa.Table]] = ()) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.runtime.trainer.ranks import micro_batches
+from tltlab.runtime.trainer.ranks import micro_batches, own_micro_batches, ranks_of
 
 
 @settings(max_examples=200)
@@ -31,3 +31,21 @@ def test_a_sequence_above_the_budget_is_alone_and_others_share():
 def test_ranks_without_work_get_empty_micro_batches():
     assert micro_batches([7], ranks=3, budget=10) == [[[0]], [[]], [[]]]
     assert micro_batches([], ranks=2, budget=10) == [[], []]
+
+
+@given(st.lists(st.integers(1, 60), max_size=60), st.integers(1, 5), st.integers(1, 4), st.integers(8, 100))
+def test_every_sequence_has_one_rank_and_every_rank_as_many_micro_batches(
+    lengths: list[int], ranks: int, num_parts: int, budget: int
+):
+    parts = [list(range(n, len(lengths), num_parts)) for n in range(num_parts)]
+    rank_of = ranks_of(lengths, parts, ranks, budget)
+    own = [own_micro_batches(lengths, rank_of, rank, ranks, budget) for rank in range(ranks)]
+    assert len({len(batches) for batches in own}) == 1
+    for rank, batches in enumerate(own):
+        assert sorted(i for members in batches for i in members) == [i for i, r in enumerate(rank_of) if r == rank]
+        assert all(len(members) == 1 or sum(lengths[i] for i in members) <= budget for members in batches if members)
+
+
+def test_one_rank_packs_as_if_there_were_no_others():
+    lengths = [7, 3, 9, 2, 2, 8]
+    assert own_micro_batches(lengths, [0] * 6, 0, 1, 12) == micro_batches(lengths, 1, 12)[0]

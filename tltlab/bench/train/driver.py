@@ -262,7 +262,7 @@ class ScriptedPolicy(torch.nn.Module):
 
     def forward(self, batch: PackedTokens, whole: bool = False) -> torch.Tensor:
         self.tokens += batch.token_ids.numel()
-        return self.weight.expand(len(batch.rows))
+        return self.weight * torch.ones(len(batch.rows))
 
 
 class ScriptedTrainer(Trainer):
@@ -277,8 +277,7 @@ class ScriptedTrainer(Trainer):
         self.reference = None
         self.optimizer = torch.optim.AdamW(self.policy.parameters())
         self.steps = 0
-        self._samples = []
-        self._old = []
+        self._samples, self._rank_of, self._old = [], [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {}
@@ -397,7 +396,7 @@ def measured(case: DriverCase) -> dict[str, Any]:
                     run.step()
                     run._recorder._settle()
             rank = run.trainers.handles[0]._actor.trainer
-            samples = sum(len(s.token_ids) > 0 for s in rank._samples)
+            samples = rank._rank_of.count(0)
             # What is taken apart is the trace, which is not the question here.
             trace_bytes = _size(folder / "run") - trace
             peak = peak_rss_bytes()
