@@ -111,16 +111,16 @@ class Meter:
         """The same, unpickled once it is asked for: what lies in Ray's store."""
         buffers: list[pickle.PickleBuffer] = []
 
-        def packed() -> bytes:
-            return pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        def packed() -> tuple[bytes, list[bytes]]:
+            body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+            # Ray lays buffers into shared memory: a copy on the way there, none on the way back.
+            return body, [bytes(buffer.raw()) for buffer in buffers]
 
         if to_driver:
-            body = packed()
+            body, raw = packed()
         else:
             with self.part(f"{name}: pickled"):
-                body = packed()
-        # Ray lays buffers into shared memory: a copy on the way there, none on the way back.
-        raw = [bytes(buffer.raw()) for buffer in buffers]
+                body, raw = packed()
         self.bytes[name] += len(body) + sum(map(len, raw))
 
         def received() -> Any:
