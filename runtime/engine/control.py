@@ -173,8 +173,9 @@ class Control:
     Requests come with `add` and leave with `finish`, at any time; `speechless` are those without a token yet. `begin`
     opens a rollout, `end` closes it and returns its rows; see `Ledger`, also for `overlapped`. An iteration calls
     `iteration_starts`, `scheduled`, `sampled` and, where drafts are made beside the scheduler, `drafts`: O(batch), but
-    requests are looked at one by one only where there are drafts or the policy reads them. `inside` runs while the
-    ledger is kept, `seat.deciding` and it while the policy decides.
+    requests are looked at one by one only where there are drafts or the policy reads them. Unless it `steers`,
+    because the engine was given a policy, `watched` stands for `scheduled` and the engine drafts as it pleases.
+    `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
     """
 
     def __init__(

@@ -39,10 +39,14 @@ def text(found: dict[str, Any]) -> str:
     if found.get("off"):
         lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
         rows = [
-            (f"{row['batch']}", row["drafters"], f"{row['stock_s']:.3f}", f"{row['off_s']:.3f}", _interval(row))
+            (
+                f"{row['batch']}", row["drafters"], f"{row['stock_s']:.3f}", f"{row['off_s']:.3f}", _interval(row),
+                f"{1e3 * row['stock_step_s']:.2f}", f"{1e3 * row['off_step_s']:.2f}",
+            )
             for row in found["off"]
-        ]
-        lines += [table(("batch", "drafters", "stock", "off", "speed"), rows, indent=2), ""]
+        ]  # fmt: skip
+        header = ("batch", "drafters", "stock", "off", "speed", "ms an iteration", "off")
+        lines += [table(header, rows, indent=2), ""]
     for goal in found["goals"]:
         lines.append(
             f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "

@@ -315,6 +315,11 @@ class _Played:
         """The row of this case; None where it is to draft and hardly ever does."""
         for _ in range(_WARM_UP):
             self._iterate()
+        if drafting:
+            # What the requests brought along is no iteration's.
+            for fed in self.control.drafters._fed.values():
+                fed.feed()
+                fed.drafter.catch_up()
         gc.collect()
         gc.freeze()
         try:

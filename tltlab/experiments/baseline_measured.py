@@ -249,7 +249,10 @@ class _Bench:
     def measure_off(
         self, batches: Sequence[int], rounds: int, seed: int, progress: Callable[[str], None]
     ) -> list[dict[str, Any]]:
-        """Stock vLLM and each engine with no drafts to make, in turn, at each batch size; seconds and their ratio."""
+        """Stock vLLM and each engine with no drafts to make, in turn, at each batch size.
+
+        Mean seconds of a rollout with their ratio and its interval, and the median seconds of an iteration.
+        """
         order = np.random.default_rng(seed)
         assert self.stock is not None
         engines: dict[str, Engine | PlainStock] = {"stock": self.stock}
@@ -259,10 +262,12 @@ class _Bench:
         found = []
         for batch in batches:
             seconds: dict[str, list[float]] = {name: [] for name in engines}
+            steps: dict[str, list[float]] = {name: [] for name in engines}
             for _ in range(rounds + 1):
                 for name in order.permutation(list(engines)):
                     rollout = self._generate(engines[name], self._of_fixed_length(batch))
                     seconds[name].append(rollout.duration_s)
+                    steps[name] += [row["duration"] for row in rollout.iterations if not row["prefill_tokens"]]
             progress(f"batch {batch}: {sum(map(sum, seconds.values())):.1f} s with no drafts")
             stock = np.array(seconds.pop("stock")[1:])
             for name, took in seconds.items():
@@ -272,6 +277,7 @@ class _Bench:
                     {
                         "batch": batch, "drafters": name, "stock_s": float(stock.mean()), "off_s": float(off.mean()),
                         "ratio": interval.estimate, "low": _finite(interval.low), "high": _finite(interval.high),
+                        "stock_step_s": float(np.median(steps["stock"])), "off_step_s": float(np.median(steps[name])),
                     }
                 )  # fmt: skip
         return found

@@ -187,7 +187,8 @@ class PolicyScheduler(Scheduler):
         if ids == self._batch:
             ids = self._batch
         else:
-            self._batch, self._context_tokens = ids, sum(self.requests[i].num_tokens for i in ids)
+            self._batch = ids
+            self._context_tokens = sum(map(len, map(_all_tokens, map(self.requests.__getitem__, ids))))
         drafts = output.scheduled_spec_decode_tokens
         # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
         decoding = len(ids) + sum(map(len, drafts.values()))
@@ -315,6 +316,9 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
         for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
             request = self.requests[request_id]
             request.spec_token_ids = request.spec_token_ids[:share]
+
+
+_all_tokens = attrgetter("_all_token_ids")
 
 
 def _counts(request_ids: Sequence[str], output: Any) -> list[int]:

@@ -166,7 +166,9 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
         assert (m["drafting_share"] > 0) >= (m["mode"] == "suffix 8")
     assert all(row["num_pairs"] == 0 for row in found["rows"] if row["kind"] in ("stock", "off"))
     assert [(row["batch"], row["drafters"]) for row in found["off"]] == [(1, "model-free"), (4, "model-free")]
-    assert all(row["stock_s"] > 0 and row["off_s"] > 0 for row in found["off"])
+    assert all(
+        row["stock_s"] > row["stock_step_s"] > 0 and row["off_s"] > row["off_step_s"] > 0 for row in found["off"]
+    )
     assert [g["goal"] for g in found["goals"] if g["mode"] == "off, model-free"] == [
         "times stock at batch 1", "times stock at batch 4",
     ]  # fmt: skip

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 
 from tltlab.bench import seam
+from tltlab.drafters.base import Key
+from tltlab.drafters.ngram import NgramDrafter
 from tltlab.errors import ConfigError
+from tltlab.policies.simple import Fixed
+from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.runtime.engine.vllm import starting
+from tltlab.strategy import Strategy
 
 
 def row(policy: str, batch: int, us: float, *, drafting: bool = False, lookup_us: float = 0.0) -> dict:
@@ -59,3 +68,62 @@ def test_every_kind_of_case_runs_beside_vllms_scheduler_and_drafts_when_it_is_to
         assert row["us_per_iteration"] > row["parts"]["schedule"] > 0
         assert (row["parts"]["capture"] > 0) == (policy == "capture")
     assert rows["fixed", 8, True]["accepted"] > 0
+
+
+@pytest.mark.engine
+def test_the_context_is_that_of_the_batch_however_requests_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(seam, "RESPONSE_TOKENS", 40)
+    monkeypatch.setattr(seam, "PROMPT_TOKENS", 8)
+    policy = seam._policy("fixed", drafting=True)
+    assert policy is not None
+    with starting():
+        played = seam._Played(seam._World(tmp_path, 8), "fixed", policy, 8, cold=False)
+        control, contexts = played.control, []
+        scheduled = control.scheduled
+
+        def check(what: Scheduled) -> int:
+            live = [control.live[name] for name in what.request_ids]
+            contexts.append((what.context_tokens, sum(len(one.prompt) + len(one.output) for one in live)))
+            return int(scheduled(what))
+
+        monkeypatch.setattr(control, "scheduled", check)
+        for _ in range(60):
+            played._iterate()
+    assert [told for told, _ in contexts] == [true for _, true in contexts]
+    assert len({true for _, true in contexts}) > 10
+    assert int(next(reversed(control.live))) > 2 * 8, "requests came and went"
+
+
+@pytest.mark.engine
+def test_while_off_no_drafter_is_told_anything_and_vllm_is_given_no_drafts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    given = []
+    told: list[tuple[str, int]] = []
+    give, extend = Scheduler.update_draft_token_ids, NgramDrafter.extend
+
+    def noting(self: Scheduler, drafts: object) -> None:
+        given.append(drafts)
+        give(self, drafts)
+
+    def listening(self: NgramDrafter, key: Key, tokens: Sequence[int]) -> None:
+        told.append((key[1], len(tokens)))
+        extend(self, key, tokens)
+
+    monkeypatch.setattr(Scheduler, "update_draft_token_ids", noting)
+    monkeypatch.setattr(NgramDrafter, "extend", listening)
+    policy = seam._policy("fixed", drafting=False)
+    assert policy is not None
+    with starting():
+        played = seam._Played(seam._World(tmp_path, 4), "fixed", policy, 4, cold=False)
+        for _ in range(50):
+            played._iterate()
+        assert (given, told) == ([], [])
+        played.control.set_selector(Fixed(Strategy.chain("ngram", 4)))
+        for _ in range(2):
+            played._iterate()
+    assert len(told) == 4, "each request once, with all that it has generated"
+    assert min(length for _, length in told) > 50
+    assert len(given) == 1
