@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import safetensors.numpy
@@ -58,14 +58,14 @@ class Trajectory:
 
     def extended(self, response: Response, version: int, max_response_tokens: int) -> Trajectory:
         """With what `response`, drawn by policy `version`, adds."""
-        token_ids = self.token_ids + array("i", response.token_ids)
+        token_ids = _after(self.token_ids, response.token_ids)
         reason: str | None = response.finish_reason
         if reason == "abort":
             reason = "length" if len(token_ids) == max_response_tokens else None
         return replace(
             self,
             token_ids=token_ids,
-            logprobs=self.logprobs + array("f", response.logprobs),
+            logprobs=_after(self.logprobs, response.logprobs),
             token_versions=self.token_versions + array("i", [version]) * len(response.token_ids),
             finish_reason=reason,
         )
@@ -222,6 +222,15 @@ def _earlier_dropped(responses: Sequence[Any]) -> str:
 
 
 _LEFT_BEHIND: dict[str, Callable[[Sequence[Any]], str]] = {"pending": _pending_dropped, "earlier": _earlier_dropped}
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _after(before: array[Number], new: Sequence[Number]) -> array[Number]:
+    """Both in one array; what began with `new` shares it, for nobody changes either."""
+    after = new if isinstance(new, array) else array(before.typecode, new)
+    return before + after if before else after
 
 
 def requests_of(prompt: Prompt, rl_step: int, group_size: int, max_response_tokens: int) -> list[GenerationRequest]:

@@ -90,7 +90,7 @@ class TrainerGroup:
         )
         elsewhere = [sample.without_tokens() for sample in samples] if len(self.handles) > 1 else []
         shares = [
-            ray.put([s if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
+            ray.put([s.in_arrays() if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
             for rank in range(len(self.handles))
         ]
         asked = [

@@ -18,6 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 
 from .attention import causal_attention
@@ -46,7 +47,9 @@ class PackedTokens:
     next_tokens: Tensor
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device) -> PackedTokens:
+    def of(
+        cls, pairs: Sequence[tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]], device: torch.device
+    ) -> PackedTokens:
         """From (prompt, response) pairs; a prompt has one token at least."""
         pairs = pairs or [([0], [])]
         lengths = [len(prompt) + len(response) for prompt, response in pairs]

@@ -16,6 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
+from tltlab.arrays import Tokens
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.recipe import TrainConfig
@@ -45,7 +47,7 @@ from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batc
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
 
-Pair = tuple[Sequence[int], Sequence[int]]
+Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
 """Token ids of a prompt, one at least, and of its response."""
 
 
@@ -57,12 +59,17 @@ class Sample:
     answers; `truncated`: it ended at its cap. A rank that does not compute it knows how long it is and no more.
     """
 
-    prompt_token_ids: Sequence[int]
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
+    prompt_token_ids: Sequence[int] | Tokens
+    token_ids: Sequence[int] | Tokens
+    logprobs: Sequence[float] | npt.NDArray[np.float32]
     reward: float
     group: int
     truncated: bool = False
+
+    def in_arrays(self) -> Sample:
+        """The same as it travels: arrays go to Ray's store as they lie in memory."""
+        tokens, logprobs = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
+        return replace(self, token_ids=tokens, logprobs=logprobs)
 
     def without_tokens(self) -> Sample:
         """For ranks that do not compute it: equally long, of tokens that take no memory."""

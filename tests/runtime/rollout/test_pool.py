@@ -5,6 +5,7 @@ A worker that starts again takes seconds, so each death serves all that is to be
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
 from tltlab.runtime.rollout.history import RunHistory
-from tltlab.runtime.rollout.pool import WorkerPool, why_lost
+from tltlab.runtime.rollout.pool import WorkerPool, _finished, why_lost
 from tltlab.runtime.rollout.worker import engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -314,6 +315,25 @@ def test_a_later_rollout_has_the_same_responses_at_later_times():
     assert [(row["iteration"], row["t_start"], row["duration"]) for row in moved.iterations] == [(0, 2.25, 0.5)]
     assert (moved.duration_s, moved.recorder_s, moved.policy_s) == (3.0, 0.1, 0.2)
     assert later(moved, 0.0) == moved
+
+
+def test_what_workers_return_is_not_spelled_out():
+    """`asyncio.run` gives back SIGINT with its task in a message that nobody reads: a rollout in it took seconds."""
+    spelled = []
+
+    class Answer:
+        def __repr__(self) -> str:
+            spelled.append(1)
+            return "tokens"
+
+    async def answers() -> list[object]:
+        return [Answer(), Answer()]
+
+    async def in_a_loop() -> int:
+        return len(_finished(answers()))
+
+    assert len(_finished(answers())) == asyncio.run(in_a_loop()) == 2
+    assert not spelled
 
 
 def test_a_worker_is_lost_when_its_process_or_its_engine_is():

@@ -105,23 +105,31 @@ class Meter:
 
     def travels(self, name: str, value: Any, *, to_driver: bool = False) -> Any:
         """`value` as another process gets it; the driver's own half of that takes its time."""
+        return self.sent(name, value, to_driver=to_driver)()
+
+    def sent(self, name: str, value: Any, *, to_driver: bool = False) -> Callable[[], Any]:
+        """The same, unpickled once it is asked for: what lies in Ray's store."""
         buffers: list[pickle.PickleBuffer] = []
 
-        def packed() -> bytes:
-            return pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        def packed() -> tuple[bytes, list[bytes]]:
+            body = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+            # Ray lays buffers into shared memory: a copy on the way there, none on the way back.
+            return body, [bytes(buffer.raw()) for buffer in buffers]
 
         if to_driver:
-            body = packed()
+            body, raw = packed()
         else:
             with self.part(f"{name}: pickled"):
-                body = packed()
-        # Ray lays buffers into shared memory: a copy on the way there, none on the way back.
-        raw = [bytes(buffer.raw()) for buffer in buffers]
+                body, raw = packed()
         self.bytes[name] += len(body) + sum(map(len, raw))
-        if to_driver:
-            with self.part(f"{name}: unpickled"):
-                return pickle.loads(body, buffers=raw)
-        return pickle.loads(body, buffers=raw)
+
+        def received() -> Any:
+            if to_driver:
+                with self.part(f"{name}: unpickled"):
+                    return pickle.loads(body, buffers=raw)
+            return pickle.loads(body, buffers=raw)
+
+        return received
 
 
 class Ref:
@@ -171,10 +179,9 @@ class ScriptedActor:
 
             def answer() -> Any:
                 with meter.part(SCRIPTED):
-                    given = [arg.get() if isinstance(arg, Ref) else arg for arg in args]
-                    result = getattr(self._actor, method)(*given, **options)
+                    result = getattr(self._actor, method)(*args, **options)
                     there = meter.travels(f"{label} returns", result, to_driver=True)
-                    del result, given
+                    del result
                     return there
 
             return Ref(answer)
@@ -297,7 +304,8 @@ class ScriptedRank:
         if self.trainer is None:
             return None
         with self.meter.part(RANK):
-            return getattr(self.trainer, method)(*args, **options)
+            given = [arg.get() if isinstance(arg, Ref) else arg for arg in args]
+            return getattr(self.trainer, method)(*given, **options)
 
 
 class ScriptedPool(WorkerPool):
@@ -451,10 +459,8 @@ def _actors(meter: Meter, case: DriverCase, folder: Path) -> type[ScriptedActors
 @contextmanager
 def _without_ray(meter: Meter) -> Iterator[None]:
     def put(value: Any) -> Ref:
-        name = "put"
         with meter.part(SCRIPTED):
-            there = meter.travels(name, value)
-        return Ref(lambda: there)
+            return Ref(meter.sent("ray.put", value))
 
     def get(refs: Any) -> Any:
         return [ref.get() for ref in refs] if isinstance(refs, list) else refs.get()
