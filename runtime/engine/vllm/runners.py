@@ -19,14 +19,14 @@ def spare_speculation() -> None:
     small model, and runs a draft model's first pass, which keeps its KV cache up with the target's. Here a draft model
     rests while no drafts are asked for, and catches up when they are. Where that cannot be, it goes on as in vLLM: with
     EAGLE heads, whose inputs are hidden states that are gone, under asynchronous scheduling, and without a policy of
-    ours. Hybrid models (Mamba) keep their states by what is drafted.
+    ours. Hybrid models (Mamba) keep their states by what is drafted. What is sampled there is the same whatever drafts.
     """
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
 
     if hasattr(V1Runner.execute_model, "spared_by_tltlab"):
         return
     execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
-    propose_stock = V1Runner.propose_draft_token_ids
+    propose_stock, draw_stock = V1Runner.propose_draft_token_ids, V1Runner._sample
 
     @wraps(execute_stock)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,6 +45,12 @@ def spare_speculation() -> None:
         with _without_speculation(self, plain):
             return sample_stock(self, *args, **kwargs)
 
+    @wraps(draw_stock)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        # Sampling by rejection draws more random numbers, also where there is nothing to reject.
+        drafts = spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens)
+        return draw_stock(self, logits, spec_decode_metadata if drafts else None)
+
     @wraps(propose_stock)
     def propose_draft_token_ids(self: Any, scheduler_output: Any, *args: Any) -> Any:
         rest = _rest_of(self)
@@ -58,7 +64,7 @@ def spare_speculation() -> None:
 
     execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
     V1Runner.execute_model, V1Runner.sample_tokens = execute_model, sample_tokens
-    V1Runner.propose_draft_token_ids = propose_draft_token_ids
+    V1Runner.propose_draft_token_ids, V1Runner._sample = propose_draft_token_ids, _sample
 
 
 @contextmanager
