@@ -106,8 +106,10 @@ def test_training_moved_the_policy_and_did_it_no_harm(demo: tuple[Path, dict[str
     assert tltlab.read(out).steps["drift_kl"].max() > 0
     first, last = (load_file(out / folder / "model.safetensors") for folder in ("model", "checkpoints/final"))
     assert any((first[name] != last[name]).any() for name in first)
-    # Two standard errors of a share among 256 prompts.
-    assert summary["reward_last"] > summary["reward_first"] - 0.06
+    # Three standard errors of the difference of two shares among so few prompts.
+    first_share, last_share = summary["reward_first"], summary["reward_last"]
+    share = (first_share + last_share) / 2
+    assert last_share >= first_share - 3 * (2 * share * (1 - share) / summary["heldout_prompts"]) ** 0.5
 
 
 @pytest.mark.engine
