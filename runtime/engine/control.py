@@ -57,6 +57,11 @@ class Live:
         return len(self.output)
 
 
+def _room(live: Live) -> int:
+    """How many tokens a request may be drafted: the target adds one itself, so the last is not worth drafting."""
+    return max(live.max_response_tokens - len(live.output) - 1, 0)
+
+
 class _Running(Sequence[Live]):
     """The requests of an iteration, looked up when a policy first reads them: most never do."""
 
@@ -88,8 +93,8 @@ class _Running(Sequence[Live]):
 class Seat:
     """The policy's place: the selector that is asked and told, the budget that shares out, or none of either.
 
-    `deciding` runs while the policy chooses, shares out or learns. A selector that is memoryless is asked once for each
-    change of what it looks at, and told nothing.
+    `deciding` runs while the policy chooses, shares out or learns. A selector that is memoryless, or whose last choice
+    is steady, is asked once for each change of what it looks at; who learns nothing is told nothing.
     """
 
     def __init__(self, *, worker: int, clock: Clock) -> None:
@@ -98,7 +103,7 @@ class Seat:
         self.deciding = Stopwatch(clock)
         self._worker = worker
         self._replayed: tuple[int, int] = START
-        self._answer: tuple[int, int, Choice] | None = None
+        self._answer: tuple[int, int, int, Choice] | None = None
 
     def take(self, selector: Selector | None, budget: DraftBudget | None) -> None:
         """Choose by `selector` and share out by `budget`, by default evenly, from now on."""
@@ -106,10 +111,12 @@ class Seat:
         self.budget = budget or UniformBudget()
         self._answer = None
 
-    def answer(self, batch: int, waiting: int) -> Choice | None:
+    def answer(self, batch: int, waiting: int, rl_step: int) -> Choice | None:
         """What the selector chose last, where it would choose that again."""
         before = self._answer
-        return before[2] if before is not None and before[0] == batch and before[1] == waiting else None
+        if before is None or before[0] != batch or before[1] != waiting or before[2] != rl_step:
+            return None
+        return before[3]
 
     def ask(self, state: StepState) -> Choice:
         """The selector's choice for `state`."""
@@ -118,7 +125,8 @@ class Seat:
         strategy = selector.choose(state)
         learns = not selector.memoryless or type(selector).reward is not Selector.reward
         choice = Choice(strategy, selector, selector.bucket_, selector.propensity_, learns)
-        self._answer = (state.batch, state.waiting, choice) if selector.memoryless else None
+        again = selector.memoryless or selector.steady_
+        self._answer = (state.batch, state.waiting, state.rl_step, choice) if again else None
         return choice
 
     def tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
@@ -140,6 +148,7 @@ class Seat:
 
     def begin(self, rl_step: int) -> None:
         """A rollout of `rl_step` begins."""
+        self._answer = None
         if isinstance(self.selector, ReplayedDecisions):
             self.selector.begin(rl_step)
 
@@ -156,6 +165,7 @@ class Seat:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` gave. A replay, now or to come, goes on where it was."""
+        self._answer = None
         rl_step, iteration = state["replayed"]
         self._replayed = rl_step, iteration
         selector = self.selector
@@ -197,6 +207,8 @@ class Control:
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
         self._turn = 0
+        # No request has room for fewer tokens than this, its last one left out.
+        self._least_room = 0
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -272,6 +284,7 @@ class Control:
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """A request enters the engine; `output` is a view that grows as it generates."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
+        self._least_room = min(self._least_room, _room(live))
         self.keys.add(key)
         self.speechless.add(request_id)
         self.drafters.open(key, prompt, output)
@@ -289,6 +302,8 @@ class Control:
 
     def iteration_starts(self) -> None:
         """The scheduler is about to put an iteration together."""
+        self._turn += 1
+        self._least_room -= self.drafters.max_depth + 1
         with self.inside:
             self.ledger.start()
 
@@ -296,14 +311,15 @@ class Control:
         """Choose what the iteration drafts at its end; the depth for the engine's workers."""
         with self.inside:
             self._what, self._verified = what, self.ledger.schedule(what)
-            if self.seat.selector is not None:
-                choice = self.seat.answer(len(what.request_ids), what.waiting)
-                if choice is None:
-                    with self.seat.deciding:
-                        choice = self.seat.ask(self._state(what.request_ids))
-                        self.drafters.check(choice.strategy)
-                self.ledger.choose(choice)
-            return self.drafters.worker_depth(self.ledger.in_force.strategy)
+            if self.seat.selector is None:
+                return 0
+            choice = self.seat.answer(len(what.request_ids), what.waiting, self.ledger.rl_step)
+            if choice is None:
+                with self.seat.deciding:
+                    choice = self.seat.ask(self._state(what.request_ids))
+                    self.drafters.check(choice.strategy)
+            self.ledger.choose(choice)
+            return self.drafters.worker_depth(choice.strategy)
 
     def watched(self, what: Scheduled, strategy: Strategy) -> None:
         """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
@@ -326,20 +342,30 @@ class Control:
             requests=cast(Sequence[RequestState], _Running(request_ids, self.live)),
         )
 
-    def allot(self, live: Sequence[Live]) -> list[int]:
-        """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""
+    @property
+    def roomy(self) -> bool:
+        """Whether, for all that is known, each next draft may have all tokens of the strategy: then none is trimmed."""
         strategy = self.ledger.in_force.strategy
-        if isinstance(self.seat.budget, UniformBudget) or not live:
-            shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
-        else:
-            requests = cast(Sequence[RequestState], live)
-            state = replace(self._state(()), batch=len(live), strategy=strategy, requests=requests)
-            shares = self.seat.budget.allot(state, strategy)
-        # A draft is followed by one token of the target's own, so the last token is never worth drafting.
-        return [
-            share if share < (room := r.max_response_tokens - len(r.output)) else max(room - 1, 0)
-            for share, r in zip(shares, live, strict=True)
-        ]
+        deepest = min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+        return self._least_room >= deepest and isinstance(self.seat.budget, UniformBudget)
+
+    def allot(self, request_ids: Sequence[str]) -> list[int]:
+        """How many tokens the next draft of each request may have: its share, and never beyond what it may generate."""
+        with self.inside:
+            lives = [self.live[i] for i in request_ids]
+            with self.seat.deciding:
+                shares = self._shares(self.ledger.in_force.strategy, lives)
+            # Of all: who is not asked for now may be in a moment. A batch may be under way, of which nobody knows yet.
+            self._least_room = min(map(_room, self.live.values()), default=0) - self.drafters.max_depth - 1
+            return [min(share, _room(live)) for share, live in zip(shares, lives, strict=True)]
+
+    def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
+        """How many tokens the next draft of each request gets of the budget."""
+        if isinstance(self.seat.budget, UniformBudget) or not lives:
+            return [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(lives)
+        requests = cast(Sequence[RequestState], lives)
+        state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
+        return self.seat.budget.allot(state, strategy)
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
@@ -350,7 +376,6 @@ class Control:
         gone or have not generated yet get nothing.
         """
         since_s, late_s = self.ledger.clock(), 0.0
-        self._turn += 1
         strategy = self.ledger.in_force.strategy
         drafts: list[list[int]] = []
         if strategy.speculates:
@@ -358,17 +383,20 @@ class Control:
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
-            places, lives = [], []
-            for n, live in enumerate(map(self.live.get, request_ids)):
-                if live is not None and live.output:
-                    places.append(n)
-                    lives.append(live)
-            with self.inside, self.seat.deciding:
-                shares = self.allot(lives)
-            if not all(shares):
-                places, lives = list(compress(places, shares)), list(compress(lives, shares))
-                shares = [share for share in shares if share]
-            asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
+            with self.inside:
+                places, lives, rooms = [], [], []
+                for n, live in enumerate(map(self.live.get, request_ids)):
+                    if live is not None and (generated := len(live.output)):
+                        places.append(n)
+                        lives.append(live)
+                        rooms.append(live.max_response_tokens - generated - 1)
+                with self.seat.deciding:
+                    shares = self._shares(strategy, lives)
+                shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
+                if not all(shares):
+                    places, lives = list(compress(places, shares)), list(compress(lives, shares))
+                    shares = [share for share in shares if share]
+                asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
             with self.drafting:
                 made = self.drafters.propose(
                     strategy, asked, [learned[n] for n in places] if learned else [[]] * len(asked)

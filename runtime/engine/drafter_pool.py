@@ -204,7 +204,7 @@ class DrafterPool(Mapping[str, DrafterState]):
             caught_up_s = clock()
             fed.feed()
             fed.drafter.catch_up()
-            late_s += caught_up_s - start_s + (clock() - caught_up_s) * (1.0 - 1.0 / (turn - fed.turn))
+            late_s += caught_up_s - start_s + (clock() - caught_up_s) * (1.0 - 1.0 / max(turn - fed.turn, 1))
             fed.turn = turn
         return late_s
 
