@@ -324,7 +324,8 @@ def driver(
     Example: tltlab bench driver --workers 64 --responses 128 --tokens 8000 --growth 8,16,32
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tltlab.bench.train.driver import DriverCase, bench_driver, text
+    from tltlab.bench.train.driver import bench_driver, text
+    from tltlab.bench.train.scripted import DriverCase
 
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder; name a file to write")
