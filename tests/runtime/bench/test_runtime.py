@@ -10,7 +10,8 @@ import pytest
 from tltlab.bench.runtime import text
 from tltlab.errors import ConfigError
 from tltlab.experiments import baseline
-from tltlab.experiments.baseline_measured import Measured, PlainSteps, bench_runtime, measured, modes, summarise
+from tltlab.experiments.baseline_figures import Measured, PlainSteps, summarise
+from tltlab.experiments.baseline_measured import bench_runtime, measured, modes
 from tltlab.experiments.result import read_settings
 from tltlab.runtime.engine.engine import Response, Rollout
 

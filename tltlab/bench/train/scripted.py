@@ -345,6 +345,7 @@ class ScriptedActors(RunActors):
 @contextmanager
 def without_ray(meter: Meter) -> Iterator[None]:
     """Within, `ray.put`, `ray.get` and `ray.wait` are of `Ref`s."""
+
     def put(value: Any) -> Ref:
         with meter.part(SCRIPTED):
             return Ref(meter.sent("ray.put", value))
