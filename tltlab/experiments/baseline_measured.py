@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
@@ -25,12 +26,12 @@ from tltlab.policies.policy import (
     TableSpec,
     load_policy,
 )
-from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
-from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.runtime.models.runs import prompts_of
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
@@ -57,17 +58,7 @@ class Mode:
     learned: bool = False
 
 
-def _suffix(depth: int) -> Strategy:
-    return Strategy.chain("suffix", depth)
-
-
-def _learned(depth: int) -> Strategy:
-    return Strategy.chain("learned", depth)
-
-
-def _ngram(depth: int) -> Strategy:
-    return Strategy.chain("ngram", depth)
-
+_suffix, _learned, _ngram = (partial(Strategy.chain, drafter) for drafter in ("suffix", "learned", "ngram"))
 
 # By the batch size from which they are tried. Few arms in narrow buckets: a rollout has a few hundred iterations.
 _MODEL_FREE = {
@@ -136,7 +127,9 @@ def bench_runtime(
     """
     if min(prompts, group_size, epochs, rounds, max_response_tokens) < 1:
         raise ConfigError("prompts, group size, epochs, rounds and the cap on response tokens must be at least 1")
-    work = _prompts(model, prompts)
+    work = prompts_of(model, "train", prompts)
+    if len(work) < prompts:
+        raise ConfigError(f"{model / 'train.jsonl'} has {len(work)} prompts, {prompts} were asked for")
     if draft is not None and not (draft / "config.json").is_file():
         raise ConfigError(f"{draft} is no folder of a draft model: it has no config.json")
     chosen = modes(learned=draft is not None)
@@ -330,16 +323,6 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
         policy_s=rollout.policy_s,
         drafting_s=rollout.drafting_s,
     )
-
-
-def _prompts(model: Path, count: int) -> list[Prompt]:
-    source = model / "train.jsonl"
-    if not source.is_file():
-        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
-    prompts = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
-    if len(prompts) < count:
-        raise ConfigError(f"{source} has {len(prompts)} prompts, {count} were asked for")
-    return prompts[:count]
 
 
 def _report(model: Path) -> Mapping[str, Any] | None:
