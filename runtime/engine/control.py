@@ -6,15 +6,19 @@ iterations in a `Ledger`. Nothing here knows vLLM.
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from pathlib import Path
 from typing import Any, cast, overload
 
 import numpy as np
 
+import tltlab
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
 from tltlab.errors import ConfigError
@@ -26,6 +30,8 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
+
+logger = logging.getLogger(__name__)
 
 _LATELY = 0.2
 """Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
@@ -60,6 +66,15 @@ class Live:
 def _room(live: Live) -> int:
     """How many tokens a request may be drafted: the target adds one itself, so the last is not worth drafting."""
     return max(live.max_response_tokens - len(live.output) - 1, 0)
+
+
+def _raised_at(error: Exception) -> str:
+    """File and line that raised it: the innermost that is not ours and in no library, if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(tltlab.__file__).parent)
+    theirs = [at for at in frames if not at.filename.startswith(ours) and "site-packages" not in at.filename]
+    at = (theirs or frames)[-1]
+    return f"{at.filename}, line {at.lineno}"
 
 
 class _Running(Sequence[Live]):
@@ -186,6 +201,9 @@ class Control:
     requests are looked at one by one only where there are drafts or the policy reads them. Unless it `steers`,
     because the engine was given a policy, `watched` stands for `scheduled` and the engine drafts as it pleases.
     `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
+
+    A policy that raises, whatever it is doing, is logged once and asked no more: the engine decodes plainly, and
+    `failure` has the sentence until another policy is set.
     """
 
     def __init__(
@@ -200,9 +218,10 @@ class Control:
         self.overlapped = overlapped
         self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
-        self.ledger = Ledger(self.seat.tell, worker=worker, overlapped=overlapped, clock=clock)
+        self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock)
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
+        self.failure = ""
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
@@ -219,6 +238,8 @@ class Control:
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
         self.steers = True
+        if selector is not None:
+            self.failure = ""
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
@@ -241,8 +262,7 @@ class Control:
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Let the budget learn how many tokens responses that were generated elsewhere have."""
         for key, num_tokens in lengths:
-            live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
-            self.seat.budget.finished(cast(RequestState, live), drafted=0, accepted=0)
+            self._ended(Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1)))
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -297,8 +317,15 @@ class Control:
         if live is not None:
             self.keys.discard(live.key)
             self.drafters.close(live.key)
-            self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
+            self._ended(live)
         return live
+
+    def _ended(self, live: Live) -> None:
+        """Let the budget learn how a request did that has ended."""
+        try:
+            self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
+        except Exception as error:
+            self._give_up(error)
 
     def iteration_starts(self) -> None:
         """The scheduler is about to put an iteration together."""
@@ -315,11 +342,36 @@ class Control:
                 return 0
             choice = self.seat.answer(len(what.request_ids), what.waiting, self.ledger.rl_step)
             if choice is None:
-                with self.seat.deciding:
-                    choice = self.seat.ask(self._state(what.request_ids))
-                    self.drafters.check(choice.strategy)
+                choice = self._ask(what.request_ids)
             self.ledger.choose(choice)
             return self.drafters.worker_depth(choice.strategy)
+
+    def _ask(self, request_ids: Sequence[str]) -> Choice:
+        try:
+            with self.seat.deciding:
+                choice = self.seat.ask(self._state(request_ids))
+                self.drafters.check(choice.strategy)
+        except Exception as error:
+            self._give_up(error)
+            return NO_CHOICE
+        return choice
+
+    def _tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
+        if self.failure:
+            return None
+        try:
+            return self.seat.tell(choice, outcome)
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: Exception) -> None:
+        """Decode plainly from now on: the policy may be anybody's, and requests are being served."""
+        if not self.failure:
+            failure = f"the policy raised {type(error).__name__}: {error} ({_raised_at(error)})"
+            logger.error("%s; the engine goes on without speculation", failure)
+            self.set_selector(None)
+            self.failure = failure
 
     def watched(self, what: Scheduled, strategy: Strategy) -> None:
         """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
@@ -365,7 +417,14 @@ class Control:
             return [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(lives)
         requests = cast(Sequence[RequestState], lives)
         state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
-        return self.seat.budget.allot(state, strategy)
+        try:
+            shares = list(self.seat.budget.allot(state, strategy))
+            if len(shares) != len(lives):
+                raise ValueError(f"the budget gave {len(shares)} shares to {len(lives)} requests")
+            return shares
+        except Exception as error:
+            self._give_up(error)
+            return [0] * len(lives)
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None

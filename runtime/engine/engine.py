@@ -96,6 +96,10 @@ class EngineDied(RunError):
         return str(self.args[0])
 
 
+class PolicyFailed(RunError):
+    """The policy raised in mid-rollout, and is asked no more: a rollout of another policy would be taken for its."""
+
+
 class Engine:
     """A vLLM engine under a policy; close it, since it owns threads and memory.
 
@@ -247,7 +251,8 @@ class Engine:
         first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no
         room, two requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine
         fails or loses a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there
-        are new draft weights. A call that was interrupted leaves nothing behind.
+        are new draft weights. PolicyFailed where the policy raises, until another one is set. A call that was
+        interrupted leaves nothing behind.
         """
         self._check(requests)
         if self._dead:
@@ -275,13 +280,17 @@ class Engine:
                             outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
                             ended.append(names[output.request_id].key)
                     self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
+                    if not self.own_process and self.control.failure:
+                        break
                     if until is not None and until(ended):
                         stopped = time.perf_counter() - start
                         outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
             iterations, decisions, first = self._call("end")
             inside_after, deciding_after, drafting_after = self._call("seconds")
             self._heed_canary()
-        except DrafterCollapsed:
+            if failed := self._call("failure"):
+                raise PolicyFailed(f"worker {self.worker}: {failed}")
+        except (DrafterCollapsed, PolicyFailed):
             adapter.abort_all(self.llm)
             raise
         except ConfigError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from array import array
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -86,11 +87,19 @@ class TextTree:
     def extend(self, key: Key | bytes, tokens: Tokens | array[int]) -> None:
         self.waiting.append((self._number[key], tokens))
 
-    def catch_up(self) -> None:
-        """Put what waits into the index, in the order it came."""
+    def catch_up(self, most: float = math.inf) -> int:
+        """Put what waits into the index, in the order it came, at most so many tokens; how many it were."""
         waiting, self.waiting = self.waiting, []
-        for number, tokens in waiting:
-            self.index.extend(number, tokens.tolist())
+        extend, room = self.index.extend, most
+        for place, (number, tokens) in enumerate(waiting):
+            if len(tokens) > room:
+                cut = int(room)
+                extend(number, tokens[:cut].tolist())
+                self.waiting = [(number, tokens[cut:]), *waiting[place + 1 :]]
+                return int(most)
+            extend(number, tokens.tolist())
+            room -= len(tokens)
+        return int(most - room) if room < most else 0
 
     @property
     def memory_bytes(self) -> int:
