@@ -63,6 +63,10 @@ class Live:
         return len(self.output)
 
 
+_Asked = tuple[list[int], list[Live], list[tuple[Key, int]]]
+"""The places of requests in a batch, they, and the depth for each key."""
+
+
 def _room(live: Live) -> int:
     """How many tokens a request may be drafted: the target adds one itself, so the last is not worth drafting."""
     return max(live.max_response_tokens - len(live.output) - 1, 0)
@@ -228,6 +232,8 @@ class Control:
         self._turn = 0
         # No request has room for fewer tokens than this, its last one left out.
         self._least_room = 0
+        # For which batch and depth was asked last, and what, where that holds until a request comes or goes.
+        self._asked: tuple[Sequence[str], int, _Asked] | None = None
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -305,6 +311,7 @@ class Control:
         """A request enters the engine; `output` is a view that grows as it generates."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self._least_room = min(self._least_room, _room(live))
+        self._asked = None
         self.keys.add(key)
         self.speechless.add(request_id)
         self.drafters.open(key, prompt, output)
@@ -313,6 +320,7 @@ class Control:
     def finish(self, request_id: str) -> Live | None:
         """A request leaves, complete or aborted; what was known of it."""
         live = self.live.pop(request_id, None)
+        self._asked = None
         self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
@@ -438,32 +446,47 @@ class Control:
         strategy = self.ledger.in_force.strategy
         drafts: list[list[int]] = []
         if strategy.speculates:
-            drafts = [[] for _ in request_ids]
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
             with self.inside:
-                places, lives, rooms = [], [], []
-                for n, live in enumerate(map(self.live.get, request_ids)):
-                    if live is not None and (generated := len(live.output)):
-                        places.append(n)
-                        lives.append(live)
-                        rooms.append(live.max_response_tokens - generated - 1)
-                with self.seat.deciding:
-                    shares = self._shares(strategy, lives)
-                shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
-                if not all(shares):
-                    places, lives = list(compress(places, shares)), list(compress(lives, shares))
-                    shares = [share for share in shares if share]
-                asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
+                places, lives, asked = self._ask_for(request_ids, strategy)
             with self.drafting:
                 made = self.drafters.propose(
                     strategy, asked, [learned[n] for n in places] if learned else [[]] * len(asked)
                 )
+            drafts = [[] for _ in request_ids]
             for n, live, (drafter, draft) in zip(places, lives, made, strict=True):
                 live.drafter, drafts[n] = drafter, draft
         self.ledger.drafted(since_s, learned_s or 0.0, late_s)
         return drafts
+
+    def _ask_for(self, request_ids: Sequence[str], strategy: Strategy) -> _Asked:
+        """Who is to be drafted for, and how deep; the same again while it is the same batch with room for all."""
+        whole = min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+        evenly = isinstance(self.seat.budget, UniformBudget)
+        before = self._asked
+        if before is not None and before[0] is request_ids and before[1] == whole <= self._least_room and evenly:
+            return before[2]
+        places, lives, rooms = [], [], []
+        for n, live in enumerate(map(self.live.get, request_ids)):
+            if live is not None and (generated := len(live.output)):
+                places.append(n)
+                lives.append(live)
+                rooms.append(live.max_response_tokens - generated - 1)
+        with self.seat.deciding:
+            shares = self._shares(strategy, lives)
+        shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
+        if not all(shares):
+            places, lives = list(compress(places, shares)), list(compress(lives, shares))
+            shares = [share for share in shares if share]
+        asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
+        self._asked = None
+        if evenly and len(rooms) == len(request_ids) == len(self.live):
+            self._least_room = min(rooms, default=0)
+            if self._least_room >= whole:
+                self._asked = request_ids, whole, (places, lives, asked)
+        return places, lives, asked
 
     def sampled(self, what: Scheduled, counts: Sequence[int]) -> None:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""

@@ -247,11 +247,12 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
-        lately = self._lately.get(name)
+        if not verified:
+            return
+        lately = self._lately.get(name, float(verified[0][2]))
         for _, _, num_accepted in verified:
-            lately = float(num_accepted) if lately is None else lately + LATELY * (num_accepted - lately)
-        if lately is not None:
-            self._lately[name] = lately
+            lately += LATELY * (num_accepted - lately)
+        self._lately[name] = lately
         if name == self.learned:
             for _, num_drafted, num_accepted in verified:
                 self._counts[name].add(num_drafted, num_accepted)

@@ -113,6 +113,8 @@ class SuffixDrafter(Drafter):
         self._trees: dict[_Name, TextTree] = {}
         # Those with an index, the one that was opened longest ago first.
         self._built: dict[_Name, TextTree] = {}
+        # Those in which something runs.
+        self._in_use: dict[_Name, TextTree] = {}
         self._running: dict[Key, _Running] = {}
         self._left_waiting = False
         # What trees hold of finished texts is no more than this: counting takes time that grows with the trees.
@@ -143,15 +145,20 @@ class SuffixDrafter(Drafter):
         text = array("i", [BEFORE_TEXT])
         text.frombytes(prompt.tobytes())
         trees = [self._trees[name] for name in names]
-        growing = [tree for tree, name in zip(trees, names, strict=True) if self.live or name[0] == "request"]
+        growing = [
+            (tree, tree.number(key))
+            for tree, name in zip(trees, names, strict=True)
+            if self.live or name[0] == "request"
+        ]
         self._running[key] = _Running(names, trees, growing, text, start=len(text), width=WIDTHS[0])
+        self._in_use.update(zip(names, trees, strict=True))
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
         new = array("i", tokens)
         request.text.extend(new)
-        for tree in request.growing:
-            tree.extend(key, new)
+        for tree, number in request.growing:
+            tree.waiting.append((number, new))
 
     def propose(self, key: Key, depth: int) -> Draft:
         return self.propose_all([(key, depth)])[0]
@@ -183,14 +190,13 @@ class SuffixDrafter(Drafter):
         room = math.inf if most is None else most
         # A look-up puts in what is still there to wait, unless it was left there.
         self._left_waiting = False
-        for request in self._running.values():
-            for tree in request.trees:
-                if tree.waiting:
-                    if room <= 0:
-                        self._left_waiting = True
-                        return False
+        for tree in self._in_use.values():
+            if tree.waiting:
+                if room > 0:
                     room -= tree.catch_up(room)
-                    self._left_waiting = bool(tree.waiting)
+                if tree.waiting:
+                    self._left_waiting = True
+                    break
         return not self._left_waiting
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
@@ -215,11 +221,14 @@ class SuffixDrafter(Drafter):
     def close(self, key: Key) -> None:
         request = self._running.pop(key)
         response = np.frombuffer(request.text[request.start :], np.int32)
+        growing = [tree for tree, _ in request.growing]
         for name in request.names:
             tree = self._trees[name]
-            if tree not in request.growing:
+            if tree not in growing:
                 tree.extend(key, response)
             tree.running.discard(key)
+            if not tree.running:
+                del self._in_use[name]
             if name[0] == "request":
                 self._drop(name)
         self._finish(key, request.text[1 : request.start].tobytes(), response)
@@ -379,11 +388,14 @@ def _name(scope: Scope, key: Key) -> _Name:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An open request: `growing` are those of its `trees` that its text enters at once; `start` is its response's."""
+    """An open request: `growing` are those of its `trees` that its text enters at once, and its number in each.
+
+    `start` is where its response begins.
+    """
 
     names: list[_Name]
     trees: list[TextTree]
-    growing: list[TextTree]
+    growing: list[tuple[TextTree, int]]
     text: array[int]
     start: int
     width: int

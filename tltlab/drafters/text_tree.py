@@ -84,6 +84,10 @@ class TextTree:
             self._prompt[key] = packed
             self.extend(key, prompt[-self._num_before :])
 
+    def number(self, key: Key) -> int:
+        """What the index knows a text by."""
+        return self._number[key]
+
     def extend(self, key: Key | bytes, tokens: Tokens | array[int]) -> None:
         self.waiting.append((self._number[key], tokens))
 

@@ -196,14 +196,10 @@ class PolicyScheduler(Scheduler):
         else:
             self._join(ids, output)
         drafts = output.scheduled_spec_decode_tokens
-        # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
-        decoding = len(ids) + sum(map(len, drafts.values()))
-        prefill = 0
-        if self.control.speechless or output.total_num_scheduled_tokens != decoding:
-            prefill = sum(
-                _prefill_tokens(self.requests[i], num, len(drafts.get(i, ())))
-                for i, num in output.num_scheduled_tokens.items()
-            )
+        # All but a token each and its draft, and of those that have no token yet that one too.
+        prefill = output.total_num_scheduled_tokens - len(ids) - sum(map(len, drafts.values()))
+        for i in self.control.speechless:
+            prefill += i in output.num_scheduled_tokens and _awaits_its_first(self.requests[i])
         return Scheduled(
             request_ids=ids,
             drafts=drafts,
@@ -375,11 +371,9 @@ def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
     return [len(sampled[index[i]]) for i in request_ids]
 
 
-def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
-    """Tokens of a scheduled request that are no decoding: its prompt, or after preemption prompt and output again."""
-    if request.num_output_tokens + request.num_output_placeholders == 0:
-        return num_scheduled
-    return max(num_scheduled - num_drafts - 1, 0)
+def _awaits_its_first(request: Request) -> bool:
+    """Whether none of its tokens has been sampled or is being; then nothing that it has scheduled is decoding."""
+    return bool(request.num_output_tokens + request.num_output_placeholders == 0)
 
 
 def call_control(core: Any, message: bytes) -> bytes:
