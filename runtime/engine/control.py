@@ -232,8 +232,8 @@ class Control:
         self._turn = 0
         # No request has room for fewer tokens than this, its last one left out.
         self._least_room = 0
-        # For which batch and depth was asked last, and what, where that holds until a request comes or goes.
-        self._asked: tuple[Sequence[str], int, _Asked] | None = None
+        # The last batch, if all of it has generated: places and requests.
+        self._growing: tuple[Sequence[str], list[int], list[Live]] | None = None
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -311,7 +311,7 @@ class Control:
         """A request enters the engine; `output` is a view that grows as it generates."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
         self._least_room = min(self._least_room, _room(live))
-        self._asked = None
+        self._growing = None
         self.keys.add(key)
         self.speechless.add(request_id)
         self.drafters.open(key, prompt, output)
@@ -320,7 +320,7 @@ class Control:
     def finish(self, request_id: str) -> Live | None:
         """A request leaves, complete or aborted; what was known of it."""
         live = self.live.pop(request_id, None)
-        self._asked = None
+        self._growing = None
         self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
@@ -462,31 +462,25 @@ class Control:
         return drafts
 
     def _ask_for(self, request_ids: Sequence[str], strategy: Strategy) -> _Asked:
-        """Who is to be drafted for, and how deep; the same again while it is the same batch with room for all."""
-        whole = min(strategy.draft_depth, strategy.tokens_to_verify - 1)
-        evenly = isinstance(self.seat.budget, UniformBudget)
-        before = self._asked
-        if before is not None and before[0] is request_ids and before[1] == whole <= self._least_room and evenly:
-            return before[2]
-        places, lives, rooms = [], [], []
-        for n, live in enumerate(map(self.live.get, request_ids)):
-            if live is not None and (generated := len(live.output)):
-                places.append(n)
-                lives.append(live)
-                rooms.append(live.max_response_tokens - generated - 1)
+        """Who is to be drafted for, and how deep."""
+        if self._growing is not None and self._growing[0] is request_ids:
+            _, places, lives = self._growing
+        else:
+            places, lives = [], []
+            for n, live in enumerate(map(self.live.get, request_ids)):
+                if live is not None and live.output:
+                    places.append(n)
+                    lives.append(live)
+            # Until a request comes or goes.
+            self._growing = (request_ids, places, lives) if len(lives) == len(request_ids) else None
+        rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
         with self.seat.deciding:
             shares = self._shares(strategy, lives)
         shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
         if not all(shares):
             places, lives = list(compress(places, shares)), list(compress(lives, shares))
             shares = [share for share in shares if share]
-        asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
-        self._asked = None
-        if evenly and len(rooms) == len(request_ids) == len(self.live):
-            self._least_room = min(rooms, default=0)
-            if self._least_room >= whole:
-                self._asked = request_ids, whole, (places, lives, asked)
-        return places, lives, asked
+        return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
 
     def sampled(self, what: Scheduled, counts: Sequence[int]) -> None:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""

@@ -155,8 +155,8 @@ class SuffixDrafter(Drafter):
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
-        new = array("i", tokens)
-        request.text.extend(new)
+        new = tokens if isinstance(tokens, list) else list(tokens)
+        request.text.fromlist(new)
         for tree, number in request.growing:
             tree.waiting.append((number, new))
 
