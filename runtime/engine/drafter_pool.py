@@ -153,6 +153,12 @@ class DrafterPool(Mapping[str, DrafterState]):
         wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
         return tuple(name for name in self.specs if name in wanted and self._is_model_free(name))
 
+    def needed(self, strategies: Sequence[Strategy]) -> frozenset[str]:
+        """The drafters without which `strategies` cannot be run, and the learned one, which is trained all the same."""
+        named = {s.drafter for s in strategies if s.speculates} & self.specs.keys()
+        parts = {part for name in named for part in self._parts(name)}
+        return frozenset({*named, *parts, *(self._parts(self.learned) if self.learned is not None else ())})
+
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError where this engine cannot run `strategy`."""
         if not strategy.speculates:

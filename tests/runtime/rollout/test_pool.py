@@ -28,6 +28,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
 from tltlab.runtime.rollout.history import RunHistory
@@ -54,7 +55,8 @@ def anywhere(number: int) -> dict[str, object]:
 
 def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = nobody) -> WorkerPool:
     events = RunEvents(out / "events.jsonl")
-    return WorkerPool(recipe, DEFAULT_DRAFTERS, lambda number: None, anywhere, events=events, on_restart=on_restart)
+    build = EngineBuild(drafters=dict(DEFAULT_DRAFTERS), max_draft_depth=recipe.rollout.max_draft_depth)
+    return WorkerPool(recipe, build, lambda number: None, anywhere, events=events, on_restart=on_restart)
 
 
 @pytest.fixture(scope="module")
