@@ -25,7 +25,7 @@ from typing import Any, Literal
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
-from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 GIB = 2**30
@@ -68,9 +68,9 @@ class GraphPlan:
     `may_run` is all that the policy may choose, `asked` what graphs are asked for. `drafters` are the policy's, of
     which `networks` run on the device, and `drafts` is what vLLM's speculative_config says of them, as far as the
     policy does. `notes` say what these settings leave to the policy's own scheduler, and what gets no full graph.
-    The engine is built for drafts of up to `deepest` tokens. Drafts of one iteration are `uneven` where they may differ in length. With `any_lengths` one full graph serves
-    requests of any lengths, which the V1 runner alone can. `max_tokens` is the most an iteration may schedule, beyond
-    which vLLM captures nothing.
+    The engine is built for drafts of up to `deepest` tokens. Drafts of one iteration are `uneven` where they may differ
+    in length. With `any_lengths` one full graph serves requests of any lengths, which the V1 runner alone can.
+    `max_tokens` is the most an iteration may schedule, beyond which vLLM captures nothing.
     """
 
     max_num_seqs: int
@@ -276,10 +276,11 @@ def plan_graphs(
 ) -> GraphPlan:
     """Settings for `policy` in an engine of at most `max_batch` running requests.
 
-    Graphs are asked for at vLLM's own batch sizes, or such as lie a ratio `spacing` apart; with `fill` at more, until
-    all that may run has a full graph. `plain` adds plain decoding at all of them: evaluations decode so, and iterations
-    for which nothing was drafted. `deepest` is by default the policy's deepest draft. For `any_lengths` and `max_tokens` see `GraphPlan`; with the V2 runner the first is
-    without effect. ConfigError for what vLLM cannot draft, and for a policy that does not say what it may choose.
+    Graphs are asked for at vLLM's own batch sizes, or such as lie a ratio `spacing` apart; with `fill`, for the V2
+    runner, at more, until all that may run has a full graph. `plain` adds plain decoding at all of them: evaluations
+    decode so, and iterations for which nothing was drafted. `deepest` is by default the policy's deepest draft. For
+    `any_lengths`, which the V2 runner ignores, and `max_tokens` see `GraphPlan`. ConfigError for what vLLM cannot
+    draft, and for a policy that does not say what it may choose.
     """
     if max_batch < 1:
         raise ConfigError(f"max batch is {max_batch}: an engine runs at least one request")
@@ -316,9 +317,12 @@ def plan_graphs(
             f"the policy chooses among {len(plan.depths)} depths, more than the {max_batch} batch sizes that vLLM's "
             "schedule has for them: raise the largest batch"
         )
-    while fill and (missing := set(plan.without_full_graph())):
+    while fill and runner == "V2" and (missing := set(plan.without_full_graph())):
         # The last of a run of missing batches serves them all, unless a new size of another K comes between.
         ends = {(n, k) for n, k in missing if (n + 1, k) not in missing}
+        if ends <= set(plan.asked):
+            # Beyond what an iteration may schedule.
+            break
         plan = replace(plan, asked=tuple(sorted({*plan.asked, *ends})))
     return replace(plan, notes=tuple(_notes(policy, plan)))
 
@@ -336,15 +340,19 @@ def fitting_plan(plan: Callable[[float], GraphPlan], pool: GraphPool, cap_bytes:
     raise AssertionError("a plan that is too large was not refused")
 
 
-def chain_policies() -> dict[str, Policy]:
-    """What TLT's table of graph memory asks of chains, by name: no speculation, one depth, depths by batch size."""
+def chain_policies(drafter: str = "learned") -> dict[str, Policy]:
+    """What TLT's table of graph memory asks, of chains and by name: one strategy, every one at every batch, buckets."""
+    depths = (8, 4, 2)
     rows = tuple(
-        TableRow(min_batch=batch, strategy=Strategy.chain("ngram", depth)) for batch, depth in ((1, 8), (5, 4), (17, 2))
+        TableRow(min_batch=batch, strategy=Strategy.chain(drafter, depth))
+        for batch, depth in zip((1, 5, 17), depths, strict=True)
     )
+    every = tuple(Strategy.chain(drafter, depth) for depth in depths)
     return {
-        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 0))),
-        "one depth": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 8))),
-        "three depths by batch": Policy(selector=TableSpec(rows=rows)),
+        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 0))),
+        "one strategy": Policy(selector=FixedSpec(strategy=every[0])),
+        "every strategy apart": Policy(selector=ExploreSpec(strategies=every)),
+        "bucketed": Policy(selector=TableSpec(rows=rows)),
     }
 
 

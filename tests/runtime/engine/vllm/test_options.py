@@ -13,7 +13,7 @@ import pytest
 import tltlab.runtime
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, serve_arguments
