@@ -11,21 +11,15 @@ from typing import Any
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import found_in
-from tltlab.hardware import ModelShape
 from tltlab.hardware import gpu as gpu_by_name
-from tltlab.planning.graph_pool import GraphPool
 from tltlab.policies.policy import Policy, load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import GIB, GraphPlan, fitting_plan, memory_bytes, plan_graphs
+from tltlab.runtime.engine.graphs import GIB, GraphPlan, fitting_plan, memory_bytes, plan_graphs, vllm_pool
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 
 from .gpus import bundles_of
 from .memory import requests_per_engine, shape_of, vllm_batch
 from .recipe import Recipe
-
-GRAPH_LAYER_BYTES = 1e6
-"""What a graph keeps of a layer: logs of vLLM give 0.4 MB (pull request 11349: 35 graphs of 16 layers take 0.21 GiB) to
-0.85 MB (22897: 26 to 28 MiB a graph of 32 layers), buffers included."""
 
 _BATCHED_TOKENS = 8192
 """vLLM's least default of max_num_batched_tokens for an engine in a program of one's own (`get_batch_defaults`)."""
@@ -123,7 +117,7 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
         shape = shape_of(recipe.model)
     except ConfigError:
         return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=make(_COARSE))
-    pool = _pool(shape, rollout.tensor_parallel_size)
+    pool = vllm_pool(shape.layers, shape.hidden, shape.vocab, tensor_parallel=rollout.tensor_parallel_size)
     try:
         plan = fitting_plan(make, pool, rollout.graph_gib * GIB)
     except ConfigError as error:
@@ -133,15 +127,3 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
 
 def _plan(policy: Policy, batch: int, spacing: float, **settings: Any) -> GraphPlan:
     return plan_graphs(policy, batch, spacing=spacing, plain=True, fill=True, **settings)
-
-
-def _pool(shape: ModelShape, tensor_parallel: int) -> GraphPool:
-    return GraphPool(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        vocab_size=shape.vocab,
-        # Only page tables go by context, and vLLM's are not part of its graphs.
-        context_tokens=1,
-        tensor_parallel=tensor_parallel,
-        bytes_per_layer=GRAPH_LAYER_BYTES,
-    )
