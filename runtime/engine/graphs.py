@@ -330,17 +330,16 @@ def plan_graphs(
     return replace(plan, notes=tuple(_notes(policy, plan)))
 
 
-def fitting_plan(plan: Callable[[float], GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
-    """Of the plans that `plan` makes for a spacing, the one of the finest batch sizes that takes up to `cap_bytes`.
+def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
+    """Of the plans that `plan` makes for a spacing and `fill`, the one that leaves least without a full graph.
 
-    ConfigError where none does.
+    Among such the one of the finest batch sizes, all within `cap_bytes`; ConfigError where none is.
     """
-    for spacing in _SPACINGS:
-        candidate = plan(spacing)
-        if memory_bytes(pool, candidate) <= cap_bytes:
-            return candidate
-    check_memory(pool, candidate, cap_bytes)
-    raise AssertionError("a plan that is too large was not refused")
+    plans = [plan(spacing, fill) for fill in (True, False) for spacing in _SPACINGS]
+    fitting = [each for each in plans if memory_bytes(pool, each) <= cap_bytes]
+    if not fitting:
+        check_memory(pool, plans[-1], cap_bytes)
+    return min(fitting, key=lambda each: len(each.without_full_graph()))
 
 
 def chain_policies(drafter: str = "learned") -> dict[str, Policy]:

@@ -125,5 +125,5 @@ def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterS
     return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=plan, graph_bytes=memory_bytes(pool, plan))
 
 
-def _plan(policy: Policy, batch: int, spacing: float, **settings: Any) -> GraphPlan:
-    return plan_graphs(policy, batch, spacing=spacing, plain=True, fill=True, **settings)
+def _plan(policy: Policy, batch: int, spacing: float, fill: bool = False, **settings: Any) -> GraphPlan:
+    return plan_graphs(policy, batch, spacing=spacing, fill=fill, plain=True, **settings)

@@ -218,7 +218,7 @@ def test_more_memory_for_graphs_never_costs_time_and_exact_plans_are_never_behin
 def test_naive_capture_takes_every_strategys_memory_and_buckets_do_not(graphs: ExperimentResult):
     rows = graphs.rows.set_index("plan")
     assert rows.loc["naive", "graphs"] == 4 * rows.loc["single", "graphs"]
-    ours = graphs.rows[graphs.rows["model"] == "Qwen2.5-32B"]
+    ours = graphs.rows[(graphs.rows["model"] == "Qwen2.5-32B") & (graphs.rows["runner"] == "SGLang")]
     assert (ours["low_gib"] <= ours["predicted_gib"]).all()
     assert (ours["predicted_gib"] <= ours["high_gib"]).all()
 

@@ -113,7 +113,7 @@ def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     titles = [section.title for section in made.sections]
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "Predicted against measured", "Findings", "Events", "Where it comes from"]  # fmt: skip
-    assert [part.title for part in made.absent] == ["The trained drafter"]
+    assert [part.title for part in made.absent] == ["CUDA graphs", "The trained drafter"]
     text = page.read_text()
     assert "tltlab train &#39;my recipe.toml&#39;" in text
     assert "0.32.0" in text

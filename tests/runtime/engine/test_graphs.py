@@ -111,13 +111,15 @@ def test_a_table_of_depths_would_demote_the_v1_runner_and_is_left_out():
     assert "cudagraph_mode" not in v2["compilation_config"]
 
 
-def test_of_plans_the_finest_that_fits_is_taken_and_none_that_does_not():
-    def plan(spacing: float) -> GraphPlan:
-        return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing)
+def test_of_plans_that_fit_the_one_with_most_full_graphs_is_taken_then_the_finest():
+    def plan(spacing: float, fill: bool = False) -> GraphPlan:
+        return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing, fill=fill)
 
-    finest, coarsest = (memory_bytes(POOL, plan(spacing)) for spacing in (1.0, 2.0))
-    assert fitting_plan(plan, POOL, finest) == plan(1.0)
-    assert memory_bytes(POOL, fitting_plan(plan, POOL, finest - 1)) < finest
+    finest, coarsest = memory_bytes(POOL, plan(1.0, True)), memory_bytes(POOL, plan(2.0))
+    assert fitting_plan(plan, POOL, finest) == plan(1.0, True)
+    smaller = fitting_plan(plan, POOL, finest - 1)
+    assert memory_bytes(POOL, smaller) < finest
+    assert smaller.without_full_graph() == ()
     assert fitting_plan(plan, POOL, coarsest) == plan(2.0)
     with pytest.raises(ConfigError, match="more than"):
         fitting_plan(plan, POOL, coarsest - 1)
