@@ -32,10 +32,12 @@ SEAM_MODES = (
     "policy none",
     "policy none, recorded",
     "policy beg-mab-suffix",
+    "policy beg-mab-suffix, planned graphs",
     "stock",
     "policy none, asynchronous",
 )
-"""Stock vLLM first: the ratio to it is what a policy costs that drafts nothing."""
+"""Stock vLLM first: the ratio to it is what a policy costs that drafts nothing. What beg-mab-suffix costs at batches at
+which it decodes plainly is the V1 runner's, which has full graphs for plain steps where they are planned alone."""
 SYNC_WAYS = ("host, this process", "device, this process", "host, own process")
 GRAPH_PLANS = ("no speculation", "one strategy", "every strategy apart", "bucketed")
 """Of `chain_policies`: TLT's Table 5, of chains."""
@@ -265,7 +267,8 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
         if mode.startswith("policy"):
             record = f"{folder}/trace" if "recorded" in mode else None
             policy = mode.split()[1].strip(",")
-            arguments |= vllm_options(policy, async_scheduling="asynchronous" in mode, record=record)
+            most = max(batches) if "planned" in mode else None
+            arguments |= vllm_options(policy, max_batch=most, async_scheduling="asynchronous" in mode, record=record)
         begun = time.perf_counter()
         llm = stock_llm(model, **arguments)
         try:
