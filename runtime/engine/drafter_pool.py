@@ -171,7 +171,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         elif strategy.drafter not in self.specs:
             complaint = f"this engine has the drafters {', '.join(self.specs) or 'none'}"
         elif strategy.draft_depth > self.max_depth:
-            complaint = f"the engine is built for draft depths up to {self.max_depth}; raise max_draft_depth"
+            complaint = (
+                f"the engine is built for draft depths up to {self.max_depth}; raise max_draft_depth, or set "
+                "rollout.graphs = stock where graphs were planned for another policy"
+            )
         elif not self.runs(strategy.drafter):
             complaint = (
                 "with asynchronous scheduling or vLLM's V2 model runner drafts stay on the device, so only a learned "
