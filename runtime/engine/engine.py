@@ -35,6 +35,7 @@ from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
 from .graphs import GraphPlan
 from .recording import how_it_ended
+from .seat import PolicyFailed
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
@@ -102,10 +103,6 @@ class EngineDied(RunError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class PolicyFailed(RunError):
-    """The policy raised in mid-rollout, and is asked no more: a rollout of another policy would be taken for its."""
 
 
 class Engine:
