@@ -87,11 +87,11 @@ class NgramDrafter(Drafter):
 
     def propose(self, key: Key, depth: int) -> Draft:
         request = self._running[key]
-        if request.store.waiting:
-            if self._left_waiting:
-                # What the request's last tokens are is not known before its text is in.
-                return Draft([], 0.0)
+        if request.store.waiting and not self._left_waiting:
             request.store.catch_up()
+        if request.num_waiting:
+            # Which its last tokens are is not known before they are in.
+            return Draft([], 0.0)
         return request.store.propose(request.tail or (), depth)
 
     def catch_up(self, most: int | None = None) -> bool:
@@ -135,10 +135,14 @@ class NgramDrafter(Drafter):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An open request, and the last tokens of what is in its store of it; None before its prompt is."""
+    """An open request, and the last tokens of what is in its store of it; None before its prompt is.
+
+    The others wait.
+    """
 
     store: _Store
     tail: Gram | None = None
+    num_waiting: int = 0
 
 
 class _Store:
@@ -159,6 +163,7 @@ class _Store:
     def take(self, request: _Running, tokens: Sequence[int]) -> int:
         """Tokens of a request, first its prompt's; how many they are."""
         self.waiting.append((request, tuple(tokens)))
+        request.num_waiting += len(tokens)
         self.num_waiting += len(tokens)
         return len(tokens)
 
@@ -167,17 +172,13 @@ class _Store:
         waiting, self.waiting, before = self.waiting, [], self.num_waiting
         left = before - most
         for place, (request, tokens) in enumerate(waiting):
-            tail = request.tail
+            more = int(left) - self.num_waiting + len(tokens) if left > 0 else 0
+            if request.tail is not None and more > 0:
+                self.waiting.append((request, tokens[-more:]))
+                tokens = tokens[:-more]
+            request.tail = self.add_prompt(tokens) if request.tail is None else self.add(request.tail, tokens)
+            request.num_waiting -= len(tokens)
             self.num_waiting -= len(tokens)
-            if tail is None:
-                request.tail = self.add_prompt(tokens)
-            elif self.num_waiting < left:
-                cut = len(tokens) - int(left - self.num_waiting)
-                request.tail = self.add(tail, tokens[:cut])
-                self.waiting.append((request, tokens[cut:]))
-                self.num_waiting += len(tokens) - cut
-            else:
-                request.tail = self.add(tail, tokens)
             if self.num_waiting <= left:
                 self.waiting += waiting[place + 1 :]
                 break

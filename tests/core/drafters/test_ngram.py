@@ -231,7 +231,7 @@ def test_text_that_is_put_in_by_pieces_gives_the_same_drafts_and_none_before(tex
             told(drafter, key, text, prompt=[1, 2])
     calls = 1
     while not pieces.catch_up(piece):
-        assert pieces.propose(keys[-1], 4) == Draft([], 0.0)
+        assert pieces.propose(keys[-1], 4) == Draft([], 0.0) or not texts[-1]
         calls += 1
     assert calls <= 1 + (2 * len(texts) + sum(map(len, texts))) / piece
     assert [pieces.propose(key, 4) for key in keys] == [whole.propose(key, 4) for key in keys]
