@@ -144,8 +144,7 @@ class Control:
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
         self.steers = True
-        if selector is not None:
-            self.failure = ""
+        self.failure = ""
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""

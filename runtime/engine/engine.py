@@ -258,8 +258,7 @@ class Engine:
         first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no
         room, two requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine
         fails or loses a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there
-        are new draft weights. PolicyFailed where the policy raises, until another one is set. A call that was
-        interrupted leaves nothing behind.
+        are new draft weights, PolicyFailed when the policy raises. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
         if self._dead:
@@ -281,14 +280,12 @@ class Engine:
             for (name, request), settings in zip(names.items(), params, strict=True):
                 adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
             with adapter.running(self.llm):
-                while engine.has_unfinished_requests():
+                while engine.has_unfinished_requests() and (self.own_process or not self.control.failure):
                     for output in self._step():
                         if output.finished:
                             outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
                             ended.append(names[output.request_id].key)
                     self._heed_canary(ASK_EVERY_S if self.own_process else 0.0)
-                    if not self.own_process and self.control.failure:
-                        break
                     if until is not None and until(ended):
                         stopped = time.perf_counter() - start
                         outputs |= {name: (output, stopped) for name, output in adapter.abort_all(self.llm).items()}
