@@ -40,8 +40,8 @@ ONE_ENGINE = {
 }  # fmt: skip
 """Their tests share two engines (`tests/runtime/engine/conftest.py`), so they run in one process."""
 
-LONGEST = {"test_demo.py", "test_faults.py", "test_run.py", "test_experiments_real.py"}
-"""What takes more than a minute begins first, so that no process is left with it at the end."""
+LONGEST = {"test_demo.py", "test_faults.py", "test_run.py", "test_experiments_real.py", "test_notebooks.py"}
+"""What takes long begins first, so that no process is left with it at the end."""
 
 
 @pytest.hookimpl(optionalhook=True)
