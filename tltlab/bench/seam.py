@@ -491,6 +491,9 @@ class _Runner:
         self.positions: Any = None
         self._computed: dict[str, int] = {}
 
+    def execute_model(self) -> None:
+        """Nothing is computed here."""
+
     def sample_tokens(self) -> None:
         """Nothing is sampled here."""
 
@@ -513,10 +516,10 @@ class _Runner:
 
 def _capture(scheduler: Any) -> _Runner:
     """Have `scheduler` capture hidden states from a runner that is played."""
-    from tltlab.runtime.engine.vllm.capture import Capture
+    from tltlab.runtime.engine.vllm.capture import Capture, RunnerCapture
 
     runner = _Runner()
-    capture = Capture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
-    capture.attach()
-    scheduler.capture = capture
+    rows = RunnerCapture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
+    rows.attach()
+    scheduler.capture = Capture(rows)
     return runner
