@@ -68,7 +68,8 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
     for name, spec in specs.items():
         if isinstance(spec, LearnedSpec):
-            yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
+            if spec.model:
+                yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
     trained = recipe.drafter
     if trained is not None:
