@@ -19,7 +19,7 @@ from tltlab.runtime.engine.graphs import plan_graphs
 _HERE = __package__
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-"""Where configs say how many MTP layers a model has, as vLLM 0.32 reads them (`SpeculativeConfig.hf_config_override`)."""
+"""Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
 
 
 class Attachment(FrozenModel):

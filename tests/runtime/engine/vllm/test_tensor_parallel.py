@@ -18,7 +18,7 @@ from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
 from .test_capture import Files, check, deep_model_and_head, load
 
 pytestmark = pytest.mark.engine
-# Two groups share prefixes of two blocks (of which vLLM takes one with an EAGLE head), and responses end one after the other.
+# Two groups share prefixes of two blocks, of which vLLM takes one with an EAGLE head; responses end one after another.
 REQUESTS = [replace(asked, max_response_tokens=24 - n % 5) for n, asked in enumerate(groups_of_four(8, 24, 72))]
 
 
