@@ -50,7 +50,7 @@ class DrafterRun:
     def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents) -> None:
         self.config, self.recipe, self.events = config, recipe, events
         self.out = Path(out).resolve()
-        self.head = self.out / "initial" if config.checkpoint is None else Path(config.checkpoint).resolve()
+        self.head = self.out / "initial"
         self.drafts = True
         self.schedule = TrainingSchedule(config.schedule, pretrained=config.checkpoint is not None)
         self.served = ServedDrafter()
@@ -74,8 +74,13 @@ class DrafterRun:
         self._sockets = Path(tempfile.mkdtemp(prefix="tltlab-drafter-"))
         if len(str(self._sockets)) > MOST_LETTERS:
             raise ConfigError(f"{self._sockets} is too long for a socket's address: set TMPDIR to a shorter folder")
-        if self.config.checkpoint is None:
-            new_head(self.recipe.model, self.config.loss.method, self.recipe.seed).save(self.head)
+        checkpoint, model = self.config.checkpoint, self.recipe.model
+        if checkpoint is None:
+            head = new_head(model, self.config.loss.method, self.recipe.seed)
+        else:
+            # Engines get the layout that vLLM loads, whatever the checkpoint's.
+            head = load_head(checkpoint, target=model)
+        head.save(self.head)
         if not self.drafts:
             name = self.config.name
             self.events.note(
@@ -270,7 +275,7 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     if config is None:
         return NullDrafting()
     if config.checkpoint is not None:
-        head = load_head(config.checkpoint)
+        head = load_head(config.checkpoint, target=recipe.model)
         if head.method != config.loss.method:
             raise ConfigError(
                 f"{config.checkpoint} is an {head.method} head, and drafter.loss trains one of method "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     trained = recipe.drafter
     if trained is not None:
         if trained.checkpoint is not None:
-            yield from model_folder(trained.checkpoint, "drafter.checkpoint")
+            yield from model_folder(trained.checkpoint, "drafter.checkpoint", weights=(".safetensors", ".bin"))
         head = trained.checkpoint or "its own"
         specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
@@ -91,7 +91,7 @@ def model(recipe: Recipe) -> Iterable[str]:
     return model_folder(recipe.model, "model")
 
 
-def model_folder(name: str, field: str) -> Iterator[str]:
+def model_folder(name: str, field: str, weights: Sequence[str] = (".safetensors",)) -> Iterator[str]:
     """A folder of this machine that holds no model with weights."""
     folder = Path(name)
     if not name:
@@ -101,7 +101,7 @@ def model_folder(name: str, field: str) -> Iterator[str]:
             yield f"{field} = {name}: there is no such folder"
     elif not (folder / "config.json").is_file():
         yield f"{field} = {name} is no model: it has no config.json"
-    elif not any(folder.glob("*.safetensors")):
+    elif not any(file.suffix in weights for file in folder.iterdir()):
         yield f"{field} = {name} has no weights: it needs a .safetensors file"
 
 

@@ -68,10 +68,11 @@ class BufferConfig(FrozenModel):
 class DrafterConfig(FrozenModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
 
-    `checkpoint` is a head's folder; without one it starts from random weights and `fallback` serves until it was
-    trained. An update trains `tokens_per_update` tokens per member; None updates a rollout are no limit. Every
-    `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per worker and
-    RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the trace.
+    `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
+    reads; without one it starts from random weights and `fallback` serves until it was trained. An update trains
+    `tokens_per_update` tokens per member; None updates a rollout are no limit. Every `checkpoint_every` updates, and
+    when it stops, a trainer saves what it trains. `annotate` responses per worker and RL step are annotated with the
+    drafter in service and with those of the last `ages` trainings, for the trace.
 
     A trainer runs on `threads` CPU threads at priority `nice`; those of one machine train together over `backend`, so
     a run on several machines sets `coordinator.max_members = 1`. Then `endpoint` says where the coordinator is found
