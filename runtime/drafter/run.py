@@ -33,7 +33,7 @@ from tltlab.state import DrafterState
 from .drafting import Drafting, NullDrafting, Rows
 from .heads.kinds import check_fit, load_head, new_head
 from .service import CanaryWatch, ServedDrafter
-from .spot import SpotTraining, check_machines
+from .spot import SpotTraining, coordinator_endpoint, machine_addresses
 from .worker import SpotPlace
 
 MOST_LETTERS = 85
@@ -98,23 +98,26 @@ class DrafterRun:
     def _start_training(self) -> None:
         self._stop_training()
         where = self._ask_engines("place")
-        check_machines(self.config, [node for node, _ in where], ray.get_runtime_context().get_node_id())
-        endpoint = self.config.endpoint or f"ipc://{self._sockets}/coordinator"
-        self.training = SpotTraining(self.config, endpoint, where, self._place, self.events)
+        here = ray.get_runtime_context().get_node_id()
+        of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = machine_addresses([node for node, _ in where], here, of_ray)
+        endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, here)
+        self.training = SpotTraining(self.config, endpoint, where, here, addresses, self._place, self.events)
         self.training.begin(self._frozen(), self.served, self._data)
 
     def _stop_training(self) -> None:
         if self.training is not None:
             self.training.close()
 
-    def _place(self, worker: int, coordinator: str, keys: ClientKeys | None) -> SpotPlace:
+    def _place(self, worker: int, coordinator: str, rendezvous: str, host: str, keys: ClientKeys | None) -> SpotPlace:
         assert self._sockets is not None
         return SpotPlace(
             worker=worker,
             coordinator=coordinator,
             feed=f"ipc://{self._sockets}/feed-{worker}",
             folder=self.out / f"worker-{worker}",
-            rendezvous=self._sockets / "groups",
+            rendezvous=rendezvous,
+            host=host,
             head=self.head,
             seed=self.recipe.seed,
             max_depth=self.recipe.rollout.max_draft_depth,

@@ -16,6 +16,7 @@ import torch
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.group import MeetingPoint
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotPlace, SpotTrainer
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
@@ -40,6 +41,7 @@ class Bench:
         self.folder = folder
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{folder}/c", num_workers, self._kill)
+        self.meeting = MeetingPoint()
         self.trainers: dict[int, SpotTrainer] = {}
         self.senders: dict[int, FeedSender] = {}
         self._threads: list[threading.Thread] = []
@@ -54,7 +56,7 @@ class Bench:
             coordinator=self.server.endpoint,
             feed=f"ipc://{self.folder}/f{worker}",
             folder=self.folder / f"worker-{worker}",
-            rendezvous=self.folder / "groups",
+            rendezvous=self.meeting.address,
             head=self.folder / "head",
             seed=0,
             max_depth=4,
@@ -104,6 +106,7 @@ class Bench:
         for sender in self.senders.values():
             sender.close()
         self.server.close()
+        self.meeting.close()
         assert not any(thread.is_alive() for thread in self._threads)
 
 
