@@ -9,8 +9,10 @@ between neighbours and a latency of a: a ring sends 2 (n - 1) / n S bytes per me
 
     t(n) = t(1) + 2 (n - 1) / n S / B + 2 (n - 1) a
 
-so the bytes of a member stay below 2 S however many join, and its tokens come on top of the others'.
-`tltlab bench drafter --parts members` measures both.
+so the bytes of a member stay below 2 S however many join. That updates do not become fewer when one joins, members
+take fewer tokens by as much as the exchange costs (`tokens_of_member`), unless even one's tokens between them took
+longer: over a link that slow updates do become fewer, and larger.
+`tltlab bench drafter --parts members` counts bytes and rounds, and has t(n) on paper for heads of 7B and 32B models.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
@@ -83,6 +85,26 @@ def meeting(address: str, name: str, timeout_s: float) -> Store:
     except RuntimeError as error:
         raise GroupLost(f"drafter trainers cannot meet at {address}: {_first_line(error)}") from error
     return store
+
+
+def gather(store: Store, worker: int, members: Sequence[int], updates: int, withdrawn: Callable[[], bool]) -> list[int]:
+    """The members in the order of their ranks, once all are here; nobody where `withdrawn()` before that.
+
+    Members first show that they are there: whoever is told to stop while others are still missing just goes. They show
+    how far they are, too: who made most updates is rank 0, whose state all take, so that what a trainer that died had
+    saved is not lost when it comes back into a group. `withdrawn` is asked again and again, and takes its time. Raises
+    GroupLost where the store is out of reach.
+    """
+    try:
+        store.set(f"here-{worker}", str(updates))
+        while not store.check([f"here-{member}" for member in members]):
+            if withdrawn():
+                store.delete_key(f"here-{worker}")
+                return []
+        done = {member: int(store.get(f"here-{member}")) for member in members}
+    except RuntimeError as error:
+        raise GroupLost(f"the members of a training group cannot meet: {_first_line(error)}") from error
+    return sorted(members, key=lambda member: (-done[member], member))
 
 
 class DrafterGroup:
@@ -181,6 +203,19 @@ class DrafterGroup:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"an exchange took more than {self._timeout_s:g} s")
             time.sleep(POLL_S)
+
+
+def tokens_of_member(tokens: int, members: int, pass_s: float, exchange_s: float) -> int:
+    """The tokens that each of a group's members trains in an update, of the `tokens` that take one alone `pass_s`.
+
+    So many that with the exchange an update takes as long as alone; all of them where even their share of `tokens`
+    would be too many for that.
+
+    >>> [tokens_of_member(4096, 4, 0.050, exchange_s) for exchange_s in (0.0, 0.005, 0.030, 0.5)]
+    [4096, 3686, 1638, 4096]
+    """
+    share = 1 - exchange_s / pass_s if pass_s > 0 else 1.0
+    return int(tokens * share) if share >= 1 / members else tokens
 
 
 def _device() -> str:

@@ -46,7 +46,8 @@ class UpdateReport:
     `loss` and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
     counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
     or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
-    before clipping. `leave`: some member wants to leave, so all do now.
+    before clipping. `leave`: some member wants to leave, so all do now. `pass_s` are this member's seconds for its own
+    part of `seconds`, before the exchange.
     """
 
     loss: float
@@ -58,6 +59,7 @@ class UpdateReport:
     seconds: float
     skipped: bool
     leave: bool
+    pass_s: float = 0.0
 
 
 class DrafterTraining:
@@ -88,6 +90,7 @@ class DrafterTraining:
         self.loss, self.optim = loss, optim
         self.updates = 0
         self.skipped = 0
+        self.exchange_s = 0.0
         self._bad = 0
         self._named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
         self._params = list(self._named.values())
@@ -132,6 +135,7 @@ class DrafterTraining:
         # By vote, since all have to go back to the same state.
         message.keep.fill_(not self.updates or time.monotonic() - self._kept_at >= self.keep_s)
         message.members.fill_(1.0)
+        pass_s = time.perf_counter() - began
         if group is not None:
             group.sum(message.flat)
         tokens, members = int(message.tokens), int(message.members)
@@ -153,6 +157,7 @@ class DrafterTraining:
             seconds=time.perf_counter() - began,
             skipped=bad,
             leave=bool(message.leave > 0),
+            pass_s=pass_s,
         )
         if bad:
             self._note_failure()
@@ -172,6 +177,8 @@ class DrafterTraining:
 
     def share(self, group: Group) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
+
+        Afterwards `exchange_s` says how long an update's exchange takes in this group.
 
         Raises RunError, at all members, where their drafters are not of one shape, and GroupLost where a member is
         lost; this one's state is then what it was.
@@ -193,6 +200,11 @@ class DrafterTraining:
                 value.copy_(part.view_as(value))
         self._set_counters(counters)
         self._keep()
+        # Now that all are here: in an update a member also waits for those that train more.
+        began = time.perf_counter()
+        self._message.clear()
+        group.sum(self._message.flat)
+        self.exchange_s = time.perf_counter() - began
 
     def serving_weights(self) -> dict[str, Tensor]:
         """The head's weights under the names that vLLM loads, copied to the host."""

@@ -30,7 +30,7 @@ from tltlab.runtime.recipe.drafter import DrafterConfig
 from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
-from .group import LOOPBACK, DrafterGroup, GroupLost, meeting
+from .group import LOOPBACK, DrafterGroup, GroupLost, gather, meeting, tokens_of_member
 from .heads.head import DrafterHead
 from .heads.kinds import load_head
 from .heads.target import FrozenTarget
@@ -146,6 +146,7 @@ class SpotTrainer:
         self._most_beside = config.buffer.max_bytes // BESIDE
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
+        self._token_s = 0.0
 
     def start(
         self,
@@ -419,7 +420,7 @@ class SpotTrainer:
                 return
             begin = time.perf_counter()
             with self._data:
-                sequences = [] if leaves else self.buffer.sample(self.config.tokens_per_update, self.rng)
+                sequences = [] if leaves else self.buffer.sample(self._tokens(group), self.rng)
             if not sequences and group is None:
                 self._closed.wait(POLL_S)
                 period.wait_s += time.perf_counter() - begin
@@ -427,6 +428,8 @@ class SpotTrainer:
             with self._lock:
                 report = self.training.update(sequences, group, leave=has_to_leave)
             period.train_s += time.perf_counter() - begin
+            if sequences:
+                self._token_s = report.pass_s / sum(sequence.num_rows for sequence in sequences)
             if report.tokens:
                 period.learned(report, sequences)
                 if order.leader == self.place.worker and period.unsaved >= self.config.checkpoint_every:
@@ -437,39 +440,32 @@ class SpotTrainer:
             if report.leave:
                 return
 
+    def _tokens(self, group: DrafterGroup | None) -> int:
+        tokens = self.config.tokens_per_update
+        if group is None:
+            return tokens
+        return tokens_of_member(tokens, group.world, self._token_s * tokens, self.training.exchange_s)
+
     @contextmanager
     def _meet(self, order: TrainIn) -> Iterator[DrafterGroup | None]:
-        """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came.
-
-        Members first show that they are there: whoever is told to stop while others are still missing just goes. They
-        show how far they are, too: who made most updates is rank 0, whose state all take, so that what a trainer that
-        died had saved is not lost when it comes back into a group.
-        """
+        """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came."""
         if len(order.members) == 1:
             yield None
             return
         timeout_s = self.config.coordinator.yield_timeout_s / 2
         store = meeting(self.place.rendezvous, f"{order.term}-{order.group}", timeout_s)
-        # All that waits is the store's: it raises RuntimeError where the driver is out of reach.
-        try:
-            store.set(own := f"here-{self.place.worker}", str(self.training.updates))
-            others = [f"here-{worker}" for worker in order.members]
-            while not store.check(others):
-                if self._client.order != order or self._closed.is_set():
-                    store.delete_key(own)
-                    raise Withdrawn
-                self._closed.wait(MEET_S)
-            updates = {worker: int(store.get(f"here-{worker}")) for worker in order.members}
-        except RuntimeError as error:
-            raise GroupLost(f"the members of this training group cannot meet: {str(error)[:200]}") from error
-        ranks = sorted(order.members, key=lambda worker: (-updates[worker], worker))
-        with DrafterGroup.join(
+        ranks = gather(
             store,
-            ranks.index(self.place.worker),
-            len(ranks),
-            timeout_s,
-            host=self.place.host,
-            backend=self.config.backend,
+            self.place.worker,
+            order.members,
+            self.training.updates,
+            lambda: self._client.order != order or self._closed.wait(MEET_S),
+        )
+        if not ranks:
+            raise Withdrawn
+        rank, config = ranks.index(self.place.worker), self.config
+        with DrafterGroup.join(
+            store, rank, len(ranks), timeout_s, host=self.place.host, backend=config.backend
         ) as group:
             yield group
 

@@ -162,7 +162,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
 def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
     """The config of a head's one layer, without what is no Llama's."""
     try:
-        config = LlamaConfig(**{key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None})
+        given = {key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None}
+        config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **given)
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{name}: no readable config.json of an EAGLE head: {error}") from error
     if config.num_hidden_layers != 1:

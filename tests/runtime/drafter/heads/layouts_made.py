@@ -19,14 +19,16 @@ LAYERS = "eagle_aux_hidden_state_layer_ids"
 def _shape(target: Path) -> dict[str, Any]:
     """What a released config says of its layer, in the way of transformers 4."""
     theirs = json.loads((target / "config.json").read_text())
+    # vLLM's attention on a CPU knows heads of 32 and more.
+    heads = 4 if theirs["hidden_size"] < 64 else 2
     return {
         "hidden_act": "silu",
         "hidden_size": theirs["hidden_size"],
         "intermediate_size": 48,
         "max_position_embeddings": 64,
         "model_type": "llama",
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
         "num_hidden_layers": 1,
         "pad_token_id": 0,
         "rms_norm_eps": 1e-06,
