@@ -36,6 +36,8 @@ from .checkpoint import Shape
 MEMBERS = (1, 2, 3, 4)
 HIDDEN, VOCABULARY, TOKENS = 256, 512, 256
 TIMEOUT_S = 60.0
+SMALL = 1200
+"""Numbers of which each round carries a part in one segment."""
 TCP_INFO_BYTES, BYTES_SENT, DATA_SEGMENTS = 208, 200, 156
 """Of Linux's `struct tcp_info` (linux/tcp.h): its length with `tcpi_bytes_sent`, the offsets of that and of
 `tcpi_data_segs_out`."""
@@ -54,7 +56,7 @@ PAPER_TOKENS = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What one member counted: bytes sent in an update, messages sent in a sum of one number, seconds."""
+    """What one member counted: bytes sent in an update, messages sent in a small sum, seconds."""
 
     bytes_sent: float
     messages: float
@@ -67,23 +69,24 @@ def bench_members(rounds: int = 8, *, progress: Progress) -> dict[str, Any]:
     """Have groups of 1 to 4 processes do `rounds` updates over gloo and loopback.
 
     Returns `rows`, by members: bytes that a member sends in an update, by Linux's counters of its sockets, and what a
-    ring needs, 2 (n - 1) / n of the message; its messages in a sum of a single number, and a ring's 2 (n - 1) rounds;
-    median seconds. And `paper`: for heads of 7B and 32B models and links, an update's milliseconds alone and in groups,
-    updates a second relative to one member, and the same with the tokens that members then take
+    ring needs, 2 (n - 1) / n of the message; its messages in a small sum, of which gloo takes six a round, and a ring's
+    2 (n - 1) rounds; median seconds. And `paper`: for heads of 7B and 32B models and links, an update's milliseconds
+    alone and in groups, updates a second relative to one member, and the same with the tokens that members then take
     (`group.tokens_of_member`), and tokens a second. RunError where a member fails.
     """
     if rounds < 1:
         raise ConfigError("members are measured over at least one update")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    size = _training(0).message_bytes
     for world in MEMBERS:
         found = _together(world, rounds)
-        size = _training(0).message_bytes
+        sent = statistics.mean(one.bytes_sent for one in found)
         rows.append(
             {
                 "members": world,
                 "message_bytes": size,
                 "ring_bytes": 2 * (world - 1) / world * size,
-                "bytes_sent": statistics.mean(one.bytes_sent for one in found),
+                "bytes_sent": sent,
                 "ring_rounds": 2 * (world - 1),
                 "messages": statistics.mean(one.messages for one in found),
                 "update_s": statistics.median(one.update_s for one in found),
@@ -91,7 +94,7 @@ def bench_members(rounds: int = 8, *, progress: Progress) -> dict[str, Any]:
                 "of_members": [asdict(one) for one in found],
             }
         )
-        progress(f"{world} members: {rows[-1]['bytes_sent'] / 1e6:.2f} MB sent by each in an update")
+        progress(f"{world} members: {sent / 1e6:.2f} MB sent by each in an update")
     return {
         "rows": rows,
         "paper": on_paper(),
@@ -155,21 +158,13 @@ def text(found: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     head = ("members", "message MB", "sent MB", "ring's", "messages", "rounds", "exchange ms", "update ms")
     like = (
-        "head of",
-        "link",
-        "members",
-        "alone ms",
-        "exchange ms",
-        "updates/s",
-        "tokens each",
-        "updates/s",
-        "tokens/s",
-    )
+        "head of", "link", "members", "alone ms", "exchange ms", "updates/s", "tokens each", "updates/s", "tokens/s",
+    )  # fmt: skip
     return "\n".join(
         [
             table(head, counted),
-            f"On paper, {PAPER_TOKENS} tokens an update and H100s; over one member: updates/s if each takes all of them,",
-            "then as trainers do",
+            f"On paper, {PAPER_TOKENS} tokens an update and H100s, over one member alone: updates/s if each takes all",
+            "of them; then tokens, updates/s and tokens/s as trainers do",
             table(like, paper),
         ]
     )
@@ -215,7 +210,7 @@ def _member(rank: int, world: int, address: str, rounds: int) -> Member:
     between = _sent(apart)
     for _ in range(rounds if group is not None else 0):
         assert group is not None
-        group.sum(torch.ones(1))
+        group.sum(torch.ones(SMALL))
     after = _sent(apart)
     if group is not None:
         # Whoever is done first must not take its connections away from the others.
