@@ -65,7 +65,8 @@ def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadC
     """Read the checkpoint in a folder or of the Hugging Face Hub.
 
     What it has of its `target`'s embedding and LM head is left out, and the LM head stays where it differs from the
-    target's or the target is not told. Raises ConfigError for a checkpoint that is missing, broken or of another kind.
+    target's or the target is not told. The head's context is as long as the target's. Raises ConfigError for a
+    checkpoint that is missing, broken or of another kind.
     """
     folder = local_folder(name)
     config = _read_json(folder)
@@ -73,6 +74,11 @@ def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadC
     if kind not in (None, "eagle3"):
         raise ConfigError(f"{name}: a drafter of kind {kind!r} is not one we can read; eagle and eagle3 are")
     layer = _layer_config(name, config if kind is None else config.get("transformer_layer_config"))
+    if target is not None:
+        # Released configs say 2,048, where vLLM would stop drafting; where positions scale with it, it has to stay.
+        theirs = int(read_config(target).max_position_embeddings)
+        if layer.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope"):
+            layer.max_position_embeddings = max(layer.max_position_embeddings, theirs)
     weights = _read_weights(folder)
     if kind is None and "layers.0.hidden_norm.weight" not in weights:
         layer.attention_bias = _even_out_biases(weights)

@@ -120,12 +120,14 @@ def states_of(head: DrafterHead, target: Path) -> Tensor:
 def test_an_eagle_release_drafts_as_eagles_own_code(target: Path, tmp_path: Path, fc_bias: bool, qkv_bias: bool):
     weights, _ = eagle_release(tmp_path / "head", target, fc_bias=fc_bias, qkv_bias=qkv_bias)
     head = load_head(tmp_path / "head", target=target)
+    theirs = json.loads((tmp_path / "head" / "config.json").read_text())
     embedded, hidden, _, _ = rows(head, target)
     expected = as_eagle_does(weights, embedded, hidden)
     assert torch.allclose(states_of(head, target), expected, atol=2e-5)
     assert is_head(tmp_path / "head")
     again = load_head(head.save(tmp_path / "again"))
     assert torch.equal(states_of(again, target), states_of(head, target))
+    assert (again.config.max_position_embeddings, theirs["max_position_embeddings"]) == (2048, 64)
     # What vLLM's class knows: biases of attention, or none at all.
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     names = [name for name in load_file(tmp_path / "again" / "model.safetensors") if name.endswith("bias")]
