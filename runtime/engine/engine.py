@@ -20,12 +20,20 @@ from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import Captured, NoCapture, Sink
-from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
+from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.vllm.options import (
+    Attachment,
+    check_drafter,
+    check_sampled_drafts,
+    engine_settings,
+    speculative_config,
+)
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
+from .graphs import GraphPlan
 from .recording import how_it_ended
 
 ASK_EVERY_S = 1.0
@@ -102,8 +110,9 @@ class Engine:
     `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
     built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
     another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
-    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults. Scheduling is
-    synchronous unless they say otherwise, whatever drafts: else a rollout could not be replayed or resumed bit by bit.
+    generators and draws from them. `graphs` are the CUDA graphs to capture, None for those of vLLM's own choice.
+    `vllm_args` have vLLM's own names and win over the defaults. Scheduling is synchronous unless they say otherwise,
+    whatever drafts: else a rollout could not be replayed or resumed bit by bit.
     """
 
     def __init__(
@@ -115,6 +124,7 @@ class Engine:
         max_draft_depth: int = 8,
         seed: int = 0,
         own_process: bool = False,
+        graphs: GraphPlan | None = None,
         vllm_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.worker = worker
@@ -143,7 +153,7 @@ class Engine:
         self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
-            speculative=speculative_config(self.drafters, max_draft_depth),
+            planned=engine_settings(speculative_config(self.drafters, max_draft_depth), graphs),
             beside=any(not isinstance(drafter, LearnedSpec) for drafter in self.drafters.values()),
             own_process=own_process,
             seed=seed,
@@ -437,6 +447,10 @@ class Engine:
     def drafter_report(self) -> DrafterReport:
         """How the drafters do, and what the canary found."""
         return cast(DrafterReport, self._call("drafters.report"))
+
+    def captured_graphs(self) -> CapturedGraphs:
+        """The CUDA graphs that vLLM captured when the engine started."""
+        return cast(CapturedGraphs, self._call("captured_graphs"))
 
     def sleep(self, level: int = 1) -> None:
         """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running."""

@@ -43,7 +43,7 @@ def start(
     model: str,
     *,
     attachment: Mapping[str, Any],
-    speculative: Mapping[str, Any] | None,
+    planned: Mapping[str, Any],
     beside: bool,
     own_process: bool,
     seed: int,
@@ -51,7 +51,8 @@ def start(
 ) -> tuple[Any, bool]:
     """A `vllm.LLM` with the policy scheduler, and whether it takes drafts; ConfigError if it fails.
 
-    `vllm_args` win over the defaults here. With `beside` drafts are made beside the scheduler too, which only the V1
+    `vllm_args` win over what is `planned` and over the defaults here; of `compilation_config` each setting by itself.
+    With `beside` drafts are made beside the scheduler too, which only the V1
     model runner takes: others keep their own on the device. With a tensor_parallel_size above 1 the model runs in as
     many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing. The
     process's environment, `sys.path` and torch's settings of compilation are afterwards as before; vLLM's own modules
@@ -59,11 +60,11 @@ def start(
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
-        if beside and speculative is not None:
+        if beside and "speculative_config" in planned:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        args = engine_arguments(seed, vllm_args)
-        if speculative is not None:
-            args.setdefault("speculative_config", dict(speculative))
+        args = {**planned, **engine_arguments(seed, vllm_args)}
+        if {"compilation_config"} <= planned.keys() & vllm_args.keys():
+            args["compilation_config"] = {**planned["compilation_config"], **vllm_args["compilation_config"]}
         args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
         with uncompiled(on_cpu() and args["enforce_eager"]):
             llm = _built(model, args, own_process)
@@ -88,6 +89,8 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
+        # Iterations tell what they ran in: two numbers and a word each.
+        "cudagraph_metrics": True,
         "seed": seed,
         # Asynchronously, what is in flight when a rollout ends is of no rollout: its choices are in no trace and cannot
         # be made again, and its blocks are still in use when the prefix cache is to be emptied for a resume.

@@ -14,7 +14,7 @@ from tltlab.files import read_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import plan_graphs
+from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
 
 _HERE = __package__
 
@@ -96,17 +96,21 @@ def vllm_options(
     }
     if async_scheduling is not None:
         options["async_scheduling"] = async_scheduling
-    speculative = speculative_config(pool_specs, depth)
+    if record is not None:
+        # Iterations tell what kind of CUDA graph they ran in.
+        options["cudagraph_metrics"] = True
+    plan = None
     if max_batch is not None:
-        planned = plan_graphs(chosen, max_batch).settings()
-        options |= {name: planned[name] for name in ("max_num_seqs", "compilation_config")}
-        depths = planned.get("speculative_config", {}).get("num_speculative_tokens_per_batch_size")
-        if speculative is not None and depths is not None:
-            # The policy chooses; this says which depths to capture graphs for.
-            speculative["num_speculative_tokens_per_batch_size"] = depths
-    if speculative is not None:
-        options["speculative_config"] = speculative
-    return options
+        plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
+        options["max_num_seqs"] = max_batch
+    return options | engine_settings(speculative_config(pool_specs, depth), plan)
+
+
+def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:
+    """vLLM's arguments of what drafts and, where they are planned, of CUDA graphs."""
+    if graphs is not None:
+        return graphs.engine_settings(speculative)
+    return {} if speculative is None else {"speculative_config": dict(speculative)}
 
 
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:

@@ -35,6 +35,7 @@ from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .capture import NoCapture
+from .dispatch import captured_graphs, kind_of
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
@@ -210,6 +211,8 @@ class PolicyScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         if scheduler_output.num_scheduled_tokens:
             what = self._in_flight.popleft()
+            if (ran := model_runner_output.cudagraph_stats) is not None:
+                what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
             with self.control.inside:
                 counts = _counts(what.request_ids, model_runner_output)
                 if what.request_ids is self._batch:
@@ -383,4 +386,6 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
     "sampling_is_sound": lambda core: speculative_sampling_is_sound(),
+    # Ranks capture the same graphs.
+    "captured_graphs": lambda core: core.model_executor.collective_rpc(captured_graphs)[0],
 }
