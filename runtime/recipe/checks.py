@@ -70,7 +70,8 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     specs, trained = drafters_of(recipe, policy), recipe.drafter
     for name, spec in specs.items():
         if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name):
-            yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
+            if spec.model:
+                yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
     if trained is not None and trained.checkpoint is not None:
         yield from model_folder(trained.checkpoint, "drafter.checkpoint")

@@ -169,8 +169,6 @@ def test_a_plan_is_json_and_a_cpu_has_no_gpu_to_fit_into(random_model: Any):
         ({"cluster": {"placement": "colocated", "gpus_per_node": 2}}, "train.ranks = 1: set it to 2"),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 8}, "train": {"ranks": 2}}, "they must be as many"),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 2}, "train": {"gpus": 0.5}}, "leave out rollout.gpus"),
-        ({"rollout": {"tensor_parallel_size": 2}, "cluster": {"gpus_per_node": 8}, "drafter": {}},
-         "leave .drafter. out"),
         ({"rollout": {"max_response_tokens": 2_000_000}, "cluster": {"gpus_per_node": 8, "gpu": "H100"}},
          "one response of full length"),
     ],
