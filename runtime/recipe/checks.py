@@ -20,8 +20,9 @@ from tltlab.traces.trace import read
 
 from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
+from .memory import shape_of
 from .recipe import Recipe
-from .rules import exact_replay, refuse
+from .rules import exact_replay, refuse, undivided_heads
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 
@@ -103,6 +104,17 @@ def model_folder(name: str, field: str, weights: Sequence[str] = (".safetensors"
         yield f"{field} = {name} has no weights: it needs a .safetensors file"
 
 
+def sequence_parallel(recipe: Recipe) -> Iterator[str]:
+    size = recipe.train.sequence_parallel
+    if size > 1:
+        try:
+            shape = shape_of(recipe.model)
+        except ConfigError:
+            # A model that is not here or no dense one is looked at when the trainer loads it.
+            return
+        yield from undivided_heads(size, recipe.model, shape.heads, shape.kv_heads)
+
+
 def data(recipe: Recipe) -> Iterator[str]:
     for field, source in (("data.train", recipe.data.train), ("data.heldout", recipe.data.heldout)):
         if source == "":
@@ -123,7 +135,7 @@ def graphs(recipe: Recipe) -> Iterable[str]:
     return ()
 
 
-RULES = (rewards, policy, model, data, gpus, graphs)
+RULES = (rewards, policy, model, sequence_parallel, data, gpus, graphs)
 """Of a recipe on this machine."""
 
 
