@@ -17,7 +17,9 @@ ORDER = ("test_trainer_cuda", "test_engine_cuda", "test_smoke")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     first = {name: place for place, name in enumerate(ORDER)}
-    mine = sorted((item for item in items if item.path.parent == here), key=lambda item: first.get(item.path.stem, len(ORDER)))
+    mine = sorted(
+        (item for item in items if item.path.parent == here), key=lambda item: first.get(item.path.stem, len(ORDER))
+    )
     items[:] = [*(item for item in items if item.path.parent != here), *mine]
 
 
