@@ -438,6 +438,11 @@ class Engine:
         """How the drafters do, and what the canary found."""
         return cast(DrafterReport, self._call("drafters.report"))
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what the engine holds, by the names of a dry run's parts; of weights and caches on each device."""
+        beside = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
+        return cast(dict[str, int], self._call("held_bytes")) | beside
+
     def sleep(self, level: int = 1) -> None:
         """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running."""
         self.llm.sleep(level)

@@ -36,6 +36,7 @@ from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
 from .data import RunData
 from .logging import RunLog
+from .memory import ProcessMemory
 from .metrics import step_metrics
 from .recovery import Recovery
 from .rows import StepReport, run_manifest, step_rows
@@ -80,8 +81,11 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         if run.rl_step:
             log.say(f"goes on with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
+        begins_at = run.rl_step
         while run.rl_step < last_step:
             report = run.step()
+            if run.rl_step in (begins_at + 1, last_step):
+                run.memory()
             every = recipe.eval.every
             if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
                 evaluate(f"after RL step {report.rl_step}")
@@ -397,6 +401,17 @@ class GrpoRun:
         end = time.perf_counter()
         report = replace(report, record_s=end - start, step_s=end - t_step)
         return replace(report, measures=step_metrics(report, rows))
+
+    def memory(self) -> list[ProcessMemory]:
+        """What each process of the run holds; of trainer ranks rank 0. `memory.json` has the newest answer."""
+
+        def asked() -> list[ProcessMemory]:
+            driver = ProcessMemory.now("driver", 0, {"history": self.pool.history.num_bytes})
+            return [*self.pool.ask("memory"), self.trainers.memory(), *self.drafting.memory(), driver]
+
+        held = self._through(asked)
+        write_json(self.out / "memory.json", {"processes": [asdict(process) for process in held]})
+        return held
 
     def checkpoint(self) -> Path:
         """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""
