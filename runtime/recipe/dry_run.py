@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 from tltlab.console import table
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import found_in
 from tltlab.hardware import Gpu, ModelShape
@@ -20,6 +19,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
 from .gpus import Bundles, bundles_of, places_of
+from .graphs import EngineBuild, engines_of
 from .memory import (
     PHASES,
     RANK,
@@ -137,7 +137,8 @@ def plan_of(recipe: Recipe) -> Plan:
     gpu = gpu_by_name(recipe.cluster.gpu) if recipe.cluster.gpu is not None else None
     if gpu is not None and not on_gpu:
         raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
-    sizes = _sizes(recipe, shape, gpu, bundles)
+    build = engines_of(recipe)
+    sizes = _sizes(recipe, shape, gpu, bundles, build)
     engine, actors = engine_memory(sizes), _actors(recipe, bundles)
     memory = _memory(sizes, bundles, engine.held, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
@@ -152,6 +153,8 @@ def plan_of(recipe: Recipe) -> Plan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
+    if build.graphs is not None:
+        notes += [f"CUDA graphs: {note}" for note in (build.graphs.summary(), *build.graphs.shortfalls())]
     if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:
         notes.append("data.max_prompt_tokens is not set: prompts are taken to have up to 1024 tokens")
     return Plan(
@@ -193,19 +196,13 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     )
 
 
-def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles) -> Sizes:
-    """What memory follows from; the policy is loaded for what it may draft with."""
+def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> Sizes:
+    """What memory follows from."""
     with found_in(recipe.code):
         policy = load_policy(recipe.rollout.policy)
-    specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
-    if (trained := recipe.drafter) is not None:
-        learned = LearnedSpec(method=trained.loss.method, model=recipe.model, fallback=trained.fallback)
-        specs[trained.name] = learned
-    depth = recipe.rollout.max_draft_depth
-    in_use = DrafterPool(specs, depth).model_free(policy.strategies)
-    drafters = {name: spec for name, spec in specs.items() if name in in_use or isinstance(spec, LearnedSpec)}
+    in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
     running = requests_per_engine(recipe)
-    rows = running * (1 + max((strategy.draft_depth for strategy in policy.strategies), default=depth))
+    rows = running * (1 + build.max_draft_depth)
     with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
         rows = max(batch * (k + 1) for batch, k in plan_graphs(policy, running).may_run)
     return Sizes(
@@ -214,8 +211,9 @@ def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles)
         gpu=gpu,
         on_gpu=bool(bundles.all),
         colocated=bundles.colocated,
-        drafters=drafters,
+        drafters={name: spec for name, spec in build.drafters.items() if name in in_use},
         drafted_rows=rows,
+        graph_bytes=build.graph_bytes,
     )
 
 

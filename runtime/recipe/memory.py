@@ -5,6 +5,7 @@ A run tells what it held by the same names (`tltlab.runtime.run.memory`), which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
@@ -30,8 +31,6 @@ LOGITS = 1 << 26
 """That lie in memory at once, as in `token_logprobs` and `drafter_loss`."""
 CONTEXT_BYTES = 1e9
 """Of a process on a GPU that computes nothing: CUDA context, NCCL's and cuBLAS's buffers."""
-CAPTURE_BYTES = 1 << 30
-"""Most that running requests' hidden states take in an engine (`Engine.capture`)."""
 BESIDE = 8
 """Held-out sequences, and prompts kept for siblings, take a part of the drafter's buffer each."""
 
@@ -304,8 +303,8 @@ def _engine_host(sizes: Sizes, held: Holdings) -> None:
     held.add("drafter trees", growing * running * tokens, formula, GENERATING, device="host")
     if recipe.drafter is None:
         return
-    captured = min(CAPTURE_BYTES, running * tokens * sizes.row_bytes)
-    formula = f"hidden states of {running} running responses, at most {CAPTURE_BYTES >> 20} MiB"
+    captured = min(recipe.drafter.capture_bytes or math.inf, running * tokens * sizes.row_bytes)
+    formula = f"hidden states of {running} running responses; at most drafter.capture_bytes"
     held.add("captured states", captured, formula, device="host")
     if sizes.on_gpu:
         batched = int(recipe.rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)

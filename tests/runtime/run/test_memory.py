@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,7 +72,9 @@ def test_a_run_holds_what_its_dry_run_says_part_by_part(
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
     plan = plan_of(recipe(wide_model))
     train(recipe(wide_model), tmp_path / "run")
-    held = {found["process"]: found for found in json.loads((tmp_path / "run" / "memory.json").read_text())["processes"]}
+    held = {
+        found["process"]: found for found in json.loads((tmp_path / "run" / "memory.json").read_text())["processes"]
+    }
     for process, found in held.items():
         print(process, found["resident_bytes"] / 1e6, found["peak_bytes"] / 1e6)
         for name, num in found["parts"].items():
