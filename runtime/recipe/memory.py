@@ -407,10 +407,15 @@ def drafter_memory(sizes: Sizes) -> Holdings:
     held.add("drafter's target", value * sizes.shared_params, f"{value} bytes x embedding and LM head")
     rows, steps = config.tokens_per_update, config.loss.num_unrolled
     layer = value * (8 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.intermediate) + 8 * shape.hidden
-    # Beyond a chunk logits are computed twice instead of kept.
-    kept = rows * shape.vocab * steps if rows * shape.vocab <= LOGITS else LOGITS
-    activations = rows * steps * layer + 4 * 5 * kept
-    formula = f"{rows} tokens x {steps} steps x a layer's, and 5 x the logits that are kept, float32"
+    # States that come in, in float32; beyond a chunk logits are computed twice instead of kept.
+    states = 4 * rows * (2 * shape.hidden + sizes.row_bytes / sizes.engine_value)
+    logits = rows * shape.vocab
+    kept = 8 * steps * logits + 16 * logits if logits <= LOGITS else 24 * LOGITS
+    # Unrolled steps keep the weights of their attention, which goes 256 queries at a time.
+    keys = min(rows, sizes.tokens) / 2 + 128
+    attended = 6 * (steps - 1) * shape.heads * rows * keys
+    activations = rows * steps * layer + states + kept + attended
+    formula = f"{rows} tokens x {steps} steps: a layer's, logits' and unrolled attention's"
     held.add("drafter activations", activations, formula, ("idle training",))
     if sizes.on_gpu:
         held.add("drafter trainer runtime", CONTEXT_BYTES, "flat: context")

@@ -42,7 +42,7 @@ def recipe(model: Path) -> Recipe:
             "data": {"train": str(model / "train.jsonl"), "max_prompt_tokens": 8},
             "rollout": {
                 "num_workers": 1, "prompts_per_step": 8, "group_size": 4, "max_response_tokens": 120,
-                "max_draft_depth": 4, "policy": "beg-mab-learned",
+                "max_draft_depth": 8, "policy": "beg-mab-learned",
                 "vllm": {"max_num_seqs": 32, "max_model_len": 128, "kv_cache_memory_bytes": 40 << 20},
             },
             "train": {"steps": 2, "minibatches": 1, "kl_coef": 0.01, "tokens_per_microbatch": 2048},
