@@ -327,7 +327,7 @@ def trainer_memory(sizes: Sizes) -> Holdings:
     Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
     section 3.1), shared by all ranks (its stage 3, which is FSDP2). Activations are counted as in arXiv 2205.05198,
     section 4.1, for a gated MLP, RMSNorm in float32 and attention that keeps no scores; with checkpointing each layer
-    keeps its input, and one at a time all of it.
+    keeps its input, and one at a time all of it. Ranks that share sequences have that share of their tokens.
     """
     shape, train = sizes.shape, sizes.recipe.train
     value = value_bytes(train.dtype, on_gpu=sizes.on_gpu)
@@ -350,7 +350,7 @@ def trainer_memory(sizes: Sizes) -> Holdings:
         gathered = sizes.shared_params + 2 * shape.layer_params
         formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
         held.add("gathered weights", value * gathered, formula, training)
-    tokens = max(train.tokens_per_microbatch, sizes.tokens)
+    tokens = ceil(max(train.tokens_per_microbatch, sizes.tokens) / train.sequence_parallel)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     # On a CPU attention goes sequence by sequence, and what it gave is joined.
     attended = 2 if sizes.on_gpu else 3
@@ -371,8 +371,8 @@ def trainer_memory(sizes: Sizes) -> Holdings:
         held.add("trainer runtime", RESERVED_BYTES, "flat: context, workspaces", ("training", "sync"))
         held.add("trainer runtime", CONTEXT_BYTES, "flat: context", GENERATING)
     held.add("trainer rank runtime", HOST_RUNTIME[RANK], "measured", device="host")
-    samples = 28 * sizes.responses * sizes.tokens / train.ranks
-    held.add("samples", samples, "28 bytes x responses x tokens / ranks", training, device="host")
+    samples = 28 * sizes.responses * sizes.tokens / train.data_ranks
+    held.add("samples", samples, "28 bytes x responses x tokens / ranks of other sequences", training, device="host")
     if sizes.on_gpu:
         size = (4 + value) * shape.head_params
         held.add("gathered tensor", size, "the largest in float32, and cast", ("sync",))
