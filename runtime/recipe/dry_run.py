@@ -153,6 +153,11 @@ def plan_of(recipe: Recipe) -> Plan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
+    if on_gpu:
+        notes.append(
+            "when trainers start, rank 0 reads the whole model in float32 on its host: "
+            f"{4e-9 * shape.stored_params:.1f} GB beside what is counted"
+        )
     if build.graphs is not None:
         notes += [f"CUDA graphs: {note}" for note in (build.graphs.summary(), *build.graphs.shortfalls())]
     if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:

@@ -292,7 +292,7 @@ def _engine_host(sizes: Sizes, held: Holdings) -> None:
     tp = recipe.rollout.tensor_parallel_size
     processes = 1 + tp if tp > 1 else 1
     held.add(
-        "rollout worker runtime", processes * HOST_RUNTIME[WORKER], f"measured: {processes} processes", device="host"
+        "rollout worker runtime", processes * HOST_RUNTIME[WORKER], f"measured, x {processes} processes", device="host"
     )
     text = _VLLM_TEXT_BYTES * running * tokens
     formula = f"{_VLLM_TEXT_BYTES} bytes x {running} running responses x {tokens} tokens"
