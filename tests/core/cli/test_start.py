@@ -23,8 +23,8 @@ SLOW = {
     "matplotlib", "typer", "pandas", "pyarrow", "pydantic", "scipy", "sklearn", "rich", "numpy", "torch", "vllm", "ray",
 }  # fmt: skip
 OF_EXTRAS = (
-    "datasets", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors", "simpy", "tensorboard",
-    "tokenizers", "torch", "transformers", "vllm", "zmq",
+    "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors",
+    "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
 )  # fmt: skip
 COMES_WITH = {"sklearn": "scikit-learn", "markupsafe": "jinja2", "pydantic_core": "pydantic"}
 WITH_WORDS_OF_THEIR_OWN = {"mlflow", "wandb"}
