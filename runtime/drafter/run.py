@@ -53,7 +53,7 @@ class DrafterRun:
         self.out = Path(out).resolve()
         self.head = self.out / "initial"
         self.drafts = True
-        self.schedule = TrainingSchedule(config.schedule, pretrained=config.checkpoint is not None)
+        self.schedule = TrainingSchedule(config.schedule, pretrained=config.pretrained)
         self.served = ServedDrafter()
         self.watch = CanaryWatch(config.name, events)
         self.training: SpotTraining | None = None
@@ -65,10 +65,10 @@ class DrafterRun:
     @property
     def specs(self) -> dict[str, DrafterSpec]:
         config = self.config
-        trained = config.checkpoint is not None
-        learned = LearnedSpec(
-            method=config.loss.method, model=str(self.head), trained=trained, fallback=config.fallback
-        )
+        method = config.loss.method
+        # Engines find MTP layers where the target is.
+        head = "" if method == "mtp" else str(self.head)
+        learned = LearnedSpec(method=method, model=head, trained=config.pretrained, fallback=config.fallback)
         return {config.name: learned}
 
     def prepare(self) -> None:
