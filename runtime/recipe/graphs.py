@@ -80,7 +80,7 @@ def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
     """All drafters of a recipe by name, the one that it trains included."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
     if (trained := recipe.drafter) is not None:
-        head = trained.checkpoint or "its own"
+        head = "" if trained.loss.method == "mtp" else trained.checkpoint or "its own"
         specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
     return specs
 
