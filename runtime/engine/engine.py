@@ -15,11 +15,12 @@ from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
+from tltlab.hardware import available_memory
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.vllm import llm as adapter
-from tltlab.runtime.engine.vllm.capture import Captured, NoCapture, Sink
+from tltlab.runtime.engine.vllm.capture import Captured, Sink
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.vllm.options import (
     Attachment,
@@ -39,6 +40,11 @@ from .seat import PolicyFailed
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
+
+CAPTURE_SHARE = 0.25
+"""Of a host's free memory, for the hidden states of running requests."""
+UNKNOWN_MEMORY = 4 << 30
+"""Free memory of a host that does not say."""
 
 _PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
 
@@ -164,7 +170,7 @@ class Engine:
             overlapped = self.control.overlapped
             adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
         self._pool.beside = takes_drafts
-        self._capture = NoCapture()
+        self._captures = False
 
     @property
     def control(self) -> Control:
@@ -217,29 +223,36 @@ class Engine:
         finally:
             self._call("resume")
 
-    def capture(self, sink: Sink | None, *, max_bytes: int = 1 << 30) -> None:
+    def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
         """Hand `sink` each response of later rollouts that ends by itself, as soon as it ends; None for no more.
 
         A `TrainingSequence` has the hidden states of the passes that generated it: the last layer's after the final
         norm and, with an EAGLE-3 drafter, those that vLLM hands it, in the engine's dtype, on the host. It begins where
-        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come. What finds no room
-        in `max_bytes` is counted in `captured`. A sink that raises ends the capture, not the rollout. ConfigError with
-        `own_process` or parallelism.
+        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come.
+
+        Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory; when that is
+        full, those stay that are likely to be in the tail, and the others are counted in `captured`. With `own_process`
+        or tensor parallelism the sink is called in the process of the model's rank 0: it is pickled to get there, and
+        hears of a response with the next iteration, of a rollout's last ones before it ends. A sink that raises ends
+        the capture, not the rollout. ConfigError for a sink that cannot be pickled then.
         """
-        self._capture.stop()
-        if sink is not None:
-            self._capture = adapter.start_capture(self.llm, sink, max_bytes)
+        adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
+        self._captures = sink is not None
 
     @property
     def captured(self) -> Captured:
-        """What was captured since `capture` was last given a sink."""
-        return self._capture.captured
+        """What was captured since `capture` was last given a sink; nothing where none is."""
+        return cast(Captured, self._call("captured"))
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
         """Within, new requests are not captured: for rollouts that are to leave no trace."""
-        with self._capture.paused():
+        before = self._captures and self._call("pause_capture", True)
+        try:
             yield
+        finally:
+            if self._captures and not self._dead:
+                self._call("pause_capture", before)
 
     def generate(
         self,
@@ -451,6 +464,11 @@ class Engine:
         """How the drafters do, and what the canary found."""
         return cast(DrafterReport, self._call("drafters.report"))
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what the engine holds, by the names of a dry run's parts; of weights and caches on each device."""
+        beside = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
+        return cast(dict[str, int], self._call("held_bytes")) | beside
+
     def captured_graphs(self) -> CapturedGraphs:
         """The CUDA graphs that vLLM captured when the engine started."""
         return cast(CapturedGraphs, self._call("captured_graphs"))
@@ -479,6 +497,11 @@ class Engine:
 
     def _call(self, name: str, *args: Any) -> Any:
         return adapter.call(self.llm, name, *args)
+
+
+def capture_room(engines: int = 1) -> int:
+    """Bytes of hidden states that running requests may hold in each of a machine's engines: `CAPTURE_SHARE` in all."""
+    return int(CAPTURE_SHARE * (available_memory() or UNKNOWN_MEMORY) / engines)
 
 
 def _params(request: GenerationRequest, usual: Mapping[str, float]) -> Any:

@@ -409,7 +409,7 @@ def _graphs(policy: Policy, max_batch: int, batches: Sequence[int], *, plain: bo
 def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     """A drafter in vLLM's words; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
-        return {"method": spec.method, "model": spec.model}
+        return spec.speculative_config
     if isinstance(spec, NgramSpec):
         return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):

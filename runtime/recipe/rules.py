@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from math import isfinite
+from math import gcd, isfinite
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError
@@ -45,6 +45,8 @@ def drafting(recipe: Recipe) -> Iterator[str]:
         yield "rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it"
     if drafter is not None and not rollout.max_draft_depth:
         yield "a recipe with a [drafter] needs rollout.max_draft_depth above 0"
+    if drafter is not None and drafter.loss.method == "mtp" and drafter.checkpoint is not None:
+        yield "drafter.checkpoint with drafter.loss.kind = 'mtp': an MTP layer comes with the model, so leave it out"
     if drafter is not None and drafter.name in rollout.drafters:
         yield (
             f"drafter {drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "
@@ -89,7 +91,25 @@ def exact_replay(recipe: Recipe) -> Iterator[str]:
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, partial_rollouts, sampling_rounds)
+def sequence_parallel(recipe: Recipe) -> Iterator[str]:
+    train = recipe.train
+    if train.ranks % train.sequence_parallel:
+        yield (
+            f"train.sequence_parallel = {train.sequence_parallel} ranks share a sequence, and train.ranks = "
+            f"{train.ranks} is no multiple of it"
+        )
+
+
+def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterator[str]:
+    """Of `train.sequence_parallel` = `size`: ranks that share a sequence share heads out, each as many."""
+    if heads % size or kv_heads % size:
+        yield (
+            f"train.sequence_parallel = {size} does not divide the {heads} heads and {kv_heads} KV heads of {model}: "
+            f"choose a divisor of {gcd(heads, kv_heads)}"
+        )
+
+
+RULES = (biased_sampling, drafting, overlong_responses, partial_rollouts, sampling_rounds, sequence_parallel)
 """Of a whole recipe, whose fields are right each by itself."""
 
 

@@ -19,10 +19,11 @@ from tltlab.drafters.base import Key
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout, capture_room
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.traces.recorder import ColumnRows
 
 
@@ -60,7 +61,7 @@ class RolloutWorker:
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
             raise EngineDied(f"the engine's first batch failed: {why}") from cause
         if isinstance(self.feed, FeedSender):
-            self.engine.capture(self.feed.sequence)
+            self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
         return os.getpid()
 
     def captured_graphs(self) -> CapturedGraphs:
@@ -96,6 +97,10 @@ class RolloutWorker:
 
     def drafter_report(self) -> DrafterReport:
         return self.engine.drafter_report()
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds."""
+        return ProcessMemory.now("rollout worker", self.number, self.engine.held_bytes())
 
     def went_back(self, rl_step: int) -> None:
         """Let who trains from here on hear of no RL step after the one before `rl_step`."""
@@ -217,6 +222,18 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     if rollout.partial is not None:
         args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)
     return args
+
+
+def capture_bytes(recipe: Recipe) -> int:
+    """Bytes that one engine's running responses may hold of hidden states: the recipe's, or a share of what is free.
+
+    The engines that a machine may have share alike.
+    """
+    if recipe.drafter is not None and recipe.drafter.capture_bytes is not None:
+        return recipe.drafter.capture_bytes
+    rollout, gpus = recipe.rollout, recipe.cluster.gpus_per_node
+    engines = min(rollout.num_workers, max(gpus // rollout.tensor_parallel_size, 1)) if gpus else rollout.num_workers
+    return capture_room(engines)
 
 
 def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:

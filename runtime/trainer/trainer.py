@@ -2,9 +2,10 @@
 
 Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each gets the tokens
 of its own samples and of all others what advantages, weights and the order of mini-batches follow from: they are
-computed by each alike. What they compute is the
-same for any number of ranks and any size of micro-batches, up to rounding; the same state and samples on the same
-number of ranks give the same bits.
+computed by each alike. With `train.sequence_parallel` that many neighbours have the same samples and split each
+micro-batch (`SequenceGroup`): together they are one data rank. What they compute is the same for any number of ranks
+and any size of micro-batches, up to rounding; the same state and samples on the same number of ranks give the same
+bits.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ from transformers import AutoTokenizer
 
 from tltlab.arrays import Tokens
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
+from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
+from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
 from .losses import (
     Mismatch,
@@ -42,7 +46,7 @@ from .losses import (
     token_weights,
 )
 from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
-from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of
+from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of, sequence_groups
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
@@ -114,7 +118,7 @@ def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> li
 def share_out(
     samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
 ) -> list[int]:
-    """Which rank computes each sample, so that all have as much to do in each mini-batch of the update of `rl_step`.
+    """Which data rank computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
 
     What is not trained is dealt out by itself: only its log-probs are computed.
     """
@@ -203,18 +207,24 @@ class Trainer:
         torch.manual_seed(seed)
         torch.set_num_threads(config.threads)
         self.config = config
+        self._origin = model
         self.max_response_tokens = max_response_tokens
         self.seed = seed
         self.rank, self.world = rank, world
         self.device, self.dtype = device_of(config)
         be_repeatable(self.device)
         mesh: DeviceMesh | None = None
+        self.sequence_ranks = ALONE
+        self._across: dist.ProcessGroup | None = None  # one rank of each data rank; None: all ranks
         if world > 1 or self.dtype == torch.bfloat16:
             meet(self.device, rank, world, rendezvous, timeout_s)
             mesh = init_device_mesh(self.device.type, (world,))
+        self.sequence_ranks, self._across = sequence_groups(rank, world, config.sequence_parallel, timeout_s)
 
         def load() -> PolicyModel:
-            return load_policy_model(model, temperature, device=self.device, mesh=mesh, dtype=self.dtype)
+            return load_policy_model(
+                model, temperature, device=self.device, mesh=mesh, dtype=self.dtype, sequence_ranks=self.sequence_ranks
+            )
 
         self.policy = load()
         self.reference = load().requires_grad_(False) if config.kl_coef else None
@@ -227,14 +237,25 @@ class Trainer:
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self.steps = 0
+        self._work = Peak(self.device)
         self._samples: list[Sample] = []
-        self._rank_of: list[int] = []  # which rank computes each of them
+        self._rank_of: list[int] = []  # which data rank computes each of them
         self._old: list[Tensor] = []  # this rank's log-probs of its own before the policy moves, [0] of others
+
+    @property
+    def data_ranks(self) -> int:
+        """How many sets of ranks there are of which each computes its own samples."""
+        return self.world // self.sequence_ranks.size
+
+    @property
+    def data_rank(self) -> int:
+        """The set that this rank is one of."""
+        return self.rank // self.sequence_ranks.size
 
     def old_logprobs(self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        `rank_of` says which rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
+        `rank_of` says which data rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
         distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it should be near
         0.
         """
@@ -242,14 +263,14 @@ class Trainer:
         config = self.config
         if rank_of is None:
             most = self.max_response_tokens
-            rank_of = share_out(samples, config, self.world, seed=self.seed, rl_step=0, max_response_tokens=most)
+            rank_of = share_out(samples, config, self.data_ranks, seed=self.seed, rl_step=0, max_response_tokens=most)
         self._rank_of = list(rank_of)
         self._old = self._own_logprobs(self.policy, list(range(len(samples))))
         old, behaviour = (torch.cat([torch.empty(0), *parts]) for parts in (self._old, self._behaviour()))
         sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
         self._sum(sums)
-        of_ranks = torch.zeros(self.world, dtype=torch.float64)
-        of_ranks[self.rank] = largest
+        of_ranks = torch.zeros(self.data_ranks, dtype=torch.float64)
+        of_ranks[self.data_rank] = largest
         self._sum(of_ranks)
         return mismatch(sums, float(of_ranks.max()))
 
@@ -260,6 +281,10 @@ class Trainer:
         do not count where they are filtered. Without a token left nothing moves. The learning rate grows linearly over
         the first `warmup_steps` optimizer steps. RunError where a gradient is not finite.
         """
+        with self._work.measured():
+            return self._update(rl_step)
+
+    def _update(self, rl_step: int) -> UpdateMetrics:
         config, batch = self.config, self._batch()
         minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
         minibatches = [rows for rows in minibatches if batch.trained[rows].any()]
@@ -297,20 +322,31 @@ class Trainer:
         return full_tensors(self.policy.model, keep=self.rank == 0, dtype=self.dtype)
 
     def frozen(self) -> FrozenTarget | None:
-        """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
+        """Copies on the host of what a drafter shares with the policy (`FrozenTarget`). None on other ranks."""
         state = self.policy.model.state_dict(keep_vars=True)
         model = self.policy.model
         shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        if is_mimo(model.config):
+            shared.append(model.base_model.norm.weight)
         names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
         tensors = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
-        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]]) if tensors else None
+        if not tensors:
+            return None
+        norm = tensors[names[2]] if len(names) > 2 else None
+        eps = getattr(model.config, "rms_norm_eps", 0.0)
+        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]], norm=norm, eps=eps)
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
         weights = self.weights()
         if self.rank == 0:
             Path(folder).parent.mkdir(parents=True, exist_ok=True)
-            self.policy.model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+            model = self.policy.model
+            if is_mimo(model.config):
+                # transformers does not know of the layer, which is as it was.
+                save_with_mtp(model, folder, weights, mtp_weights(self._origin))
+            else:
+                model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
             self.tokenizer.save_pretrained(folder)
         self._wait()
 
@@ -331,6 +367,17 @@ class Trainer:
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds; `update` is the most that one has taken beside it."""
+        moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        parts = {
+            "master weights": tensor_bytes(self.policy.parameters()),
+            "Adam moments": tensor_bytes(moments),
+            "reference model": 0 if self.reference is None else tensor_bytes(self.reference.parameters()),
+            "update": self._work.bytes,
+        }
+        return ProcessMemory.now("trainer rank", self.rank, parts)
 
     def close(self) -> None:
         """Leave the process group."""
@@ -383,7 +430,8 @@ class Trainer:
             kl_coef=config.kl_coef,
             ref_logp=None if batch.reference is None else self._joined(batch.reference, rows),
         )
-        # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
+        # FSDP2 takes the mean of gradients over ranks; the loss is a sum over data ranks, and of a rank's neighbours
+        # each has the gradient of its own tokens.
         (terms.loss * self.world).backward()
         corrected = float((token_weight * correction).sum())
         loss = float(terms.loss.detach())
@@ -419,7 +467,7 @@ class Trainer:
     def _behaviour(self) -> list[Tensor]:
         """[n] of the samples that this rank computes, [0] of the others."""
         computed = zip(self._samples, self._rank_of, strict=True)
-        return [torch.from_numpy(np.array(s.logprobs if n == self.rank else (), np.float32)) for s, n in computed]
+        return [torch.from_numpy(np.array(s.logprobs if n == self.data_rank else (), np.float32)) for s, n in computed]
 
     def _own_logprobs(self, model: PolicyModel, rows: Sequence[int]) -> list[Tensor]:
         """Of the kept samples `rows`: [n] of those that this rank computes, on the host, [0] of the others."""
@@ -439,7 +487,7 @@ class Trainer:
         logprobs = torch.zeros(starts[-1], *width, device=self.device)
         with torch.no_grad():
             lengths = [sum(map(len, pair)) for pair in pairs]
-            for rows in micro_batches(lengths, self.world, self.config.tokens_per_microbatch)[self.rank]:
+            for rows in micro_batches(lengths, self.data_ranks, self.config.tokens_per_microbatch)[self.data_rank]:
                 logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
                 for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
                     logprobs[starts[i] : starts[i + 1]] = part
@@ -451,20 +499,20 @@ class Trainer:
         lengths = [sum(map(len, pair)) for pair in _pairs([self._samples[i] for i in rows])]
         rank_of = [self._rank_of[i] for i in rows]
         budget = self.config.tokens_per_microbatch
-        for members in own_micro_batches(lengths, rank_of, self.rank, self.world, budget):
+        for members in own_micro_batches(lengths, rank_of, self.data_rank, self.data_ranks, budget):
             yield [rows[m] for m in members]
 
     def _packed(self, pairs: Sequence[Pair]) -> PackedTokens:
-        return PackedTokens.of(pairs, self.device)
+        return PackedTokens.of(pairs, self.device, self.sequence_ranks)
 
     def _joined(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         return torch.cat([tensors[i] for i in rows] or [torch.empty(0)]).to(self.device)
 
     def _sum(self, tensor: Tensor) -> None:
-        """Replace by the sum over ranks."""
-        if self.world > 1 and tensor.numel():
+        """Replace by the sum over data ranks."""
+        if self.data_ranks > 1 and tensor.numel():
             shared = tensor.to(self.device)
-            dist.all_reduce(shared)
+            dist.all_reduce(shared, group=self._across)
             tensor.copy_(shared)
 
     def _wait(self) -> None:

@@ -17,8 +17,8 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.control import Control
 
-from . import TESTED_VLLM, on_cpu, starting, uncompiled
-from .capture import Capture, Sink
+from . import TESTED_VLLM, capture, on_cpu, starting, uncompiled
+from .capture import Sink
 from .options import scheduler_cls
 from .plugin import LOCAL_BACKEND
 
@@ -184,23 +184,25 @@ def set_control(llm: Any, control: Control) -> None:
     _core(llm).scheduler.control = control
 
 
-def start_capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
-    """Hand `sink` every request that ends, with its hidden states; running ones hold at most `max_bytes` of them.
+def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
+    """Hand `sink` every request that ends, with its hidden states, where the model runs; None for no more.
 
-    ConfigError where the engine's model does not run in this process, or verifies fewer tokens than were scheduled.
+    Running requests hold at most `max_bytes` of them. ConfigError where the sink cannot go there, and where the engine
+    verifies fewer tokens than were scheduled.
     """
-    worker = _worker(llm)
-    if worker is None:
-        raise ConfigError("hidden states are captured where the engine runs: leave out own_process and parallelism")
-    runner = worker.worker.model_runner
-    if getattr(runner, "adaptive_verification", None) is not None:
+    speculative = llm.llm_engine.vllm_config.speculative_config
+    if sink is not None and speculative is not None and speculative.enable_adaptive_verification:
         raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
-    config = llm.llm_engine.vllm_config
-    positions, tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
-    capture = Capture(runner, sink, max_bytes=max_bytes, max_positions=positions, max_tokens=tokens)
-    capture.attach()
-    _core(llm).scheduler.capture = capture
-    return capture
+    if _worker(llm) is not None:
+        capture.start_capture(_core(llm), sink, max_bytes)
+        return
+    try:
+        sent = None if sink is None else pickle.dumps(sink)
+    except Exception as error:  # whatever the objects in it raise
+        raise ConfigError(
+            f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
+        ) from error
+    call(llm, "capture", sent, max_bytes)
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:

@@ -18,6 +18,9 @@ from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
 
 _HERE = __package__
 
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
+
 
 class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
@@ -142,16 +145,20 @@ def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any
     learned = next((spec for spec in drafters.values() if isinstance(spec, LearnedSpec)), None)
     if learned is None:
         return {"method": "custom_class", "model": f"{_HERE}.scheduler.NoProposer", "num_speculative_tokens": depth}
-    return {"method": learned.method, "model": learned.model, "num_speculative_tokens": depth}
+    return learned.speculative_config | {"num_speculative_tokens": depth}
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
     """Raise ConfigError where the configurations of drafter and target, if they are folders, do not go together.
 
     A draft model needs the target's vocabulary, an EAGLE head its hidden size too; an EAGLE-3 head may draft from a
-    part of the vocabulary.
+    part of the vocabulary. A target whose own MTP layers are to draft needs to have some.
     """
-    theirs, ours = _config(target), _config(spec.model)
+    theirs, ours = _config(target), _config(spec.model or target)
+    if theirs is not None and not spec.model and not any(theirs.get(field) for field in MTP_LAYERS):
+        raise ConfigError(
+            f"drafter {name}: {target} brings no MTP layers along, its config.json has none of {', '.join(MTP_LAYERS)}"
+        )
     if theirs is None or ours is None:
         return
     for field in ("vocab_size",) if spec.method == "draft_model" else ("vocab_size", "hidden_size"):
