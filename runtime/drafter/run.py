@@ -27,6 +27,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.ray.actors import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
@@ -221,6 +222,9 @@ class DrafterRun:
         self.schedule.rollout_done(rl_step, self.watch.accept_length, drift_kl, drafts=self.watch.drafts)
         rows, self._rows = self._rows, {}
         return rows | {"steps": [self._in_service]}
+
+    def memory(self) -> list[ProcessMemory]:
+        return [] if self.training is None else list(self.training.processes.answers("memory").values())
 
     def summary(self) -> dict[str, Any] | None:
         drift = {

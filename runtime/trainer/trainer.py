@@ -30,6 +30,7 @@ from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
@@ -236,6 +237,7 @@ class Trainer:
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self.steps = 0
+        self._work = Peak(self.device)
         self._samples: list[Sample] = []
         self._rank_of: list[int] = []  # which data rank computes each of them
         self._old: list[Tensor] = []  # this rank's log-probs of its own before the policy moves, [0] of others
@@ -279,6 +281,10 @@ class Trainer:
         do not count where they are filtered. Without a token left nothing moves. The learning rate grows linearly over
         the first `warmup_steps` optimizer steps. RunError where a gradient is not finite.
         """
+        with self._work.measured():
+            return self._update(rl_step)
+
+    def _update(self, rl_step: int) -> UpdateMetrics:
         config, batch = self.config, self._batch()
         minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
         minibatches = [rows for rows in minibatches if batch.trained[rows].any()]
@@ -361,6 +367,17 @@ class Trainer:
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds; `update` is the most that one has taken beside it."""
+        moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        parts = {
+            "master weights": tensor_bytes(self.policy.parameters()),
+            "Adam moments": tensor_bytes(moments),
+            "reference model": 0 if self.reference is None else tensor_bytes(self.reference.parameters()),
+            "update": self._work.bytes,
+        }
+        return ProcessMemory.now("trainer rank", self.rank, parts)
 
     def close(self) -> None:
         """Leave the process group."""
