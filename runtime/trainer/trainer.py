@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from tltlab.arrays import Tokens
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.engine.weights import Engines, WeightSender
 from tltlab.runtime.recipe.recipe import TrainConfig
 
 from .checkpoint import load_trainer, save_trainer
@@ -41,7 +42,7 @@ from .losses import (
     shape_rewards,
     token_weights,
 )
-from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
+from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of
 
 DRIFT_SAMPLES = 16
@@ -207,7 +208,8 @@ class Trainer:
         self.seed = seed
         self.rank, self.world = rank, world
         self.device, self.dtype = device_of(config)
-        be_repeatable(self.device)
+        if config.deterministic:
+            be_repeatable()
         mesh: DeviceMesh | None = None
         if world > 1 or self.dtype == torch.bfloat16:
             meet(self.device, rank, world, rendezvous, timeout_s)
@@ -222,6 +224,8 @@ class Trainer:
         self.policy.eval()
         if config.activation_checkpointing:
             checkpoint_activations(self.policy.model)
+        self.whole = WholeTensors(self.policy.model, self.dtype)
+        self._sender = WeightSender(self.whole, rank)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -294,16 +298,23 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
-        return full_tensors(self.policy.model, keep=self.rank == 0, dtype=self.dtype)
+        return self._on_host(self.whole)
+
+    def send_weights(self, engines: Engines) -> dict[int, str]:
+        """Bring them to engines, bucket by bucket; what became of those that failed, by number."""
+        return self._sender.send(engines)
 
     def frozen(self) -> FrozenTarget | None:
         """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
-        state = self.policy.model.state_dict(keep_vars=True)
         model = self.policy.model
+        state = model.state_dict(keep_vars=True)
         shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
         names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
-        tensors = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
+        tensors = self._on_host(WholeTensors(model, self.dtype, list(dict.fromkeys(names))))
         return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]]) if tensors else None
+
+    def _on_host(self, whole: WholeTensors) -> dict[str, Tensor]:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self.rank == 0}
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""

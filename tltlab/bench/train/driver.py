@@ -38,6 +38,7 @@ from tltlab.bench.streams import peak_rss_bytes
 from tltlab.console import table
 from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import packed
@@ -334,8 +335,8 @@ class ScriptedTrainers(TrainerGroup):
             for rank in range(self.recipe.train.ranks)
         ]
 
-    def weights(self) -> Any:
-        return Ref(dict)
+    def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
+        """Nobody here has any."""
 
     def close(self) -> None:
         self.handles = []

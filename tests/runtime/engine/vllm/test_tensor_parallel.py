@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError
+from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
-from tltlab.runtime.engine.vllm import llm as adapter
 
 from ..asking import fixed, kept_and_refused, requests, texts
 
@@ -32,8 +32,8 @@ def greedy(model: Any, request: GenerationRequest) -> list[int]:
 def test_two_ranks_generate_draft_and_take_weights_as_one(
     random_model: Path, bad: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ):
-    # Several messages per update, as for a large model.
-    monkeypatch.setattr(adapter, "CHUNK_BYTES", 64 << 10)
+    # Several buckets per update, as for a large model.
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
     model = AutoModelForCausalLM.from_pretrained(random_model, dtype="float32")
     whole = [greedy(model, request) for request in REQUESTS]
     engine = Engine(
