@@ -69,14 +69,18 @@ class Bucket:
 
 
 class Slots:
-    """Memory for buckets, `num` in turn of `size` bytes: an anonymous file that processes of this machine can map.
+    """Memory for buckets, `num` in turn of `size` bytes, an anonymous file that processes of this machine can map.
+
+    A bucket takes no further tensor that would make it more than `full_at` bytes: while it is small, what was written
+    into it is read from the processor's cache.
 
     It ends with the last process that has it, so that one that is killed leaves nothing behind, and the size of
     /dev/shm does not matter.
     """
 
-    def __init__(self, size: int, num: int = 2) -> None:
+    def __init__(self, size: int, num: int = 2, *, full_at: int = 0) -> None:
         self.size, self.num = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, num
+        self.full_at = full_at or size
         self.token = secrets.token_hex(8)
         self._file = os.memfd_create(f"tltlab-weights-{self.token}")
         os.ftruncate(self._file, self.size * num)
@@ -85,8 +89,9 @@ class Slots:
 
     @classmethod
     def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> Slots:
-        """Of `bucket_bytes`, by default BUCKET_BYTES, or of the largest tensor."""
-        return cls(max([bucket_bytes or BUCKET_BYTES, *(tensor.nbytes for tensor in weights)]))
+        """Full at `bucket_bytes`, by default BUCKET_BYTES, with room for the largest tensor."""
+        full_at = bucket_bytes or BUCKET_BYTES
+        return cls(max([full_at, *(tensor.nbytes for tensor in weights)]), full_at=full_at)
 
     def filled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         """Copy tensors of at most `size` bytes in, bucket by bucket.
@@ -96,7 +101,7 @@ class Slots:
         number, used = 0, 0
         tensors: list[tuple[str, str, list[int], int]] = []
         for name, tensor in weights:
-            if tensors and used + tensor.nbytes > self.size:
+            if tensors and used + tensor.nbytes > self.full_at:
                 yield self._bucket(number, used, tensors, last=False)
                 number, used, tensors = number + 1, 0, []
             start = number % self.num * self.size + used

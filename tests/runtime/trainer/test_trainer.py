@@ -144,7 +144,7 @@ def test_an_update_is_what_the_formula_says_one_response_at_a_time(model: Path):
         correction = (logp.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
         (-(correction * (logp - logp.detach()).exp() * advantage).sum() / num_tokens).backward()
     optimizer.step()
-    expected = torch.cat([tensor.detach().flatten() for tensor in plain.state_dict().values()]).numpy()
+    expected = torch.cat([tensor.detach().flatten() for tensor in plain.parameters()]).numpy()
     assert found == pytest.approx(expected, abs=2e-5)
 
 
@@ -344,7 +344,7 @@ def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Pat
     found = trained(made)
     made.save(str(tmp_path / "saved"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert (torch.cat([t.flatten() for t in again.state_dict().values()]).detach().numpy() == found).all()
+    assert (torch.cat([t.flatten() for t in again.parameters()]).detach().numpy() == found).all()
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 
 
