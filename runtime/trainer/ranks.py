@@ -55,14 +55,15 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
         ) from error
 
 
-def be_repeatable() -> None:
+def be_repeatable(repeatable: bool = True) -> None:
     """From now on let this process compute the same bits each time, where torch can; RuntimeError in what it cannot.
 
     On a CPU it mostly does anyway. On CUDA FlashAttention's backward pass does only if asked, and not by `warn_only`.
     """
-    # Read when cuBLAS starts.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
+    if repeatable:
+        # Read when cuBLAS starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(repeatable)
     # What nobody reads need not be written.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

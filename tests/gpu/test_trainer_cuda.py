@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.trainer import Sample, Trainer
 
 pytestmark = [
@@ -138,25 +139,18 @@ def test_an_offloaded_trainer_gives_the_device_back_and_goes_on(model: Path):
         assert not torch.equal(flat(made), weights)
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlashAttention's backward adds in no fixed order unless it is told to."""
+def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # FlashAttention's backward adds in no fixed order unless it is told to.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path):
     ends = []
-    with trainer(model) as made:
+    with trainer(model, deterministic=True) as made:
         train(made, 0)
         made.save_checkpoint(str(tmp_path))
         train(made, 1)
         ends.append(flat(made))
-    with trainer(model) as resumed:
+    with trainer(model, deterministic=True) as resumed:
         resumed.load_checkpoint(str(tmp_path))
         train(resumed, 1)
         ends.append(flat(resumed))
+    be_repeatable(False)
     assert torch.equal(*ends)

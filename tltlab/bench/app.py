@@ -356,22 +356,23 @@ def driver(
 
 @app.command()
 def gpu(
-    part: Annotated[str, typer.Argument(help="graphs, seam or sync.")],
+    part: Annotated[str, typer.Argument(help="graphs, seam, sync or update.")],
     model: Annotated[Path, typer.Argument(help="A model's folder; its config.json is enough.")],
     shape: Annotated[
         str | None, typer.Option(help="Make MODEL first: the shape of Qwen2.5-7B, Qwen2.5-1.5B, ..., no weights.")
     ] = None,
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,64",
     rounds: Annotated[int, typer.Option(min=1, help="Times that each is measured in an engine.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for the seam.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
     kv_gib: Annotated[float, typer.Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
     out: Annotated[Path | None, typer.Option(help="File to write after each engine, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, seconds to sync weights.
+    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
 
     graphs: three plans on vLLM's runners; memory, kind of graph and step by batch and depth. seam: stock vLLM and
-    policies that draft nothing. sync: new weights by three ways.
+    policies that draft nothing. sync: new weights by three ways. update: a trainer's update of a model that has
+    weights, on as many responses as the first batch size, with deterministic algorithms and without.
 
     Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
     """

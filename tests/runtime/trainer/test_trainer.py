@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mist
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer import logprobs as of_tokens
+from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.trainer import Sample, Trainer, UpdateMetrics
 
 TEMPERATURE = 0.8
@@ -337,6 +338,21 @@ def test_offloading_and_back_changes_nothing(random_model: Path):
     made.offload()
     made.onload()
     assert (trained(made, 2) == trained(other, 2)).all()
+
+
+def test_a_recipe_asks_for_deterministic_algorithms_and_no_other_gets_them(random_model: Path):
+    try:
+        trainer(random_model)
+        assert not torch.are_deterministic_algorithms_enabled()
+        plain = trained(trainer(random_model))
+        made = trainer(random_model, deterministic=True)
+        # FlashAttention's backward pass takes a warning for leave to go on as it likes.
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        # Every operation of an update has a deterministic version, or this would raise.
+        assert trained(made) == pytest.approx(plain, abs=1e-6)
+    finally:
+        be_repeatable(False)
 
 
 def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Path):
