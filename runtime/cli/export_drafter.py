@@ -38,13 +38,11 @@ def export_drafter(
 
     Example: tltlab export-drafter runs/first --out drafters/first
     """
-    from pydantic import ValidationError
-
-    from tltlab.errors import ConfigError
+    from tltlab.config import faults_in
     from tltlab.runtime.drafter.offline.export import ExportConfig, find_source
     from tltlab.runtime.drafter.offline.export import export_drafter as export
 
-    try:
+    with faults_in("export-drafter"):
         config = ExportConfig(
             prompts=num_prompts,
             max_response_tokens=max_response_tokens,
@@ -52,9 +50,6 @@ def export_drafter(
             depth=depth,
             seed=seed,
         )
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"export-drafter: {faults}") from error
     drafter = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)
     report = export(drafter, out, config, progress)
     emit(report, as_json=json, text=_text(report))

@@ -57,15 +57,13 @@ def train_drafter(
 
     Example: tltlab train-drafter models/tiny models/tiny/train.jsonl --until-accept-length 2 --out heads/tiny
     """
-    from pydantic import ValidationError
-
-    from tltlab.errors import ConfigError
+    from tltlab.config import faults_in
     from tltlab.runtime.drafter.offline.data import TextConfig
     from tltlab.runtime.drafter.offline.warm_up import WarmUpConfig
     from tltlab.runtime.drafter.offline.warm_up import train_drafter as train
     from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
-    try:
+    with faults_in("train-drafter"):
         config = WarmUpConfig(
             loss=LossConfig(kind=method.value),
             optim=OptimConfig(lr=lr),
@@ -87,9 +85,6 @@ def train_drafter(
             max_bytes=int(memory_gb * _GB),
             seed=seed,
         )
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"train-drafter: {faults}") from error
     report = train(model, data, out, config, progress)
     emit(report, as_json=json, text=_text(report))
 

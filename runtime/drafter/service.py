@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class ServedDrafter:
         assert folder is not None
         try:
             weights, training = load_file(folder / WEIGHTS), load_file(folder / TRAINING)
-        except Exception as error:  # safetensors has an error of its own beside OSError
+        except (OSError, SafetensorError) as error:
             cause = " ".join(str(error).split())[:200]
             raise ConfigError(f"{folder} does not hold the checkpoint's drafter: {cause}") from error
         return cls(**numbers, weights=weights, training=ray.put(training))

@@ -17,6 +17,10 @@ DRAFTER_PARTS = (
     MODEL_FREE, "packing", "checkpoint", "recipes", "adaptive", "coordination", "reward", "by-product",
 )  # fmt: skip
 
+Batches = Annotated[str, typer.Option(help="Batch sizes, with commas between them.")]
+FirstSeed = Annotated[int, typer.Option(min=0, help="The first seed.")]
+Result = Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")]
+
 app = typer.Typer(
     help="Benchmarks, as ratios within one run.",
     no_args_is_help=True,
@@ -137,7 +141,7 @@ def drafter(
     draft_depth: Annotated[
         int | None, typer.Option(min=1, help="Draft of the learned drafter. [default: 4]", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seed: FirstSeed = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder for models, runs and drafter.json; else they are removed at the end.")
     ] = None,
@@ -152,8 +156,7 @@ def drafter(
     for part in chosen or [""]:
         if part not in DRAFTER_PARTS:
             raise ConfigError(f"--parts {parts}: no part named {part!r}; there are {', '.join(DRAFTER_PARTS)}")
-    if out is not None and out.is_file():
-        raise ConfigError(f"--out {out} is a file; name a folder")
+    _check(out, folder=True)
     found: dict[str, Any] = {}
     said = []
     if MODEL_FREE in chosen:
@@ -240,7 +243,7 @@ def seam(
             help="Shipped policies, record and capture, with commas between them. [default: all]", show_default=False
         ),
     ] = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,128,256,512",
+    batches: Batches = "1,8,32,128,256,512",
     iterations: Annotated[int, typer.Option(min=20, help="Iterations of each case that are measured.")] = 200,
     cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches before each call.")] = False,
     as_json: Json = False,
@@ -271,7 +274,7 @@ def runtime(
     off_batches: Annotated[
         str, typer.Option(help="Batch sizes at which engines that draft nothing run beside stock vLLM; '' for none.")
     ] = "1,8,64,256",
-    out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
+    out: Result = None,
     fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -286,8 +289,7 @@ def runtime(
 
     from .runtime import text
 
-    if out is not None and out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    _check(out)
     sizes = _sizes(off_batches, "--off-batches") if off_batches else []
     if fast:
         prompts, group_size, rounds = min(prompts, 4), min(group_size, 4), min(rounds, 2)
@@ -315,7 +317,7 @@ def driver(
     reward_processes: Annotated[int, typer.Option(min=0, help="Processes that compute rewards.")] = 1,
     growth: Annotated[str, typer.Option(help="Numbers of workers to measure before that, with commas.")] = "8",
     steps: Annotated[int, typer.Option(min=1, help="RL steps of each; the last one counts.")] = 2,
-    out: Annotated[Path | None, typer.Option(help="File to write the whole result to, as JSON.")] = None,
+    out: Result = None,
     fast: Annotated[bool, typer.Option("--fast", help="4 workers x 16 responses x 200 tokens, after 2.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -324,19 +326,16 @@ def driver(
     Example: tltlab bench driver --workers 64 --responses 128 --tokens 8000 --growth 8,16,32
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from tltlab.bench.train.driver import DriverCase, bench_driver, text
+    from tltlab.bench.train.driver import bench_driver, text
+    from tltlab.bench.train.scripted import DriverCase
 
-    if out is not None and out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    _check(out)
     if fast:
         workers, responses, tokens, growth = min(workers, 4), min(responses, 16), min(tokens, 200), "2"
     if workers * responses % group_size:
         raise ConfigError(f"{workers} workers x {responses} responses are no whole groups of --group-size {group_size}")
-    try:
-        before = [int(number) for number in growth.split(",") if number.strip()]
-    except ValueError as error:
-        raise ConfigError(f"--growth is {growth!r}: give whole numbers with commas between them") from error
-    if wrong := [number for number in before if number < 1 or number * responses % group_size]:
+    before = _sizes(growth, "--growth") if growth else []
+    if wrong := [number for number in before if number * responses % group_size]:
         raise ConfigError(f"--growth {wrong[0]} x {responses} responses are no whole groups of {group_size}")
     case = DriverCase(
         workers=workers,
@@ -361,7 +360,7 @@ def gpu(
     shape: Annotated[
         str | None, typer.Option(help="Make MODEL first: the shape of Qwen2.5-7B, Qwen2.5-1.5B, ..., no weights.")
     ] = None,
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between them.")] = "1,8,32,64",
+    batches: Batches = "1,8,32,64",
     rounds: Annotated[int, typer.Option(min=1, help="Times that each is measured in an engine.")] = 3,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
     kv_gib: Annotated[float, typer.Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
@@ -378,8 +377,7 @@ def gpu(
     """
     from . import gpu as module
 
-    if out is not None and out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name a file to write")
+    _check(out)
     sizes = _sizes(batches)
     if shape is not None:
         module.shape(shape, model)
@@ -456,19 +454,26 @@ def train(
     from tltlab.bench.train.figures import text
     from tltlab.bench.train.run import bench_train, train_sizes
 
-    if out is not None and out.is_file():
-        raise ConfigError(f"--out {out} is a file; name a folder")
+    _check(out, folder=True)
     sizes = train_sizes(fast=fast, steps=steps, blocks=blocks)
     found = bench_train(sizes, trl=trl, model=model, policy=policy, out=out, seed=seed, progress=progress)
     emit(found, as_json=as_json, text=text(found))
 
 
-def _sizes(batches: str, option: str = "--batches") -> list[int]:
-    """The batch sizes that an option names."""
+def _check(out: Path | None, *, folder: bool = False) -> None:
+    """ConfigError where --out is a file and has to be a folder, or the other way round."""
+    if out is not None and folder and out.is_file():
+        raise ConfigError(f"--out {out} is a file; name a folder")
+    if out is not None and not folder and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file to write")
+
+
+def _sizes(sizes: str, option: str = "--batches") -> list[int]:
+    """The numbers that an option names."""
     try:
-        sizes = [int(size) for size in batches.split(",")]
+        numbers = [int(size) for size in sizes.split(",")]
     except ValueError as error:
-        raise ConfigError(f"{option} is {batches!r}: give whole numbers with commas between them") from error
-    if min(sizes) < 1:
-        raise ConfigError(f"{option} is {batches!r}: give numbers from 1 up")
-    return sizes
+        raise ConfigError(f"{option} is {sizes!r}: give whole numbers with commas between them") from error
+    if min(numbers) < 1:
+        raise ConfigError(f"{option} is {sizes!r}: give numbers from 1 up")
+    return numbers

@@ -8,24 +8,22 @@ out, and requests that come and go. What vLLM itself does more, or less, because
 
 from __future__ import annotations
 
-import copy
-import gc
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tltlab.bench.drafters import made_up
 from tltlab.bench.gpu import shape
 from tltlab.console import table
-from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import SHIPPED, Activation, Policy
+
+if TYPE_CHECKING:
+    from tltlab.runtime.engine.vllm.played import Played, World
 
 BATCHES = (1, 8, 32, 128, 256, 512)
 RECORD, CAPTURE = "record", "capture"
@@ -37,20 +35,6 @@ PER_REQUEST_US, FEW = 3.0, 32
 """Microseconds per request and iteration of model-free drafting, beyond the look-ups and insertions of its index; from
 that batch on, below it what an iteration costs whatever its batch is more."""
 RESPONSE_TOKENS, PROMPT_TOKENS, GROUP = 1024, 64, 8
-_WARM_UP = 12
-_FEWEST = 10
-_BLOCK = 16
-_HIDDEN = 256
-_ITERATION_S, _TOKEN_S = 1e-2, 1e-4
-_PARTS = {
-    "schedule": "schedule",
-    "_update_after_schedule": "schedule",
-    "update_from_output": "outputs",
-    "update_draft_token_ids": "drafts",
-    "_draft": "drafts",
-}
-"""The part of an iteration that a method belongs to; requests come and go in the others."""
-_VLLM, _REQUESTS, _CAPTURED = "vllm", "requests", "capture"
 
 
 def bench_seam(
@@ -80,15 +64,14 @@ def bench_seam(
 
     rows, turns = [], []
     with tempfile.TemporaryDirectory() as folder, starting():
-        world = _World(Path(folder), max(batches))
+        world = _world(Path(folder), max(batches))
         for case in cases:
             for batch in batches:
                 for drafting in (False, True):
                     policy = _policy(case, drafting)
                     if policy is None:
                         continue
-                    played = _Played(world, case, policy, batch, cold=cold)
-                    row = played.measure(iterations, drafting=drafting)
+                    row = _played(world, case, policy, batch, cold=cold).measure(iterations, drafting=drafting)
                     turns.append(_loop_ns())
                     if row is not None:
                         rows.append({"policy": case, "batch": batch, "drafting": drafting, **row})
@@ -154,369 +137,24 @@ def _loop_ns(turns: int = 20_000) -> float:
     return (time.thread_time_ns() - began) / turns
 
 
-class _World:
-    """What all cases share: vLLM's configurations, and the texts of the requests."""
+def _world(folder: Path, max_batch: int) -> World:
+    """A small model and texts for `max_batch` requests at a time."""
+    from tltlab.runtime.engine.vllm.played import World
 
-    def __init__(self, folder: Path, max_batch: int) -> None:
-        self.folder = folder
-        self.max_batch = max_batch
-        self._model = str(shape("Qwen2.5-0.5B", folder / "model", layers=1))
-        self._configs: dict[bool, Any] = {}
-        groups = made_up(-(-max_batch // GROUP), 2 * GROUP, RESPONSE_TOKENS)
-        self.prompts = [group.prompt[:PROMPT_TOKENS] for group in groups]
-        self.texts = [[*group.earlier, *group.replayed] for group in groups]
-        self.taken = 0
-
-    def config(self, speculative: dict[str, Any] | None) -> Any:
-        """vLLM's configuration, for drafts made beside the scheduler or for none."""
-        from vllm.engine.arg_utils import EngineArgs
-
-        from tltlab.runtime.engine.vllm.options import speculative_config
-
-        speculates = speculative is not None
-        if speculates not in self._configs:
-            depth = speculative["num_speculative_tokens"] if speculative is not None else 0
-            arguments = EngineArgs(
-                model=self._model,
-                skip_tokenizer_init=True,
-                load_format="dummy",
-                dtype="float32",
-                enforce_eager=True,
-                enable_prefix_caching=False,
-                async_scheduling=False,
-                max_num_seqs=self.max_batch,
-                max_model_len=2 * RESPONSE_TOKENS,
-                max_num_batched_tokens=self.max_batch * 2 * RESPONSE_TOKENS,
-                kv_cache_memory_bytes=1 << 20,
-                block_size=_BLOCK,
-                speculative_config=speculative_config({}, depth),
-            )
-            self._configs[speculates] = arguments.create_engine_config()
-        return copy.copy(self._configs[speculates])
-
-    def request(self, number: int) -> tuple[tuple[int, str, int, int], list[int], list[int]]:
-        """Key, prompt and text of a request."""
-        visit, place = divmod(number, self.max_batch)
-        group, sample = divmod(place, GROUP)
-        return (
-            (0, f"p{group}", sample + GROUP * visit, 0),
-            self.prompts[group],
-            self.texts[group][(sample + GROUP * visit) % len(self.texts[group])],
-        )
+    groups = made_up(-(-max_batch // GROUP), 2 * GROUP, RESPONSE_TOKENS)
+    return World(
+        folder,
+        str(shape("Qwen2.5-0.5B", folder / "model", layers=1)),
+        [group.prompt[:PROMPT_TOKENS] for group in groups],
+        [[*group.earlier, *group.replayed] for group in groups],
+        max_batch=max_batch,
+        group=GROUP,
+        response_tokens=RESPONSE_TOKENS,
+    )
 
 
-class _Clock:
-    """Microseconds of this thread's processor time by part; one part runs at a time."""
+def _played(world: World, case: str, policy: Policy, batch: int, *, cold: bool = False) -> Played:
+    from tltlab.runtime.engine.vllm.played import Played
 
-    def __init__(self) -> None:
-        self.us: defaultdict[str, float] = defaultdict(float)
-        self._part, self._since = _VLLM, time.thread_time_ns()
-
-    def switch(self, part: str) -> str:
-        """Let `part` run from now on; the one that ran."""
-        now = time.thread_time_ns()
-        self.us[self._part] += (now - self._since) / 1e3
-        before, self._part, self._since = self._part, part, now
-        return before
-
-
-def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
-    """`scheduler_cls` with the clock switched wherever its methods and those of the class below call each other."""
-    (stock_cls,) = scheduler_cls.__bases__
-    hooks = [name for name, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, name)]
-    hooks.remove("__init__")
-
-    def switching(cls: Any, name: str, part: str) -> Any:
-        inner = getattr(cls, name)
-
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = clock.switch(part)
-            try:
-                return inner(self, *args, **kwargs)
-            finally:
-                clock.switch(before)
-
-        return method
-
-    below = type("Stock", (stock_cls,), {name: switching(stock_cls, name, _VLLM) for name in hooks})
-    parts = {name: switching(scheduler_cls, name, _PARTS.get(name, _REQUESTS)) for name in (*hooks, "_draft")}
-    return type("Timed", (scheduler_cls, below), parts)
-
-
-class _Played:
-    """A case: the scheduler and the worker that is played to it."""
-
-    def __init__(self, world: _World, case: str, policy: Policy, batch: int, *, cold: bool) -> None:
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        from tltlab.runtime.engine.ledger import Stopwatch
-        from tltlab.runtime.engine.vllm.options import vllm_options
-        from tltlab.runtime.engine.vllm.scheduler import PolicyScheduler
-
-        self.world = world
-        self.batch = batch
-        self.clock = _Clock()
-        self._now_s = 0.0
-        self._ages: dict[str, int] = {}
-        self._number = 0
-        self._sweep = np.zeros(1 << 24, np.uint32) if cold else None
-        learned = LearnedSpec(method="draft_model", model=str(world.folder))
-        world.taken += 1
-        options = vllm_options(
-            policy,
-            drafters={"learned": learned} if case == "beg-mab-learned" else None,
-            record=world.folder / f"trace-{world.taken}" if case == RECORD else None,
-        )
-        config = world.config(options.get("speculative_config"))
-        config.additional_config = options["additional_config"]
-        self.scheduler: Any = _timed(PolicyScheduler, self.clock)(
-            vllm_config=config,
-            kv_cache_config=self._blocks(config),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=_BLOCK,
-            hash_block_size=_BLOCK,
-        )
-        self.control = self.scheduler.control
-        # Speculation pays by this clock, so that a policy that learns goes on drafting.
-        self.control.ledger.clock = lambda: self._now_s
-        self.control.seat.deciding = Stopwatch(time.thread_time)
-        if case != RECORD:
-            self.control.begin(0)
-        self._runner = _capture(self.scheduler) if case == CAPTURE else None
-        for n in range(batch):
-            # Ages are even, as in the middle of a rollout; a captured one begins at its beginning.
-            self._add(0 if case == CAPTURE else n * RESPONSE_TOKENS // batch)
-
-    def _blocks(self, config: Any) -> Any:
-        import torch
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-        num_blocks = self.batch * (2 * RESPONSE_TOKENS // _BLOCK) + 64
-        config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=_BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-        return KVCacheConfig(
-            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        )
-
-    def _add(self, age: int) -> None:
-        from vllm import SamplingParams
-        from vllm.v1.request import Request
-
-        key, prompt, text = self.world.request(self._number)
-        name = str(self._number)
-        self._number += 1
-        self._ages[name] = age
-        params = SamplingParams(max_tokens=len(text), ignore_eos=True, extra_args={"tltlab": list(key)})
-        self.scheduler.add_request(
-            Request(request_id=name, prompt_token_ids=list(prompt), sampling_params=params, pooling_params=None)
-        )
-
-    def measure(self, iterations: int, *, drafting: bool) -> dict[str, Any] | None:
-        """The row of this case; None where it is to draft and hardly ever does."""
-        for _ in range(_WARM_UP):
-            self._iterate()
-        if drafting:
-            # What the requests brought along is no iteration's.
-            for fed in self.control.drafters._fed.values():
-                fed.feed()
-                fed.drafter.catch_up()
-        gc.collect()
-        gc.freeze()
-        try:
-            taken = [taken for _ in range(iterations) if (taken := self._iterate())["speculates"] == drafting]
-        finally:
-            gc.unfreeze()
-        if len(taken) < _FEWEST:
-            return None
-        ours = np.array([sum(us for part, us in row["us"].items() if part != _VLLM) for row in taken])
-        by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
-        lookup_us, insert_us = self._index_us() if drafting else (0.0, 0.0)
-        self.scheduler.close_recording()
-        return {
-            "us_per_iteration": float(np.median(ours)),
-            "p99_us": float(np.percentile(ours, 99)),
-            "mean_us": float(ours.mean()),
-            "vllm_us": float(np.median([row["us"][_VLLM] for row in taken])),
-            "parts": {part: float(np.median(us)) for part, us in by_part.items()}
-            | {"policy": float(np.median([row["policy"] for row in taken]))}
-            | {part: float(np.mean([row["us"][part] for row in taken])) for part in (_REQUESTS, _CAPTURED)},
-            "lookup_us": lookup_us,
-            "insert_us": insert_us,
-            "iterations": len(taken),
-            "drafted": float(np.mean([row["drafted"] for row in taken])),
-            "accepted": float(np.mean([row["accepted"] for row in taken])),
-        }
-
-    def _iterate(self) -> dict[str, Any]:
-        """One iteration: what each part took, and whether it verified drafts and made new ones."""
-        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
-
-        us: defaultdict[str, float] = defaultdict(float)
-        scheduler = self.scheduler
-        deciding_s = self.control.seconds[1]
-        # What is played between the calls is nobody's.
-        for _ in range(self.batch - len(scheduler.requests)):
-            self._call(us, self._add, 0)
-        output = self._call(us, scheduler.schedule)
-        ids = list(output.num_scheduled_tokens)
-        drafts = output.scheduled_spec_decode_tokens
-        sampled = [self._tokens(i, drafts.get(i, ())) for i in ids]
-        drafted = sum(map(len, drafts.values()))
-        accepted = sum(len(tokens) - 1 for i, tokens in zip(ids, sampled, strict=True) if drafts.get(i))
-        self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
-        if self._runner is not None:
-            self._runner.ran(output.num_scheduled_tokens)
-            self._call(us, self._captured, self._runner)
-        depth = output.num_spec_tokens_to_schedule
-        learned = [self._learned(i, depth) if scheduler.num_spec_tokens else [] for i in ids]
-        index = {name: n for n, name in enumerate(ids)}
-        result = ModelRunnerOutput(req_ids=list(ids), req_id_to_index=index, sampled_token_ids=sampled)
-        self._call(us, scheduler.update_from_output, output, result)
-        speculates = False
-        if scheduler.num_spec_tokens:
-            speculates = bool(drafts) and self.control.ledger.in_force.strategy.speculates
-            self._call(us, scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))
-        return {
-            "us": us,
-            "policy": (self.control.seconds[1] - deciding_s) * 1e6,
-            "speculates": speculates,
-            "drafted": drafted,
-            "accepted": accepted,
-        }
-
-    def _call(self, us: defaultdict[str, float], function: Callable[..., Any], *args: Any) -> Any:
-        """Call, and add what it took, by part, to `us`."""
-        if self._sweep is not None:
-            self._sweep += 1
-        clock = self.clock
-        clock.switch(_VLLM)
-        clock.us.clear()
-        result = function(*args)
-        clock.switch(_VLLM)
-        for part, taken in clock.us.items():
-            us[part] += taken
-        return result
-
-    def _captured(self, runner: _Runner) -> None:
-        """What stands around the runner's sampling."""
-        before = self.clock.switch(_CAPTURED)
-        runner.sample_tokens()
-        self.clock.switch(before)
-
-    def _tokens(self, name: str, draft: Sequence[int]) -> list[int]:
-        """What the target makes of a draft: as far as it agrees with the text, and one token more."""
-        text = self.world.request(int(name))[2]
-        at = len(self.scheduler.requests[name]._output_token_ids)
-        if at == 0 and self._ages[name]:
-            return text[: self._ages[name]]
-        kept = 0
-        while kept < len(draft) and at + kept < len(text) - 1 and draft[kept] == text[at + kept]:
-            kept += 1
-        return text[at : at + kept + 1]
-
-    def _learned(self, name: str, depth: int) -> list[int]:
-        """A learned drafter's draft: right, then wrong."""
-        text = self.world.request(int(name))[2]
-        at = len(self.scheduler.requests[name]._output_token_ids)
-        draft, right = text[at + 1 : at + 1 + depth], at % (depth + 1)
-        return [token if n < right else token + 1 for n, token in enumerate(draft)]
-
-    def _index_us(self) -> tuple[float, float]:
-        """Microseconds that the drafters' indices take for the look-ups and the insertions of an iteration.
-
-        Each of their calls is timed, in iterations of their own; what timing takes is left out.
-        """
-        lookup, insert = [0.0], [0.0]
-        for fed in self.control.drafters._fed.values():
-            for tree in getattr(fed.drafter, "_trees", {}).values():
-                if tree.index is not None:
-                    tree.index = _TimedIndex(tree.index, {"speculate": lookup, "extend": insert})
-            for store in getattr(fed.drafter, "_stores", {}).values():
-                for name, taken in (("propose", lookup), ("add", insert)):
-                    setattr(store, name, _timed_call(getattr(store, name), taken))
-        found: list[tuple[float, float]] = []
-        for _ in range(8 * _FEWEST):
-            lookup[0] = insert[0] = 0.0
-            if self._iterate()["speculates"]:
-                found.append((lookup[0] * 1e6, insert[0] * 1e6))
-            if len(found) == 2 * _FEWEST:
-                break
-        lookup_us, insert_us = np.median(np.array(found or [(0.0, 0.0)]), axis=0).tolist()
-        return lookup_us, insert_us
-
-
-class _TimedIndex:
-    """Stands before an index and adds up the seconds of some of its calls."""
-
-    def __init__(self, index: Any, taken: dict[str, list[float]]) -> None:
-        self._index = index
-        for name, seconds in taken.items():
-            setattr(self, name, _timed_call(getattr(index, name), seconds))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._index, name)
-
-
-def _timed_call(function: Any, seconds: list[float]) -> Any:
-    clock = time.thread_time
-    asking_s = min(-clock() + clock() for _ in range(100))
-
-    def call(*args: Any) -> Any:
-        began = clock()
-        result = function(*args)
-        seconds[0] += clock() - began - asking_s
-        return result
-
-    return call
-
-
-@dataclass(slots=True)
-class _State:
-    """What a forward pass leaves."""
-
-    hidden_states: Any
-    aux_hidden_states: None = None
-
-
-class _Runner:
-    """The part of a model runner that hidden states are taken from."""
-
-    def __init__(self) -> None:
-        import torch
-
-        self.device = torch.device("cpu")
-        self.execute_model_state: Any = None
-        self.input_batch: Any = None
-        self.query_start_loc: Any = None
-        self.positions: Any = None
-        self._computed: dict[str, int] = {}
-
-    def sample_tokens(self) -> None:
-        """Nothing is sampled here."""
-
-    def ran(self, scheduled: dict[str, int]) -> None:
-        """A forward pass over what was scheduled is over."""
-        from types import SimpleNamespace
-
-        import torch
-
-        starts = [self._computed.get(name, 0) for name in scheduled]
-        counts = list(scheduled.values())
-        self._computed.update({name: at + n for name, at, n in zip(scheduled, starts, counts, strict=True)})
-        total = sum(counts)
-        positions = np.concatenate([np.arange(at, at + n) for at, n in zip(starts, counts, strict=True)])
-        self.positions = torch.from_numpy(positions)
-        self.input_batch = SimpleNamespace(num_reqs=len(scheduled), req_ids=list(scheduled))
-        self.query_start_loc = SimpleNamespace(np=np.concatenate([[0], np.cumsum(counts)]))
-        self.execute_model_state = _State(torch.zeros(total, _HIDDEN))
-
-
-def _capture(scheduler: Any) -> _Runner:
-    """Have `scheduler` capture hidden states from a runner that is played."""
-    from tltlab.runtime.engine.vllm.capture import Capture
-
-    runner = _Runner()
-    capture = Capture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
-    capture.attach()
-    scheduler.capture = capture
-    return runner
+    learned = case == "beg-mab-learned"
+    return Played(world, policy, batch, learned=learned, record=case == RECORD, capture=case == CAPTURE, cold=cold)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from sklearn.isotonic import IsotonicRegression
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
@@ -27,23 +26,18 @@ from tltlab.policies.policy import (
     TableSpec,
     load_policy,
 )
-from tltlab.runtime.data.prompts import Prompt, load_prompts
+from tltlab.runtime.data.prompts import Prompt
 from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import hardware, versions
 from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
-from tltlab.runtime.recipe.recipe import DataConfig
+from tltlab.runtime.models.runs import prompts_of
 from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-Kind = Literal["stock", "off", "static", "table", "adaptive"]
-Part = Literal["rollout", "tail"]
-PER_SECONDS = ("duration", "per_token", "per_plain_second")
-"""What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
-JUDGED_BY = "per_plain_second"
+from .baseline_figures import Kind, Measured, PlainSteps, finite, off_goal, summarise
 
-TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW, OFF_GOAL = 1.7, 1.3, 0.97, 0.98
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
 OFF_TOKENS = 64
@@ -64,17 +58,7 @@ class Mode:
     learned: bool = False
 
 
-def _suffix(depth: int) -> Strategy:
-    return Strategy.chain("suffix", depth)
-
-
-def _learned(depth: int) -> Strategy:
-    return Strategy.chain("learned", depth)
-
-
-def _ngram(depth: int) -> Strategy:
-    return Strategy.chain("ngram", depth)
-
+_suffix, _learned, _ngram = (partial(Strategy.chain, drafter) for drafter in ("suffix", "learned", "ngram"))
 
 # By the batch size from which they are tried. Few arms in narrow buckets: a rollout has a few hundred iterations.
 _MODEL_FREE = {
@@ -143,7 +127,9 @@ def bench_runtime(
     """
     if min(prompts, group_size, epochs, rounds, max_response_tokens) < 1:
         raise ConfigError("prompts, group size, epochs, rounds and the cap on response tokens must be at least 1")
-    work = _prompts(model, prompts)
+    work = prompts_of(model, "train", prompts)
+    if len(work) < prompts:
+        raise ConfigError(f"{model / 'train.jsonl'} has {len(work)} prompts, {prompts} were asked for")
     if draft is not None and not (draft / "config.json").is_file():
         raise ConfigError(f"{draft} is no folder of a draft model: it has no config.json")
     chosen = modes(learned=draft is not None)
@@ -193,7 +179,7 @@ def bench_runtime(
         "versions": versions(),
         "policies": {mode.name: mode.policy.model_dump(mode="json") for mode in chosen},
         **summary,
-        "goals": [*summary["goals"], *map(_off_goal, off)],
+        "goals": [*summary["goals"], *map(off_goal, off)],
         "off": off,
         "rows": [asdict(row) for row in rollouts],
     }
@@ -276,7 +262,7 @@ class _Bench:
                 found.append(
                     {
                         "batch": batch, "drafters": name, "stock_s": float(stock.mean()), "off_s": float(off.mean()),
-                        "ratio": interval.estimate, "low": _finite(interval.low), "high": _finite(interval.high),
+                        "ratio": interval.estimate, "low": finite(interval.low), "high": finite(interval.high),
                         "stock_step_s": float(np.median(steps["stock"])), "off_step_s": float(np.median(steps[name])),
                     }
                 )  # fmt: skip
@@ -339,188 +325,6 @@ def measured(rollout: Rollout, plain: PlainSteps, *, mode: Mode, epoch: int, rou
     )
 
 
-def _prompts(model: Path, count: int) -> list[Prompt]:
-    source = model / "train.jsonl"
-    if not source.is_file():
-        raise ConfigError(f"{source} is missing: the benchmark takes a folder that `tltlab make-model` wrote")
-    prompts = load_prompts(str(source), DataConfig(train=str(source)), AutoTokenizer.from_pretrained(model))
-    if len(prompts) < count:
-        raise ConfigError(f"{source} has {len(prompts)} prompts, {count} were asked for")
-    return prompts[:count]
-
-
 def _report(model: Path) -> Mapping[str, Any] | None:
     path = model / "report.json"
     return read_json(path) if path.is_file() else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """One rollout of one mode. Seconds, tokens and plain seconds are of the whole rollout and of its tail.
-
-    `plain_s` is what plain decoding of the same lengths would take (`PlainSteps`), `tail_plain_s` its tail's part. The
-    longest of a few hundred sampled responses varies by a third, and durations with it; seconds per plain second hardly
-    vary with it, so their ratio is that of the durations that equal lengths would give. `num_pairs` are the (request,
-    iteration) pairs of iterations that verified drafts, as in `tltlab.traces.metrics.mean_accept_length`.
-    """
-
-    mode: str
-    kind: Kind
-    epoch: int
-    round: int
-    num_responses: int
-    seconds: float
-    num_tokens: int
-    plain_s: float
-    tail_seconds: float
-    tail_tokens: int
-    tail_plain_s: float
-    num_pairs: int
-    num_accepted: int
-    recorder_s: float
-    policy_s: float
-    drafting_s: float
-
-    def rate(self, part: Part, per: str) -> float:
-        """Seconds of `part`, per what `per` names; NaN where there was nothing to divide by."""
-        whole = part == "rollout"
-        seconds = self.seconds if whole else self.tail_seconds
-        if per == "duration":
-            return seconds
-        tokens, plain_s = (self.num_tokens, self.plain_s) if whole else (self.tail_tokens, self.tail_plain_s)
-        amount = tokens if per == "per_token" else plain_s
-        return seconds / amount if amount > 0 else math.nan
-
-
-class PlainSteps:
-    """What plain decoding of given lengths takes, by what plain iterations took: step times that rise with the batch.
-
-    `rows` are the iterations of plain rollouts. Step times are fitted by isotonic regression (scikit-learn), prompts
-    take the mean of what prefilling took.
-    """
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        steps = [(row["batch"], row["duration"]) for row in rows if not row["prefill_tokens"]]
-        prefills = [row["duration"] for row in rows if row["prefill_tokens"]]
-        batches, seconds = np.array(steps).T
-        self._step_s = IsotonicRegression(out_of_bounds="clip").fit(batches, seconds)
-        self._prefill_s = float(np.sum(prefills)) / max(sum(row["iteration"] == 0 for row in rows), 1)
-
-    def seconds(self, lengths: Sequence[int], beyond: float = 0.0) -> float:
-        """Seconds of a rollout of these lengths in tokens, or of its part beyond the length `beyond`."""
-        ends = np.unique(np.maximum(np.array([beyond, *lengths]), beyond))
-        running = np.array([sum(length > start for length in lengths) for start in ends[:-1]], np.float64)
-        decoding = float(np.diff(ends) @ self._step_s.predict(running)) if len(running) else 0.0
-        return decoding + (self._prefill_s if beyond == 0 else 0.0)
-
-
-def summarise(rollouts: Sequence[Measured], *, seed: int = 0) -> dict[str, Any]:
-    """Means of every mode and epoch, speed-ups over stock vLLM with 95 % intervals, and the goals.
-
-    Where no mode is of kind "stock", as in files of old, they are over the one of kind "off".
-    """
-    rng = np.random.default_rng(seed)
-    epochs = sorted({r.epoch for r in rollouts})
-    kinds = {r.mode: r.kind for r in rollouts}
-    of_kind = {kind: mode for mode, kind in kinds.items()}
-    base = of_kind.get("stock", of_kind.get("off"))
-    assert base is not None
-    speedups = [
-        {"mode": mode, "epoch": epoch, "part": part, "measure": per}
-        | _speedup(_of(rollouts, base, epoch), _of(rollouts, mode, epoch), part, per, rng)
-        for epoch in epochs
-        for mode in kinds
-        if mode != base
-        for part in ("rollout", "tail")
-        for per in PER_SECONDS
-    ]
-    return {
-        "modes": [_means(_of(rollouts, mode, epoch)) for epoch in epochs for mode in kinds],
-        "speedups": speedups,
-        "judged_by": JUDGED_BY,
-        "goals": _goals(rollouts, kinds, epochs, speedups, rng),
-    }
-
-
-def _of(rollouts: Sequence[Measured], mode: str, epoch: int) -> list[Measured]:
-    return sorted((r for r in rollouts if (r.mode, r.epoch) == (mode, epoch)), key=lambda r: r.round)
-
-
-def _means(rollouts: list[Measured]) -> dict[str, Any]:
-    seconds = sum(r.seconds for r in rollouts)
-    pairs = sum(r.num_pairs for r in rollouts)
-    return {
-        "mode": rollouts[0].mode,
-        "epoch": rollouts[0].epoch,
-        "rollouts": len(rollouts),
-        "seconds": seconds / len(rollouts),
-        "tail_seconds": sum(r.tail_seconds for r in rollouts) / len(rollouts),
-        "num_tokens": sum(r.num_tokens for r in rollouts) / len(rollouts),
-        "tokens_per_s": sum(r.num_tokens for r in rollouts) / seconds,
-        "plain_s": sum(r.plain_s for r in rollouts) / len(rollouts),
-        "tail_plain_s": sum(r.tail_plain_s for r in rollouts) / len(rollouts),
-        "mean_accept_length": 1 + sum(r.num_accepted for r in rollouts) / pairs if pairs else None,
-        "recorder_share": sum(r.recorder_s for r in rollouts) / seconds,
-        "policy_share": sum(r.policy_s for r in rollouts) / seconds,
-        "drafting_share": sum(r.drafting_s for r in rollouts) / seconds,
-    }
-
-
-def _speedup(
-    slow: list[Measured], fast: list[Measured], part: Part, per: str, rng: np.random.Generator
-) -> dict[str, float | None]:
-    """Ratio of the two modes' sums over rounds, `slow` / `fast`, with its interval; None where it is not known."""
-    a, b = (np.array([r.rate(part, per) for r in side]) for side in (slow, fast))
-    if not (np.isfinite(a).all() and np.isfinite(b).all() and (b > 0).all()):
-        return {"ratio": None, "low": None, "high": None}
-    interval = paired_interval(a, b, rng=rng)
-    return {"ratio": interval.estimate, "low": _finite(interval.low), "high": _finite(interval.high)}
-
-
-def _goals(
-    rollouts: Sequence[Measured],
-    kinds: dict[str, Kind],
-    epochs: list[int],
-    speedups: list[dict[str, Any]],
-    rng: np.random.Generator,
-) -> list[dict[str, Any]]:
-    ratios = {(s["mode"], s["epoch"], s["part"]): s for s in speedups if s["measure"] == JUDGED_BY}
-    rows = []
-    for mode in (mode for mode, kind in kinds.items() if kind == "adaptive"):
-        last = epochs[-1]
-        rows.append(_goal("times plain decoding in the tail", mode, last, TAIL_GOAL, ratios[mode, last, "tail"]))
-        if last > 1:
-            rows.append(_goal("times plain decoding", mode, last, ROLLOUT_GOAL, ratios[mode, last, "rollout"]))
-        for epoch in epochs:
-            rows.append(_goal("never slower", mode, epoch, NEVER_BELOW, ratios[mode, epoch, "rollout"]))
-        for epoch in epochs:
-            statics = [_of(rollouts, other, epoch) for other, kind in kinds.items() if kind == "static"]
-            best = min(statics, key=lambda of: float(np.mean([r.rate("rollout", JUDGED_BY) for r in of])))
-            ratio = _speedup(best, _of(rollouts, mode, epoch), "rollout", JUDGED_BY, rng)
-            row = _goal(f"times the best static, {best[0].mode}", mode, epoch, 1.0, ratio)
-            # Only a difference that is sure counts as behind.
-            surely = ratio["high"] if ratio["high"] is not None else ratio["ratio"]
-            rows.append(row | {"met": surely is not None and surely >= 1.0})
-    return rows
-
-
-def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, Any]) -> dict[str, Any]:
-    ratio = speedup["ratio"]
-    return {
-        "goal": goal,
-        "mode": mode,
-        "epoch": epoch,
-        "wanted": wanted,
-        "ratio": ratio,
-        "low": speedup["low"],
-        "high": speedup["high"],
-        "met": ratio is not None and ratio >= wanted,
-    }
-
-
-def _off_goal(row: dict[str, Any]) -> dict[str, Any]:
-    return _goal(f"times stock at batch {row['batch']}", f"off, {row['drafters']}", 1, OFF_GOAL, row)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tltlab.bench.train.driver import DriverCase, ScriptedWorker, measured, text
+from tltlab.bench.train.driver import measured, text
+from tltlab.bench.train.scripted import DriverCase, ScriptedWorker
 from tltlab.cli.app import main
 from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.rollout.worker import packed

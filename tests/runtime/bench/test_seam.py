@@ -77,7 +77,7 @@ def test_the_context_is_that_of_the_batch_however_requests_come_and_go(tmp_path:
     policy = seam._policy("fixed", drafting=True)
     assert policy is not None
     with starting():
-        played = seam._Played(seam._World(tmp_path, 8), "fixed", policy, 8, cold=False)
+        played = seam._played(seam._world(tmp_path, 8), "fixed", policy, 8)
         control, contexts = played.control, []
         scheduled = control.scheduled
 
@@ -88,7 +88,7 @@ def test_the_context_is_that_of_the_batch_however_requests_come_and_go(tmp_path:
 
         monkeypatch.setattr(control, "scheduled", check)
         for _ in range(60):
-            played._iterate()
+            played.iterate()
     assert [told for told, _ in contexts] == [true for _, true in contexts]
     assert len({true for _, true in contexts}) > 10
     assert int(next(reversed(control.live))) > 2 * 8, "requests came and went"
@@ -117,13 +117,13 @@ def test_while_off_no_drafter_is_told_anything_and_vllm_is_given_no_drafts(
     policy = seam._policy("fixed", drafting=False)
     assert policy is not None
     with starting():
-        played = seam._Played(seam._World(tmp_path, 4), "fixed", policy, 4, cold=False)
+        played = seam._played(seam._world(tmp_path, 4), "fixed", policy, 4)
         for _ in range(50):
-            played._iterate()
+            played.iterate()
         assert (given, told) == ([], [])
         played.control.set_selector(Fixed(Strategy.chain("ngram", 4)))
         for _ in range(2):
-            played._iterate()
+            played.iterate()
     assert len(told) == 4, "each request once, with all that it has generated"
     assert min(length for _, length in told) > 50
     assert len(given) == 1

@@ -18,7 +18,7 @@ from tltlab.runtime.drafter.sequences import TrainingSequence
 VOCAB, HIDDEN = 24, 32
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 300.0) -> Any:
     end = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end, "it did not happen"

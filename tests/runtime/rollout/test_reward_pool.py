@@ -136,7 +136,7 @@ def test_a_reward_beside_the_recipe_is_found_also_when_the_run_goes_on_elsewhere
     assert sys.path == before
 
 
-def recipe_of(processes: int, *, reward: Any = "pool_rewards:reward", timeout_s: float = 1.5) -> Recipe:
+def recipe_of(processes: int, *, reward: Any = "pool_rewards:reward", timeout_s: float = 3.0) -> Recipe:
     settings = {"processes": processes, "timeout_s": timeout_s, "on_failure": -1.0}
     return Recipe.model_validate({"model": "m", "reward": reward, "data": {"train": "x"}, "reward_pool": settings})
 
@@ -167,7 +167,7 @@ def test_rewards_come_in_the_order_of_the_responses(pool: RewardPool):
 def both(pool: RewardPool) -> set[int]:
     """The two processes that compute rewards, once both do."""
     found: set[int] = set()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while len(found) < 2 and time.monotonic() < deadline:
         found |= {int(place) for place in of(pool, *["where", "sleep 0.06"] * 8)} - {len("sleep 0.06")}
     return found
@@ -180,7 +180,7 @@ def test_rewards_are_computed_by_all_processes_which_import_no_more_than_they_ne
 
 def test_a_reward_that_takes_too_long_costs_its_response_alone(pool: RewardPool):
     assert of(pool, "a", "hang", "bb", "sleep 0.3", "ccc", "hang in C", "dddd") == [1, -1, 2, 9, 3, -1, 4]
-    assert pool.take_failures() == ["2 of 7 rewards took more than 1.5 s: -1 instead"]
+    assert pool.take_failures() == ["2 of 7 rewards took more than 3 s: -1 instead"]
     assert pool.take_failures() == []
 
 
@@ -251,14 +251,14 @@ def test_no_process_outlives_a_driver_that_is_killed(folder: Path):
     finally:
         driver.kill()
         driver.communicate()
-    _, alive = psutil.wait_procs(children, timeout=20)
+    _, alive = psutil.wait_procs(children, timeout=120)
     assert alive == []
 
 
 def test_a_script_without_a_main_guard_is_told_so(folder: Path):
     script = folder / "unguarded.py"
     script.write_text(SCRIPT + "run()")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "RunError: reward processes ended" in done.stderr
 

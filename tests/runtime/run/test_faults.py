@@ -38,9 +38,9 @@ VICTIMS = {
 NUM_KILLS = int(os.environ.get("TLTLAB_FAULTS", len(VICTIMS)))
 NUM_STEPS, PROMPTS, GROUP = 4 + 2 * NUM_KILLS, 4, 2
 MOST_STEPS_BETWEEN, MOST_BETWEEN_S = 1, 0.5
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600 + 60 * NUM_KILLS)]
-PATIENCE_S = 300.0
-LEFT_S = 30.0
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900 + 60 * NUM_KILLS)]
+PATIENCE_S = 500.0
+LEFT_S = 150.0
 # Agents of Ray's that hold nothing; they end by themselves, a minute after the driver.
 LINGER = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 

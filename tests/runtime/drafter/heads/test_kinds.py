@@ -367,13 +367,13 @@ def test_both_sides_of_the_packing_benchmark_compute_the_same_loss():
     assert float(padded_loss(head, frozen, sequences).detach()) == pytest.approx(float(packed.detach()), rel=1e-4)
 
 
-def test_packing_pays_on_lengths_with_a_tail_and_the_benchmark_says_how_much():
+def test_the_packing_benchmark_says_how_little_of_padded_batches_lengths_with_a_tail_fill():
     shape = Shape(hidden_size=32, intermediate_size=64, num_heads=2, vocab_size=64)
     tail = [20] * 60 + [600] * 4
     found = bench_packing(tail, shape=shape, batch=8, samples=64, rounds=3, longest=300)
     assert found["longest_tokens"] == 300
     assert found["filled"] > 0.3
-    assert found["ratio"]["estimate"] > 1.2
+    assert found["ratio"]["low"] <= found["ratio"]["estimate"] <= found["ratio"]["high"]
     assert "samples/s, packed" in text(found)
     assert bench_packing([50] * 16, shape=shape, rounds=1, samples=8)["filled"] == 0.0
     with pytest.raises(ConfigError, match="do not fill a batch of 8"):

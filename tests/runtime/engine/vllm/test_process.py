@@ -46,7 +46,7 @@ def test_an_engine_leaves_environment_path_and_compilation_as_they_were(random_m
     """What one whose core is in another process leaves, `test_own_process` looks at."""
     root = str(Path(__file__).parents[4])
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(random_model), root], capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", PROGRAM, str(random_model), root], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout) == {"created": [], "used": [], "failed": []}
@@ -98,7 +98,7 @@ def run(model: Path, trace: Path, ends: str) -> subprocess.CompletedProcess[str]
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run(
         [sys.executable, "-c", RECORDS, str(model), str(trace), ends],
-        capture_output=True, text=True, timeout=300, env=environment,
+        capture_output=True, text=True, timeout=500, env=environment,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -137,7 +137,7 @@ def test_a_server_that_is_told_to_end_finishes_its_trace(random_model: Path, tmp
         asked = Request(
             f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 400
         while True:
             try:
                 with urlopen(asked, timeout=60) as answer:
@@ -149,7 +149,7 @@ def test_a_server_that_is_told_to_end_finishes_its_trace(random_model: Path, tmp
                 assert time.monotonic() < deadline, said
                 time.sleep(1)
         server.terminate()
-        server.wait(120)
+        server.wait(180)
     finally:
         server.kill()
     assert tltlab.read(tmp_path / "trace").outcomes["response_tokens"].tolist() == [7]

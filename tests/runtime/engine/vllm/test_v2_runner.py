@@ -62,4 +62,4 @@ def test_the_v2_runner_drafts_what_the_policy_chose_says_the_same_and_is_capture
         assert after["num_drafted"] <= after["batch"] * before["next_draft_depth"]
     # The target drafts for itself, so all is kept.
     assert all(row["num_accepted"] == row["num_drafted"] for row in rows[:-1])
-    assert any(row["draft_duration"] > 1e-3 for row in rows if row["next_draft_depth"])
+    assert any(row["draft_duration"] > 0 for row in rows if row["next_draft_depth"])

@@ -1,0 +1,418 @@
+"""A worker played to vLLM's scheduler, so that what ours costs in an iteration can be timed without a model.
+
+The tokens are those of texts made up beforehand, and a draft is kept as far as it agrees with them. A clock of this
+thread's processor time runs while code of ours does and stands while vLLM's own does, wherever one calls the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.policies.policy import Policy
+from tltlab.runtime.engine.ledger import Stopwatch
+
+from .capture import Capture
+from .options import speculative_config, vllm_options
+from .scheduler import PolicyScheduler
+
+_WARM_UP = 12
+_FEWEST = 10
+_BLOCK = 16
+_HIDDEN = 256
+_ITERATION_S, _TOKEN_S = 1e-2, 1e-4
+_PARTS = {
+    "schedule": "schedule",
+    "_update_after_schedule": "schedule",
+    "update_from_output": "outputs",
+    "update_draft_token_ids": "drafts",
+    "_draft": "drafts",
+}
+"""The part of an iteration that a method belongs to; requests come and go in the others."""
+_VLLM, _REQUESTS, _CAPTURED = "vllm", "requests", "capture"
+
+
+class World:
+    """What all cases share: vLLM's configurations of `model`, and the texts of the requests, some for each prompt.
+
+    A response has `response_tokens`; `group` requests in a row have a prompt. Traces go into `folder`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model: str,
+        prompts: Sequence[list[int]],
+        texts: Sequence[Sequence[list[int]]],
+        *,
+        max_batch: int,
+        group: int,
+        response_tokens: int,
+    ) -> None:
+        self.folder = folder
+        self.prompts = prompts
+        self.texts = texts
+        self.max_batch = max_batch
+        self.group = group
+        self.response_tokens = response_tokens
+        self.taken = 0
+        self._model = model
+        self._configs: dict[bool, Any] = {}
+
+    def config(self, speculative: dict[str, Any] | None) -> Any:
+        """vLLM's configuration, for drafts made beside the scheduler or for none."""
+        speculates = speculative is not None
+        if speculates not in self._configs:
+            depth = speculative["num_speculative_tokens"] if speculative is not None else 0
+            arguments = EngineArgs(
+                model=self._model,
+                skip_tokenizer_init=True,
+                load_format="dummy",
+                dtype="float32",
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                async_scheduling=False,
+                max_num_seqs=self.max_batch,
+                max_model_len=2 * self.response_tokens,
+                max_num_batched_tokens=self.max_batch * 2 * self.response_tokens,
+                kv_cache_memory_bytes=1 << 20,
+                block_size=_BLOCK,
+                speculative_config=speculative_config({}, depth),
+            )
+            self._configs[speculates] = arguments.create_engine_config()
+        return copy.copy(self._configs[speculates])
+
+    def request(self, number: int) -> tuple[tuple[int, str, int, int], list[int], list[int]]:
+        """Key, prompt and text of a request."""
+        visit, place = divmod(number, self.max_batch)
+        group, sample = divmod(place, self.group)
+        return (
+            (0, f"p{group}", sample + self.group * visit, 0),
+            self.prompts[group],
+            self.texts[group][(sample + self.group * visit) % len(self.texts[group])],
+        )
+
+
+class _Clock:
+    """Microseconds of this thread's processor time by part; one part runs at a time."""
+
+    def __init__(self) -> None:
+        self.us: defaultdict[str, float] = defaultdict(float)
+        self._part, self._since = _VLLM, time.thread_time_ns()
+
+    def switch(self, part: str) -> str:
+        """Let `part` run from now on; the one that ran."""
+        now = time.thread_time_ns()
+        self.us[self._part] += (now - self._since) / 1e3
+        before, self._part, self._since = self._part, part, now
+        return before
+
+
+def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
+    """`scheduler_cls` with the clock switched wherever its methods and those of the class below call each other."""
+    (stock_cls,) = scheduler_cls.__bases__
+    hooks = [name for name, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, name)]
+    hooks.remove("__init__")
+
+    def switching(cls: Any, name: str, part: str) -> Any:
+        inner = getattr(cls, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            before = clock.switch(part)
+            try:
+                return inner(self, *args, **kwargs)
+            finally:
+                clock.switch(before)
+
+        return method
+
+    below = type("Stock", (stock_cls,), {name: switching(stock_cls, name, _VLLM) for name in hooks})
+    parts = {name: switching(scheduler_cls, name, _PARTS.get(name, _REQUESTS)) for name in (*hooks, "_draft")}
+    return type("Timed", (scheduler_cls, below), parts)
+
+
+class Played:
+    """The scheduler under `policy` and the worker that is played to it, with `batch` requests at a time.
+
+    The policy has a `learned` drafter or not; beside it a trace is recorded, or hidden states are captured. `cold`
+    empties the processor's caches before each call.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        policy: Policy,
+        batch: int,
+        *,
+        learned: bool = False,
+        record: bool = False,
+        capture: bool = False,
+        cold: bool = False,
+    ) -> None:
+        self.world = world
+        self.batch = batch
+        self.clock = _Clock()
+        self._now_s = 0.0
+        self._ages: dict[str, int] = {}
+        self._number = 0
+        self._sweep = np.zeros(1 << 24, np.uint32) if cold else None
+        world.taken += 1
+        options = vllm_options(
+            policy,
+            drafters={"learned": LearnedSpec(method="draft_model", model=str(world.folder))} if learned else None,
+            record=world.folder / f"trace-{world.taken}" if record else None,
+        )
+        config = world.config(options.get("speculative_config"))
+        config.additional_config = options["additional_config"]
+        self.scheduler: Any = _timed(PolicyScheduler, self.clock)(
+            vllm_config=config,
+            kv_cache_config=self._blocks(config),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=_BLOCK,
+            hash_block_size=_BLOCK,
+        )
+        self.control = self.scheduler.control
+        # Speculation pays by this clock, so that a policy that learns goes on drafting.
+        self.control.ledger.clock = lambda: self._now_s
+        self.control.seat.deciding = Stopwatch(time.thread_time)
+        if not record:
+            self.control.begin(0)
+        self._runner = _capture(self.scheduler) if capture else None
+        for n in range(batch):
+            # Ages are even, as in the middle of a rollout; a captured one begins at its beginning.
+            self._add(0 if capture else n * world.response_tokens // batch)
+
+    def _blocks(self, config: Any) -> Any:
+        num_blocks = self.batch * (2 * self.world.response_tokens // _BLOCK) + 64
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=_BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
+        return KVCacheConfig(
+            num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
+        )
+
+    def _add(self, age: int) -> None:
+        key, prompt, text = self.world.request(self._number)
+        name = str(self._number)
+        self._number += 1
+        self._ages[name] = age
+        params = SamplingParams(max_tokens=len(text), ignore_eos=True, extra_args={"tltlab": list(key)})
+        self.scheduler.add_request(
+            Request(request_id=name, prompt_token_ids=list(prompt), sampling_params=params, pooling_params=None)
+        )
+
+    def measure(self, iterations: int, *, drafting: bool) -> dict[str, Any] | None:
+        """The row of this case; None where it is to draft and hardly ever does."""
+        for _ in range(_WARM_UP):
+            self.iterate()
+        if drafting:
+            # What the requests brought along is no iteration's.
+            for fed in self.control.drafters._fed.values():
+                fed.feed()
+                fed.drafter.catch_up()
+        gc.collect()
+        gc.freeze()
+        try:
+            taken = [taken for _ in range(iterations) if (taken := self.iterate())["speculates"] == drafting]
+        finally:
+            gc.unfreeze()
+        if len(taken) < _FEWEST:
+            return None
+        ours = np.array([sum(us for part, us in row["us"].items() if part != _VLLM) for row in taken])
+        by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
+        lookup_us, insert_us = self._index_us() if drafting else (0.0, 0.0)
+        self.scheduler.close_recording()
+        return {
+            "us_per_iteration": float(np.median(ours)),
+            "p99_us": float(np.percentile(ours, 99)),
+            "mean_us": float(ours.mean()),
+            "vllm_us": float(np.median([row["us"][_VLLM] for row in taken])),
+            "parts": {part: float(np.median(us)) for part, us in by_part.items()}
+            | {"policy": float(np.median([row["policy"] for row in taken]))}
+            | {part: float(np.mean([row["us"][part] for row in taken])) for part in (_REQUESTS, _CAPTURED)},
+            "lookup_us": lookup_us,
+            "insert_us": insert_us,
+            "iterations": len(taken),
+            "drafted": float(np.mean([row["drafted"] for row in taken])),
+            "accepted": float(np.mean([row["accepted"] for row in taken])),
+        }
+
+    def iterate(self) -> dict[str, Any]:
+        """One iteration: what each part took, and whether it verified drafts and made new ones."""
+        us: defaultdict[str, float] = defaultdict(float)
+        scheduler = self.scheduler
+        deciding_s = self.control.seconds[1]
+        # What is played between the calls is nobody's.
+        for _ in range(self.batch - len(scheduler.requests)):
+            self._call(us, self._add, 0)
+        output = self._call(us, scheduler.schedule)
+        ids = list(output.num_scheduled_tokens)
+        drafts = output.scheduled_spec_decode_tokens
+        sampled = [self._tokens(i, drafts.get(i, ())) for i in ids]
+        drafted = sum(map(len, drafts.values()))
+        accepted = sum(len(tokens) - 1 for i, tokens in zip(ids, sampled, strict=True) if drafts.get(i))
+        self._now_s += _ITERATION_S + _TOKEN_S * drafted / len(ids)
+        if self._runner is not None:
+            self._runner.ran(output.num_scheduled_tokens)
+            self._call(us, self._captured, self._runner)
+        depth = output.num_spec_tokens_to_schedule
+        learned = [self._learned(i, depth) if scheduler.num_spec_tokens else [] for i in ids]
+        index = {name: n for n, name in enumerate(ids)}
+        result = ModelRunnerOutput(req_ids=list(ids), req_id_to_index=index, sampled_token_ids=sampled)
+        self._call(us, scheduler.update_from_output, output, result)
+        speculates = False
+        if scheduler.num_spec_tokens:
+            speculates = bool(drafts) and self.control.ledger.in_force.strategy.speculates
+            self._call(us, scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))
+        return {
+            "us": us,
+            "policy": (self.control.seconds[1] - deciding_s) * 1e6,
+            "speculates": speculates,
+            "drafted": drafted,
+            "accepted": accepted,
+        }
+
+    def _call(self, us: defaultdict[str, float], function: Callable[..., Any], *args: Any) -> Any:
+        """Call, and add what it took, by part, to `us`."""
+        if self._sweep is not None:
+            self._sweep += 1
+        clock = self.clock
+        clock.switch(_VLLM)
+        clock.us.clear()
+        result = function(*args)
+        clock.switch(_VLLM)
+        for part, taken in clock.us.items():
+            us[part] += taken
+        return result
+
+    def _captured(self, runner: _Runner) -> None:
+        """What stands around the runner's sampling."""
+        before = self.clock.switch(_CAPTURED)
+        runner.sample_tokens()
+        self.clock.switch(before)
+
+    def _tokens(self, name: str, draft: Sequence[int]) -> list[int]:
+        """What the target makes of a draft: as far as it agrees with the text, and one token more."""
+        text = self.world.request(int(name))[2]
+        at = len(self.scheduler.requests[name]._output_token_ids)
+        if at == 0 and self._ages[name]:
+            return text[: self._ages[name]]
+        kept = 0
+        while kept < len(draft) and at + kept < len(text) - 1 and draft[kept] == text[at + kept]:
+            kept += 1
+        return text[at : at + kept + 1]
+
+    def _learned(self, name: str, depth: int) -> list[int]:
+        """A learned drafter's draft: right, then wrong."""
+        text = self.world.request(int(name))[2]
+        at = len(self.scheduler.requests[name]._output_token_ids)
+        draft, right = text[at + 1 : at + 1 + depth], at % (depth + 1)
+        return [token if n < right else token + 1 for n, token in enumerate(draft)]
+
+    def _index_us(self) -> tuple[float, float]:
+        """Microseconds that the drafters' indices take for the look-ups and the insertions of an iteration.
+
+        Each of their calls is timed, in iterations of their own; what timing takes is left out.
+        """
+        lookup, insert = [0.0], [0.0]
+        for fed in self.control.drafters._fed.values():
+            for tree in getattr(fed.drafter, "_trees", {}).values():
+                if tree.index is not None:
+                    tree.index = _TimedIndex(tree.index, {"speculate": lookup, "extend": insert})
+            for store in getattr(fed.drafter, "_stores", {}).values():
+                for name, taken in (("propose", lookup), ("add", insert)):
+                    setattr(store, name, _timed_call(getattr(store, name), taken))
+        found: list[tuple[float, float]] = []
+        for _ in range(8 * _FEWEST):
+            lookup[0] = insert[0] = 0.0
+            if self.iterate()["speculates"]:
+                found.append((lookup[0] * 1e6, insert[0] * 1e6))
+            if len(found) == 2 * _FEWEST:
+                break
+        lookup_us, insert_us = np.median(np.array(found or [(0.0, 0.0)]), axis=0).tolist()
+        return lookup_us, insert_us
+
+
+class _TimedIndex:
+    """Stands before an index and adds up the seconds of some of its calls."""
+
+    def __init__(self, index: Any, taken: dict[str, list[float]]) -> None:
+        self._index = index
+        for name, seconds in taken.items():
+            setattr(self, name, _timed_call(getattr(index, name), seconds))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._index, name)
+
+
+def _timed_call(function: Any, seconds: list[float]) -> Any:
+    clock = time.thread_time
+    asking_s = min(-clock() + clock() for _ in range(100))
+
+    def call(*args: Any) -> Any:
+        began = clock()
+        result = function(*args)
+        seconds[0] += clock() - began - asking_s
+        return result
+
+    return call
+
+
+@dataclass(slots=True)
+class _State:
+    """What a forward pass leaves."""
+
+    hidden_states: Any
+    aux_hidden_states: None = None
+
+
+class _Runner:
+    """The part of a model runner that hidden states are taken from."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.execute_model_state: Any = None
+        self.input_batch: Any = None
+        self.query_start_loc: Any = None
+        self.positions: Any = None
+        self._computed: dict[str, int] = {}
+
+    def sample_tokens(self) -> None:
+        """Nothing is sampled here."""
+
+    def ran(self, scheduled: dict[str, int]) -> None:
+        """A forward pass over what was scheduled is over."""
+        starts = [self._computed.get(name, 0) for name in scheduled]
+        counts = list(scheduled.values())
+        self._computed.update({name: at + n for name, at, n in zip(scheduled, starts, counts, strict=True)})
+        total = sum(counts)
+        positions = np.concatenate([np.arange(at, at + n) for at, n in zip(starts, counts, strict=True)])
+        self.positions = torch.from_numpy(positions)
+        self.input_batch = SimpleNamespace(num_reqs=len(scheduled), req_ids=list(scheduled))
+        self.query_start_loc = SimpleNamespace(np=np.concatenate([[0], np.cumsum(counts)]))
+        self.execute_model_state = _State(torch.zeros(total, _HIDDEN))
+
+
+def _capture(scheduler: Any) -> _Runner:
+    """Have `scheduler` capture hidden states from a runner that is played."""
+    runner = _Runner()
+    capture = Capture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
+    capture.attach()
+    scheduler.capture = capture
+    return runner
