@@ -204,13 +204,15 @@ class Engines:
         return len(self.workers) * self.gpus_each
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Each engine's ranks come after those of the one before in a group that they share."""
-        offset = init_info.get("rank_offset")
-        infos = {
-            n: init_info if offset is None else init_info | {"rank_offset": offset + n * self.gpus_each}
-            for n in self.workers
-        }
+        infos = self.joining(init_info)
         self._wait([(n, worker.weights.remote("init", (self.way, infos[n]))) for n, worker in self.workers.items()])
+
+    def joining(self, init_info: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """What each engine is told: its ranks come after those of the one before in a group that all share."""
+        if "rank_offset" not in init_info:
+            return dict.fromkeys(self.workers, init_info)
+        first = init_info["rank_offset"]
+        return {n: init_info | {"rank_offset": first + n * self.gpus_each} for n in self.workers}
 
     def start_weight_update(self, slots: Slots | None = None) -> None:
         """Who does not see `slots` is sent what is in them."""

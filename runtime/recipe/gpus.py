@@ -74,7 +74,8 @@ def weights_way(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
 
 
 def _way_of_devices(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl", "ipc"]:
-    if bundles.colocated or 0 < bundles.num_gpus <= 1:
+    cluster = recipe.cluster
+    if bundles.colocated or (bundles.num_gpus and cluster.num_nodes * cluster.gpus_per_node == 1):
         return "ipc"
     return "nccl" if min((*bundles.workers, *bundles.ranks)) >= 1 else "host"
 

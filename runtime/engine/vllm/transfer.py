@@ -13,6 +13,8 @@ import torch
 
 from tltlab.runtime.engine.weights import Bucket, Engines, Mapped, Source, Way
 
+from . import starting
+
 LOCAL_BACKEND = "tltlab-local"
 FIRST_RANK = 1
 """Of engines, in a group that they share with the trainer's rank 0."""
@@ -147,8 +149,12 @@ class DeviceSender:
         self._sender.send_weights()
 
     def _joined(self, engines: Engines) -> Any:
-        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+        with starting():
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerInitInfo,
+                NCCLTrainerWeightTransferEngine,
+            )
 
         largest = max(tensor.nbytes for tensor in self.source.metadata())
         # vLLM needs of a `WeightSource` what `Source` has.
