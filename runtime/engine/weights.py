@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -68,24 +69,68 @@ class Bucket:
     last: bool
 
 
-class Slots:
-    """Memory for buckets, `num` in turn of `size` bytes, an anonymous file that processes of this machine can map.
-
-    A bucket takes no further tensor that would make it more than `full_at` bytes: while it is small, what was written
-    into it is read from the processor's cache.
+class SharedMemory:
+    """An anonymous file of `num_bytes` that processes of this machine can map, at `path` and known by `token`.
 
     It ends with the last process that has it, so that one that is killed leaves nothing behind, and the size of
     /dev/shm does not matter.
     """
 
+    def __init__(self, num_bytes: int) -> None:
+        self.token = secrets.token_hex(8)
+        self._file = os.memfd_create(f"tltlab-weights-{self.token}")
+        os.ftruncate(self._file, max(num_bytes, 1))
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.memory = _mapped(self._file)
+
+    def close(self) -> None:
+        """Let go of the file; the memory ends with the last who maps it."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Home(SharedMemory):
+    """Memory that a model's tensors live in: they are sent by saying where they are, and nobody but the reader copies.
+
+    They move there one by one; whoever sets their `data` later takes them out again.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(dict.fromkeys(tensors))
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
+        super().__init__(starts[-1])
+        for tensor, start in zip(tensors, starts, strict=False):
+            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensor.data = place
+
+    def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> Bucket | None:
+        """All weights as one bucket, None where one of them lies elsewhere."""
+        found = []
+        for name, tensor in weights:
+            if tensor.untyped_storage().data_ptr() != self.memory.data_ptr() or not tensor.is_contiguous():
+                return None
+            offset = tensor.data_ptr() - self.memory.data_ptr()
+            found.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        return Bucket(
+            path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=found, number=0, last=True
+        )
+
+
+class Slots(SharedMemory):
+    """Memory for buckets, `num` in turn of `size` bytes.
+
+    A bucket takes no further tensor that would make it more than `full_at` bytes.
+    """
+
     def __init__(self, size: int, num: int = 2, *, full_at: int = 0) -> None:
         self.size, self.num = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, num
         self.full_at = full_at or size
-        self.token = secrets.token_hex(8)
-        self._file = os.memfd_create(f"tltlab-weights-{self.token}")
-        os.ftruncate(self._file, self.size * num)
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
-        self._memory = _mapped(self._file)
+        super().__init__(self.size * num)
 
     @classmethod
     def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> Slots:
@@ -105,7 +150,7 @@ class Slots:
                 yield self._bucket(number, used, tensors, last=False)
                 number, used, tensors = number + 1, 0, []
             start = number % self.num * self.size + used
-            place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor.detach())
             tensors.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), used))
             used += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
@@ -120,21 +165,12 @@ class Slots:
 
     def bytes_of(self, bucket: Bucket) -> npt.NDArray[np.uint8]:
         """A view of what a bucket of these holds, for a machine that cannot map it."""
-        return self._memory[bucket.start : bucket.start + bucket.nbytes].numpy()
+        return self.memory[bucket.start : bucket.start + bucket.nbytes].numpy()
 
     def brought(self, bucket: Bucket, data: npt.NDArray[np.uint8]) -> Bucket:
         """A bucket of another machine, `data`, as the one of these."""
-        self._memory[: len(data)].numpy()[:] = data
+        self.memory[: len(data)].numpy()[:] = data
         return replace(bucket, path=self.path, token=self.token, start=0)
-
-    def close(self) -> None:
-        """Let go of the file; the memory ends with the last who maps it."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class Mapped:
@@ -197,7 +233,7 @@ class Engines:
         self.way = way
         self.gpus_each = gpus_each
         self.failed: dict[int, str] = {}
-        self._far: set[int] = set()
+        self.far: set[int] = set()
 
     @property
     def num_ranks(self) -> int:
@@ -214,24 +250,24 @@ class Engines:
         first = init_info["rank_offset"]
         return {n: init_info | {"rank_offset": first + n * self.gpus_each} for n in self.workers}
 
-    def start_weight_update(self, slots: Slots | None = None) -> None:
-        """Who does not see `slots` is sent what is in them."""
-        where = None if slots is None else (slots.path, slots.token)
+    def start_weight_update(self, memory: SharedMemory | None = None) -> None:
+        """Who does not see the memory is sent what is in it."""
+        where = None if memory is None else (memory.path, memory.token)
         seen = self._wait(self._ask("start", where))
-        self._far = {n for n, sees in seen.items() if not sees}
+        self.far = {n for n, sees in seen.items() if not sees}
 
     def update_weights(self, update_info: Any) -> None:
         self._wait(self._ask("device", update_info))
 
-    def load(self, bucket: Bucket, slots: Slots) -> Asked:
-        """Begin to have a bucket loaded; `loaded` waits for it."""
-        if not self._far:
+    def load(self, bucket: Bucket, data: npt.NDArray[np.uint8]) -> Asked:
+        """Begin to have a bucket loaded, which holds `data`; `loaded` waits for it."""
+        if not self.far:
             return self._ask("bucket", bucket)
         import ray
 
-        data = ray.put(slots.bytes_of(bucket))
+        held = ray.put(data)
         return [
-            (n, worker.weights.remote("bucket", bucket, data if n in self._far else None))
+            (n, worker.weights.remote("bucket", bucket, held if n in self.far else None))
             for n, worker in self.workers.items()
         ]
 
@@ -267,10 +303,10 @@ class Engines:
 
 
 class WeightSender:
-    """A trainer rank's side of the transfer: rank 0 sends, the others help to gather."""
+    """A trainer rank's side of the transfer: rank 0 sends, the others help to gather. `home`: where weights live."""
 
-    def __init__(self, source: Source, rank: int) -> None:
-        self.source, self.rank = source, rank
+    def __init__(self, source: Source, rank: int, home: Home | None = None) -> None:
+        self.source, self.rank, self.home = source, rank, home
         self._slots: Slots | None = None
         self._device: Any = None
 
@@ -286,18 +322,29 @@ class WeightSender:
             for _ in self.source:
                 pass
         else:
-            if self._slots is None:
-                self._slots = Slots.fit(self.source.metadata())
-            send_buckets(self.source, self._slots, engines)
+            self._send(engines)
         return engines.failed
 
+    def _send(self, engines: Engines) -> None:
+        whole = self.home.bucket(self.source) if self.home is not None else None
+        if self.home is not None and whole is not None:
+            engines.start_weight_update(self.home)
+            if not engines.far:
+                engines.loaded(engines.load(whole, self.home.memory.numpy()))
+                engines.finish_weight_update()
+                return
+        if self._slots is None:
+            self._slots = Slots.fit(self.source.metadata())
+        if whole is None:
+            engines.start_weight_update(self._slots)
+        load_buckets(self.source, self._slots, engines)
 
-def send_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: Engines) -> None:
-    """Fill a bucket while engines load the one before."""
-    engines.start_weight_update(slots)
+
+def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: Engines) -> None:
+    """Fill a bucket while engines, whose update has started, load the one before; then end the update."""
     before: Asked = []
     for bucket in slots.filled(weights):
-        asked = engines.load(bucket, slots)
+        asked = engines.load(bucket, slots.bytes_of(bucket))
         engines.loaded(before)
         before = asked
     engines.loaded(before)

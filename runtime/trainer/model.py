@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.weights import TensorMeta
+from tltlab.runtime.engine.weights import Home, TensorMeta
 
 from .attention import causal_attention
 from .logprobs import distributions, token_logprobs
@@ -120,7 +120,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 class PolicyModel(nn.Module):
-    """Log-probs of response tokens under a causal model at `temperature`.
+    """Log-probs of response tokens under a causal model at `temperature`. On a CPU its weights may have a `home`.
 
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
@@ -129,6 +129,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.home: Home | None = None
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
         """[R] log-probs of `batch.next_tokens`, or `whole` rows [R, V] of which those are entries; float32."""
@@ -175,7 +176,9 @@ def load_policy_model(
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
     policy = PolicyModel(made, temperature)
     if mesh is None:
-        return policy.to(device)
+        policy.to(device)
+        policy.home = Home(made.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
+        return policy
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*_layers(made), policy]:
         for tensor in chain(module.parameters(), module.buffers()):

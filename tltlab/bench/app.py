@@ -398,7 +398,6 @@ def gpu(
 def weights(
     gigabytes: Annotated[str, typer.Option(help="Sizes of the model, with commas; each is twice in memory.")] = "1,4",
     rounds: Annotated[int, typer.Option(min=2, help="Times that each is sent, and copied, in turn.")] = 9,
-    bucket_mib: Annotated[float, typer.Option(min=0.01, help="Size of a bucket.")] = 32.0,
     as_json: Json = False,
 ) -> None:
     """New weights by shared memory from one process to another, against one copy of the same bytes in one of them.
@@ -414,7 +413,7 @@ def weights(
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers with commas between them") from error
     if not all(0 < size < 1e4 for size in sizes):
         raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers above 0")
-    found = bench_weights(sizes, rounds=rounds, bucket_bytes=int(bucket_mib * 2**20), progress=progress)
+    found = bench_weights(sizes, rounds=rounds, progress=progress)
     emit(found, as_json=as_json, text=text(found))
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tltlab.errors import RunError
-from tltlab.runtime.engine.weights import Bucket, Mapped, Slots, TensorMeta
+from tltlab.runtime.engine.weights import Bucket, Home, Mapped, Slots, TensorMeta
 
 KIB = 1 << 10
 READER = """
@@ -89,6 +89,22 @@ def test_a_bucket_comes_to_another_machine_as_its_bytes(slots: Slots):
         brought = there.brought(bucket, slots.bytes_of(bucket).copy())
         found |= {name: tensor.clone() for name, tensor in mapped.tensors(brought)}
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
+
+
+def test_tensors_at_home_are_read_where_they_are_until_one_is_put_elsewhere():
+    weights = {name: tensor for name, tensor in tensors().items() if name != "transposed"}
+    weights["tied"] = weights["embed"]
+    home = Home(weights.values())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors().items() if name in weights)
+    bucket = home.bucket(weights.items())
+    assert bucket is not None
+    read = dict(Mapped().tensors(bucket))
+    with torch.no_grad():
+        weights["large"].mul_(2)
+        weights["parameter"].add_(1)
+    assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+    weights["odd"].data = weights["odd"].clone()
+    assert home.bucket(weights.items()) is None
 
 
 def test_memory_that_is_gone_or_another_is_an_error(slots: Slots, tmp_path: Path):

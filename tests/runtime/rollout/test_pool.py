@@ -27,7 +27,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
-from tltlab.runtime.engine.weights import Engines, Slots, send_buckets
+from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
@@ -153,14 +153,9 @@ class SendingActor:
 
         slots = Slots.fit(weights.values(), 16 << 10)
         # As where workers are on another machine, for every second version.
-        send_buckets(until_it_dies(), FarSlots(slots) if engines.version % 2 else slots, engines)
-
-
-class FarSlots:
-    """Memory that nobody else can map."""
-
-    def __init__(self, slots: Slots) -> None:
-        self.path, self.token, self.filled, self.bytes_of = "/none", slots.token, slots.filled, slots.bytes_of
+        slots.path = "/none" if engines.version % 2 else slots.path
+        engines.start_weight_update(slots)
+        load_buckets(until_it_dies(), slots, engines)
 
 
 def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_its_weights_again(

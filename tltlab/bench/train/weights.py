@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,10 @@ from tltlab.runtime.engine.weights import (
     BUCKET_BYTES,
     Bucket,
     Engines,
+    Home,
     Mapped,
-    Slots,
     TensorMeta,
-    send_buckets,
+    WeightSender,
     visible,
 )
 from tltlab.runtime.ray.start import start_ray
@@ -78,62 +77,84 @@ def _sum(tensor: torch.Tensor) -> int:
     return int(tensor.view(torch.int16).sum(dtype=torch.int64))
 
 
-def bench_weights(
-    gigabytes: Sequence[float], *, rounds: int, bucket_bytes: int = BUCKET_BYTES, progress: Callable[[str], None]
-) -> dict[str, Any]:
-    """Transfer and copy in turn, `rounds` times for each size after one that warms up; seconds and their ratio.
+class Weights:
+    """A `weights.Source` of tensors that lie there."""
 
-    Takes twice the largest size in memory, and a copy of 1 GiB. RunError where what came is not what was sent.
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        noise = torch.randint(-(2**14), 2**14, (1 << 20,), dtype=torch.int16)
+        self.metas = list(metas)
+        self.tensors = {meta.name: torch.empty(meta.shape, dtype=meta.dtype) for meta in metas}
+        for number, tensor in enumerate(self.tensors.values()):
+            flat = tensor.view(torch.int16).view(-1)
+            for begin in range(0, len(flat), len(noise)):
+                flat[begin : begin + len(noise)] = noise[: len(flat) - begin] + number
+
+    def metadata(self) -> list[TensorMeta]:
+        return self.metas
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors.items())
+
+
+def bench_weights(gigabytes: Sequence[float], *, rounds: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    """Two transfers and a copy in turn, `rounds` times for each size after one that warms up; seconds and ratios.
+
+    "in place": weights live in memory that the reader maps, as those of a trainer's only rank on a CPU do. "buckets":
+    they are copied into buckets first, as are those that ranks gather. Takes twice the largest size in memory, and 1
+    GiB for the copy. RunError where what came is not what was sent.
     """
     torch.set_num_threads(1)
     started = start_ray()
     try:
         rows = []
         for size in gigabytes:
-            rows.append(_measured(size, rounds, bucket_bytes))
-            progress(f"{size:g} GB: {rows[-1]['ratio']['estimate']:.2f} times a copy")
+            rows += _measured(tensors_of(size * 1e9), rounds)
+            progress(text({"rows": rows[-2:]}))
     finally:
         if started:
             ray.shutdown()
-    return {"rounds": rounds, "bucket_bytes": bucket_bytes, "shape": SHAPE, "rows": rows}
+    return {"rounds": rounds, "bucket_bytes": BUCKET_BYTES, "shape": SHAPE, "rows": rows}
 
 
-def _measured(gigabytes: float, rounds: int, bucket_bytes: int) -> dict[str, Any]:
-    metas = tensors_of(gigabytes * 1e9)
-    noise = torch.randint(-(2**14), 2**14, (1 << 20,), dtype=torch.int16)
-    weights = {}
-    for number, meta in enumerate(metas):
-        weights[meta.name] = torch.empty(meta.shape, dtype=meta.dtype)
-        flat = weights[meta.name].view(torch.int16).view(-1)
-        for begin in range(0, len(flat), len(noise)):
-            flat[begin : begin + len(noise)] = noise[: len(flat) - begin] + number
+def _measured(metas: Sequence[TensorMeta], rounds: int) -> list[dict[str, Any]]:
+    weights = Weights(metas)
+    home = Home(weights.tensors.values())
+    senders = {"in place": WeightSender(weights, 0, home), "buckets": WeightSender(weights, 0)}
     num_bytes = sum(meta.nbytes for meta in metas)
     target = torch.zeros(min(num_bytes, LARGEST_COPY_BYTES) // 2, dtype=torch.bfloat16)
     reader = Reader.remote(metas)  # type: ignore[attr-defined]
-    transfers, copies = [], []
-    with closing(Slots.fit(metas, bucket_bytes)) as slots:
-        for _ in range(WARM_UP + rounds):
+    expected = [_sum(tensor) for tensor in weights.tensors.values()]
+
+    def copied() -> None:
+        at = 0
+        for tensor in weights.tensors.values():
+            at = at if at + tensor.numel() <= len(target) else 0
+            target[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
+            at += tensor.numel()
+
+    def sent(way: str) -> None:
+        engines = Engines([reader], 1)
+        if failed := senders[way].send(engines):
+            raise RunError(f"the reader failed: {failed[0]}")
+
+    seconds: dict[str, list[float]] = {"copy": [], **{way: [] for way in senders}}
+    for number in range(WARM_UP + rounds):
+        for what in ("copy", *senders):
             begun = time.perf_counter()
-            engines = Engines([reader], 1)
-            send_buckets(weights.items(), slots, engines)
-            transfers.append(time.perf_counter() - begun)
-            if engines.failed:
-                raise RunError(f"the reader failed: {engines.failed[0]}")
-            begun, at = time.perf_counter(), 0
-            for tensor in weights.values():
-                at = at if at + tensor.numel() <= len(target) else 0
-                target[at : at + tensor.numel()].view(tensor.shape).copy_(tensor)
-                at += tensor.numel()
-            copies.append(time.perf_counter() - begun)
-    if ray.get(reader.sums.remote()) != [_sum(tensor) for tensor in weights.values()]:
-        raise RunError("what came is not what was sent")
+            copied() if what == "copy" else sent(what)
+            seconds[what].append(time.perf_counter() - begun)
+            if number == 0 and what != "copy" and ray.get(reader.sums.remote()) != expected:
+                raise RunError("what came is not what was sent")
     ray.kill(reader)
-    transfers, copies = transfers[WARM_UP:], copies[WARM_UP:]
-    ratio = paired_interval(transfers, copies, rng=np.random.default_rng(0))
-    return {
-        "bytes": num_bytes, "tensors": len(metas), "transfer_s": transfers, "copy_s": copies,
-        "ratio": interval_json(ratio),
-    }  # fmt: skip
+    seconds = {what: times[WARM_UP:] for what, times in seconds.items()}
+    return [
+        {
+            "bytes": num_bytes, "tensors": len(metas), "way": way, "transfer_s": seconds[way],
+            "copy_s": seconds["copy"],
+            "ratio": interval_json(paired_interval(seconds[way], seconds["copy"], rng=np.random.default_rng(0))),
+        }
+        for way in senders
+    ]  # fmt: skip
 
 
 def text(found: dict[str, Any]) -> str:
@@ -143,5 +164,12 @@ def text(found: dict[str, Any]) -> str:
         ratio = row["ratio"]
         seconds = (sum(row[name]) / len(row[name]) for name in ("transfer_s", "copy_s"))
         span = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        rows.append((f"{row['bytes'] / 1e9:.2f} GB", *(f"{s:.3f}" for s in seconds), f"{ratio['estimate']:.2f}{span}"))
-    return table(("weights", "to an engine s", "one copy s", "ratio"), rows)
+        rows.append(
+            (
+                f"{row['bytes'] / 1e9:.2f} GB",
+                row["way"],
+                *(f"{s:.3f}" for s in seconds),
+                f"{ratio['estimate']:.2f}{span}",
+            )
+        )
+    return table(("weights", "way", "to an engine s", "one copy s", "ratio"), rows, left=2)
