@@ -83,5 +83,11 @@ def test_an_engine_sleeps_and_wakes_with_the_weights_it_is_given(model: Path):
         assert text() != plain
         engine.update_weights(weights.items(), 2)
         assert text() == plain
+        # As colocated trainers do: nothing is kept on the host, and new weights come before there is a cache again.
+        engine.sleep(2)
+        engine.wake_up(["weights"])
+        engine.update_weights(weights.items(), 3)
+        engine.wake_up(["kv_cache"])
+        assert text() == plain
     finally:
         engine.close()
