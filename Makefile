@@ -17,7 +17,7 @@ test: setup check
 # is skipped, with the reason, where vLLM or its CUDA build is missing.
 test-gpu: PYTHON ?= python
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests/gpu
+	$(PYTHON) -m pytest -m gpu -rs tests/gpu
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,10 +1,12 @@
-"""What GPUs and models are, as far as step times need to know: bandwidth, FLOPs, memory, and shapes of weights.
+"""What GPUs and models are, as far as step times need to know: bandwidth, FLOPs, memory, and shapes of weights; and the
+memory that this machine has left.
 
 Dense figures of vendors' data sheets and of published model configurations, bf16 throughout.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import Field, model_validator
@@ -151,6 +153,24 @@ def per_gpu_heads(model: ModelShape, tp: int) -> tuple[int, int]:
             f"tp {tp} is neither a divisor nor a multiple of the {model.kv_heads} KV heads of {model.name}"
         )
     return model.heads // tp, max(1, model.kv_heads // tp)
+
+
+def available_memory() -> int | None:
+    """Bytes of this machine's memory that programs can still get; None where nothing says it.
+
+    That is what the kernel says, or less where a container's limit is nearer.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        return free if limit == "max" else min(free, max(int(limit) - int(used), 0))
+    except (OSError, ValueError):
+        return free
 
 
 def _find(name: str, known: dict[str, _Named], what: str, fields: str) -> _Named:

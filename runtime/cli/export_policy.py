@@ -77,7 +77,7 @@ def export_policy(
 def graph_pool(shape: str, tp: int, bytes_per_layer: float) -> GraphPool:
     """The pool of a model given by its folder or by a name that `tltlab.hardware` knows."""
     from tltlab.hardware import model
-    from tltlab.planning.graph_pool import GraphPool
+    from tltlab.runtime.engine.graphs import vllm_pool
 
     folder = Path(shape)
     if folder.is_dir():
@@ -90,15 +90,7 @@ def graph_pool(shape: str, tp: int, bytes_per_layer: float) -> GraphPool:
     else:
         known_shape = model(shape)
         layers, hidden, vocab = known_shape.layers, known_shape.hidden, known_shape.vocab
-    return GraphPool(
-        num_layers=layers,
-        hidden_size=hidden,
-        vocab_size=vocab,
-        # Only page tables go by context, and vLLM's are not part of its graphs.
-        context_tokens=1,
-        tensor_parallel=tp,
-        bytes_per_layer=bytes_per_layer,
-    )
+    return vllm_pool(layers, hidden, vocab, tensor_parallel=tp, bytes_per_layer=bytes_per_layer)
 
 
 def _text(plan: GraphPlan, report: dict[str, Any]) -> str:

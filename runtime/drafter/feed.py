@@ -59,11 +59,12 @@ class NullFeed:
     def status(self, rl_step: int, *, busy: bool) -> None: ...
 
 
-class FeedSender:
-    """The engine's end; safe to use from several threads."""
+class SequenceSender:
+    """An end for sequences alone; safe to use from several threads. Pickled, it is another end of the same way."""
 
     def __init__(self, endpoint: str) -> None:
         self.dropped = 0
+        self._endpoint = endpoint
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         # Nothing is kept for a trainer that is not there: hidden states would pile up.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -71,17 +72,9 @@ class FeedSender:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)
         self._lock = threading.Lock()
-        self._rl_step, self._busy, self._began = -1, True, time.perf_counter()
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._repeat, daemon=True, name="tltlab-feed")
-        self._thread.start()
 
-    def status(self, rl_step: int, *, busy: bool) -> None:
-        with self._lock:
-            if rl_step != self._rl_step:
-                self._began = time.perf_counter()
-            self._rl_step, self._busy = rl_step, busy
-            self._send_status()
+    def __reduce__(self) -> tuple[type[SequenceSender], tuple[str]]:
+        return SequenceSender, (self._endpoint,)
 
     def sequence(self, sequence: TrainingSequence) -> None:
         """Hand over a finished response; one without a state teaches nothing and stays."""
@@ -101,8 +94,6 @@ class FeedSender:
             self._send(frames if aux is None else [*frames, _bytes(aux.to(hidden.dtype))])
 
     def close(self) -> None:
-        self._closed.set()
-        self._thread.join()
         with self._lock:
             self._socket.close()
 
@@ -112,6 +103,29 @@ class FeedSender:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
         except zmq.Again:
             self.dropped += 1
+
+
+class FeedSender(SequenceSender):
+    """The engine's end; safe to use from several threads."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(endpoint)
+        self._rl_step, self._busy, self._began = -1, True, time.perf_counter()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, daemon=True, name="tltlab-feed")
+        self._thread.start()
+
+    def status(self, rl_step: int, *, busy: bool) -> None:
+        with self._lock:
+            if rl_step != self._rl_step:
+                self._began = time.perf_counter()
+            self._rl_step, self._busy = rl_step, busy
+            self._send_status()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+        super().close()
 
     def _send_status(self) -> None:
         since = time.perf_counter() - self._began

@@ -153,6 +153,12 @@ class DrafterPool(Mapping[str, DrafterState]):
         wanted = {part for name in speculating for part in self._parts(name)} if strategies else set(self.specs)
         return tuple(name for name in self.specs if name in wanted and self._is_model_free(name))
 
+    def needed(self, strategies: Sequence[Strategy]) -> frozenset[str]:
+        """The drafters without which `strategies` cannot be run, and the learned one, which is trained all the same."""
+        named = {s.drafter for s in strategies if s.speculates} & self.specs.keys()
+        parts = {part for name in named for part in self._parts(name)}
+        return frozenset({*named, *parts, *(self._parts(self.learned) if self.learned is not None else ())})
+
     def check(self, strategy: Strategy) -> None:
         """Raise ConfigError where this engine cannot run `strategy`."""
         if not strategy.speculates:
@@ -165,7 +171,10 @@ class DrafterPool(Mapping[str, DrafterState]):
         elif strategy.drafter not in self.specs:
             complaint = f"this engine has the drafters {', '.join(self.specs) or 'none'}"
         elif strategy.draft_depth > self.max_depth:
-            complaint = f"the engine is built for draft depths up to {self.max_depth}; raise max_draft_depth"
+            complaint = (
+                f"the engine is built for draft depths up to {self.max_depth}; raise max_draft_depth, or set "
+                "rollout.graphs = stock where graphs were planned for another policy"
+            )
         elif not self.runs(strategy.drafter):
             complaint = (
                 "with asynchronous scheduling or vLLM's V2 model runner drafts stay on the device, so only a learned "

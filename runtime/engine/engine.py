@@ -15,21 +15,35 @@ from tltlab.coordination.canary import CanaryConfig, check_chances
 from tltlab.drafters.base import Drafter, Key
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
 from tltlab.errors import ConfigError, RunError
+from tltlab.hardware import available_memory
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.policies.replay import REPLAYED
 from tltlab.policies.selector import Selector
 from tltlab.runtime.engine.vllm import llm as adapter
-from tltlab.runtime.engine.vllm.capture import Captured, NoCapture, Sink
-from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, speculative_config
+from tltlab.runtime.engine.vllm.capture import Captured, Sink
+from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.vllm.options import (
+    Attachment,
+    check_drafter,
+    check_sampled_drafts,
+    engine_settings,
+    speculative_config,
+)
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .control import Control
 from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
+from .graphs import GraphPlan
 from .recording import how_it_ended
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
+
+CAPTURE_SHARE = 0.25
+"""Of a host's free memory, for the hidden states of running requests."""
+UNKNOWN_MEMORY = 4 << 30
+"""Free memory of a host that does not say."""
 
 _PLAIN = Policy(selector=FixedSpec(strategy=NO_SPECULATION))
 
@@ -102,8 +116,9 @@ class Engine:
     `drafters` go by the names that strategies use, at most one of them learned; by default `ngram` and `suffix`. It is
     built for drafts up to `max_draft_depth`, with 0 for no speculation. With `own_process` vLLM runs its core in
     another process, and policies are given as `Policy`, not as objects; without, it seeds this process's random
-    generators and draws from them. `vllm_args` have vLLM's own names and win over the defaults. Scheduling is
-    synchronous unless they say otherwise, whatever drafts: else a rollout could not be replayed or resumed bit by bit.
+    generators and draws from them. `graphs` are the CUDA graphs to capture, None for those of vLLM's own choice.
+    `vllm_args` have vLLM's own names and win over the defaults. Scheduling is synchronous unless they say otherwise,
+    whatever drafts: else a rollout could not be replayed or resumed bit by bit.
     """
 
     def __init__(
@@ -115,6 +130,7 @@ class Engine:
         max_draft_depth: int = 8,
         seed: int = 0,
         own_process: bool = False,
+        graphs: GraphPlan | None = None,
         vllm_args: Mapping[str, Any] | None = None,
     ) -> None:
         self.worker = worker
@@ -143,7 +159,7 @@ class Engine:
         self.llm, takes_drafts = adapter.start(
             model,
             attachment=attachment.model_dump(mode="json"),
-            speculative=speculative_config(self.drafters, max_draft_depth),
+            planned=engine_settings(speculative_config(self.drafters, max_draft_depth), graphs),
             beside=any(not isinstance(drafter, LearnedSpec) for drafter in self.drafters.values()),
             own_process=own_process,
             seed=seed,
@@ -154,7 +170,7 @@ class Engine:
             adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
         self._pool.beside = takes_drafts
         self.weights = adapter.WeightUpdates(self.llm)
-        self._capture = NoCapture()
+        self._captures = False
 
     @property
     def control(self) -> Control:
@@ -207,29 +223,36 @@ class Engine:
         finally:
             self._call("resume")
 
-    def capture(self, sink: Sink | None, *, max_bytes: int = 1 << 30) -> None:
+    def capture(self, sink: Sink | None, *, max_bytes: int | None = None) -> None:
         """Hand `sink` each response of later rollouts that ends by itself, as soon as it ends; None for no more.
 
         A `TrainingSequence` has the hidden states of the passes that generated it: the last layer's after the final
         norm and, with an EAGLE-3 drafter, those that vLLM hands it, in the engine's dtype, on the host. It begins where
-        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come. What finds no room
-        in `max_bytes` is counted in `captured`. A sink that raises ends the capture, not the rollout. ConfigError with
-        `own_process` or parallelism.
+        a cached prefix ends. Aborted responses and those of `evaluate` and `warm_up` do not come.
+
+        Running requests hold at most `max_bytes`, by default `CAPTURE_SHARE` of the host's free memory; when that is
+        full, those stay that are likely to be in the tail, and the others are counted in `captured`. With `own_process`
+        or tensor parallelism the sink is called in the process of the model's rank 0: it is pickled to get there, and
+        hears of a response with the next iteration, of a rollout's last ones before it ends. A sink that raises ends
+        the capture, not the rollout. ConfigError for a sink that cannot be pickled then.
         """
-        self._capture.stop()
-        if sink is not None:
-            self._capture = adapter.start_capture(self.llm, sink, max_bytes)
+        adapter.start_capture(self.llm, sink, capture_room() if max_bytes is None else max_bytes)
+        self._captures = sink is not None
 
     @property
     def captured(self) -> Captured:
-        """What was captured since `capture` was last given a sink."""
-        return self._capture.captured
+        """What was captured since `capture` was last given a sink; nothing where none is."""
+        return cast(Captured, self._call("captured"))
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
         """Within, new requests are not captured: for rollouts that are to leave no trace."""
-        with self._capture.paused():
+        before = self._captures and self._call("pause_capture", True)
+        try:
             yield
+        finally:
+            if self._captures and not self._dead:
+                self._call("pause_capture", before)
 
     def generate(
         self,
@@ -447,6 +470,10 @@ class Engine:
         """How the drafters do, and what the canary found."""
         return cast(DrafterReport, self._call("drafters.report"))
 
+    def captured_graphs(self) -> CapturedGraphs:
+        """The CUDA graphs that vLLM captured when the engine started."""
+        return cast(CapturedGraphs, self._call("captured_graphs"))
+
     def sleep(self, level: int = 1) -> None:
         """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running.
 
@@ -471,6 +498,11 @@ class Engine:
 
     def _call(self, name: str, *args: Any) -> Any:
         return adapter.call(self.llm, name, *args)
+
+
+def capture_room(engines: int = 1) -> int:
+    """Bytes of hidden states that running requests may hold in each of a machine's engines: `CAPTURE_SHARE` in all."""
+    return int(CAPTURE_SHARE * (available_memory() or UNKNOWN_MEMORY) / engines)
 
 
 def _params(request: GenerationRequest, usual: Mapping[str, float]) -> Any:

@@ -1,41 +1,67 @@
 """A policy as vLLM's own settings: which K at which batch, and which CUDA graphs are captured for it.
 
-vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. As in vLLM 0.32
-(`CudaGraphManager` of the V2 model runner) every capture size is rounded up to each K+1 of the schedule, so each K gets
-graphs of all sizes, and a batch runs in a full graph only if the next larger captured number of tokens, of whatever K,
-is one of its own K. Other batches run in piecewise graphs, which go by tokens. The V1 model runner captures full graphs
-for a K that never varies, else piecewise ones only.
+vLLM's K is the draft depth of a chain, so an iteration of n requests verifies n*(K+1) tokens. Which graph it gets
+depends on the model runner, as read in vLLM 0.32 and held against its dispatchers in the tests:
+
+- V2 (`CudaGraphManager`), for drafts of a network alone: every capture size is rounded up to each K+1 of the schedule,
+  so each K gets graphs of all sizes, and a batch runs in a full graph only if the next larger captured number of
+  tokens, of whatever K, is one of its own K. Other batches run in piecewise graphs, which go by tokens.
+- V1 (`CudagraphDispatcher`), which drafts that are made beside the scheduler need. By default its full graphs are for
+  the engine's deepest K alone: any other depth, *plain decoding too*, and drafts of unequal length run in piecewise
+  graphs, attention launched layer by layer; a table of depths by batch size would demote all to those. With the
+  setting `cudagraph_mode = "FULL"` one full graph a size serves any mix of lengths. vLLM takes it where attention does
+  (`AttentionCGSupport.ALWAYS`: FlashAttention 3, so Hopper) and else falls back to the default. A drafter's network
+  then has no graphs: vLLM captures them with piecewise ones of the target. V1 rounds sizes to multiples of the deepest
+  K+1.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
-from tltlab.policies.policy import FixedSpec, Policy, TableRow, TableSpec
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, TableRow, TableSpec
 from tltlab.strategy import Strategy
 
 GIB = 2**30
 _TOKEN_BUDGET = 2048
 """vLLM's smallest default of max_num_batched_tokens, which capture sizes must not exceed."""
 
+ANY_TOKENS = 2**31
+"""An iteration may schedule as many tokens as it likes."""
+GRAPH_LAYER_BYTES = 1e6
+"""What a graph keeps of a layer: logs of vLLM give 0.4 MB (pull request 11349: 35 graphs of 16 layers take 0.21 GiB) to
+0.85 MB (22897: 26 to 28 MiB a graph of 32 layers), buffers included."""
+_SPACINGS = (1.0, 1.25, 1.5, 2.0)
+"""Least ratios of neighbouring batch sizes, of which a plan takes the finest that its memory allows."""
+
 BatchDepth = tuple[int, int]
 """Requests in the batch, and K."""
 
+Runner = Literal["V1", "V2"]
+Kind = Literal["full", "piecewise", "eager"]
+"""What an iteration runs in: one graph, graphs between which attention is launched, or none."""
 
-def vllm_batches(max_batch: int) -> tuple[int, ...]:
-    """The batch sizes that vLLM 0.32 captures for uniform decoding.
+
+def vllm_batches(max_batch: int, spacing: float = 1.0) -> tuple[int, ...]:
+    """The batch sizes that vLLM 0.32 captures for uniform decoding; of these, such as lie a ratio `spacing` apart.
 
     >>> vllm_batches(20)
     (1, 2, 4, 8, 16, 20)
+    >>> vllm_batches(64, spacing=1.5)
+    (1, 2, 4, 8, 16, 24, 40, 64)
     """
     steps = (1, 2, 4, *range(8, 256, 8), *range(256, max_batch + 1, 16))
-    return tuple(sorted({n for n in steps if n < max_batch} | {max_batch}))
+    batches = [n for n in steps if n < max_batch][:1]
+    for n in steps:
+        if batches and spacing * batches[-1] <= n < max_batch and n > batches[-1]:
+            batches.append(n)
+    return (*batches, max_batch)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +70,10 @@ class GraphPlan:
 
     `may_run` is all that the policy may choose, `asked` what graphs are asked for. `drafters` are the policy's, of
     which `networks` run on the device, and `drafts` is what vLLM's speculative_config says of them, as far as the
-    policy does. `notes` say what these settings leave to the policy's own scheduler.
+    policy does. `notes` say what these settings leave to the policy's own scheduler, and what gets no full graph.
+    The engine is built for drafts of up to `deepest` tokens. Drafts of one iteration are `uneven` where they may differ
+    in length. With `any_lengths` one full graph serves requests of any lengths, which the V1 runner alone can.
+    `max_tokens` is the most an iteration may schedule, beyond which vLLM captures nothing.
     """
 
     max_num_seqs: int
@@ -54,6 +83,11 @@ class GraphPlan:
     networks: tuple[str, ...]
     drafts: dict[str, Any]
     notes: tuple[str, ...]
+    deepest: int
+    runner: Runner = "V2"
+    uneven: bool = False
+    any_lengths: bool = False
+    max_tokens: int = ANY_TOKENS
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -72,7 +106,7 @@ class GraphPlan:
         Where K is chosen at run time every K stands at one batch size, the deepest at batch 1 and the least at all that
         are left: vLLM captures graphs for what its schedule has.
         """
-        if len(self.depths) == 1:
+        if self.depths == (self.deepest,):
             return ()
         if self.chosen_at_run_time:
             deepest = self.depths[:0:-1]
@@ -91,13 +125,18 @@ class GraphPlan:
         A network drafts level by level, one token per request, so where there is one n is a size too.
         """
         drafting = {n for n, k in self.asked if k and self.networks}
-        return tuple(sorted(drafting | {n * (k + 1) for n, k in self.asked}))
+        sizes = drafting | {n * (k + 1) for n, k in self.asked}
+        if self.runner == "V1":
+            # Rounded here, as vLLM would drop a largest size that is no multiple.
+            longest = self.deepest + 1
+            sizes = {-(-size // longest) * longest for size in sizes}
+        return tuple(sorted(size for size in sizes if size <= self.max_tokens))
 
     def settings(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
         settings: dict[str, Any] = {"max_num_seqs": self.max_num_seqs}
         if self.depths[-1]:
-            speculative = {**self.drafts, "num_speculative_tokens": self.depths[-1]}
+            speculative = {**self.drafts, "num_speculative_tokens": self.deepest}
             if self.schedule:
                 speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
             settings["speculative_config"] = speculative
@@ -125,39 +164,126 @@ class GraphPlan:
             )
         return None
 
-    def full_graphs(self) -> tuple[tuple[int, int], ...]:
-        """(tokens, K) of each full graph that vLLM captures for decoding under these settings, ascending."""
-        rounded = {(-(-size // (k + 1)), k) for size in self.capture_sizes for k in self.depths}
+    def full_graphs(self) -> tuple[tuple[int, int | None], ...]:
+        """(tokens, K) of each full graph that vLLM captures for decoding under these settings, ascending.
+
+        K is None where the graph serves requests of any lengths.
+        """
+        sizes = self.capture_sizes
+        if self.any_lengths:
+            return tuple((size, None) for size in sizes)
+        depths = (self.deepest,) if self.runner == "V1" else self.depths
+        rounded = {(-(-size // (k + 1)), k) for size in sizes for k in depths}
         graphs = [(n * (k + 1), k) for n, k in rounded if n <= self.max_num_seqs]
-        return tuple(sorted(graph for graph in graphs if graph[0] <= self.capture_sizes[-1]))
+        return tuple(sorted(graph for graph in graphs if graph[0] <= sizes[-1]))
+
+    def piecewise_graphs(self) -> tuple[int, ...]:
+        """Tokens of each piecewise graph, ascending."""
+        return () if self.any_lengths else self.capture_sizes
+
+    def kinds(self) -> dict[BatchDepth, Kind]:
+        """What each batch size and K that the policy may run is dispatched to, all requests drafting alike."""
+        full = set(self.full_graphs())
+        # The V1 runner pads to the next size of all, the V2 runner to the next full graph of whatever K.
+        tokens = list(self.capture_sizes) if self.runner == "V1" else sorted({size for size, _ in full})
+        found: dict[BatchDepth, Kind] = {}
+        for n, k in self.may_run:
+            at = bisect_left(tokens, n * (k + 1))
+            if at < len(tokens) and not full.isdisjoint({(tokens[at], k), (tokens[at], None)}):
+                found[n, k] = "full"
+            else:
+                found[n, k] = "piecewise" if n * (k + 1) <= max(self.piecewise_graphs(), default=0) else "eager"
+        return found
 
     def without_full_graph(self) -> tuple[BatchDepth, ...]:
-        """What the policy may run and vLLM has no full graph for; it runs in piecewise graphs."""
-        captured = set(self.full_graphs())
-        tokens = sorted({size for size, _ in captured})
-        padded = {(n, k): tokens[bisect_left(tokens, n * (k + 1))] for n, k in self.may_run}
-        return tuple((n, k) for n, k in self.may_run if (padded[n, k], k) not in captured)
+        """What the policy may run and vLLM has no full graph for."""
+        return tuple(pair for pair, kind in self.kinds().items() if kind != "full")
+
+    def summary(self) -> str:
+        """The runner, the depths and how many graphs."""
+        return (
+            f"{self.runner} runner, K in {', '.join(map(str, self.depths))}; {len(self.full_graphs())} full and "
+            f"{len(self.piecewise_graphs())} piecewise graphs of up to {self.capture_sizes[-1]} tokens"
+        )
+
+    def shortfalls(self) -> Iterator[str]:
+        """What may run without a full graph, and why."""
+        if self.uneven and not self.any_lengths:
+            yield "drafts may differ in length between requests: an iteration in which they do has no full graph"
+        if self.drafters and (missing := self.without_full_graph()):
+            because = "the next larger one is of another K (--fill captures all)"
+            if self.runner == "V1":
+                because = f"the V1 runner has them for K = {self.deepest} alone, and adaptivity costs that much"
+                if self.any_lengths:
+                    because = f"they are of more than {self.capture_sizes[-1]} tokens"
+            yield (
+                f"{len(missing)} of {len(self.may_run)} pairs of batch and K, the first {missing[0]}, run without a "
+                f"full graph: {because}"
+            )
+        if self.any_lengths:
+            yield (
+                "full graphs for requests of any lengths need FlashAttention 3 (Hopper): with other attention vLLM "
+                f"falls back to full graphs for K = {self.deepest} alone"
+            )
 
     def captured(self) -> CapturePlan:
-        """The graphs as `GraphPool` counts them; piecewise ones, one per capture size, are a runner of one token."""
+        """The graphs as `GraphPool` counts them; those that go by tokens are of a runner of one token."""
         full = self.full_graphs()
-        batches = {k: tuple(tokens // (k + 1) for tokens, depth in full if depth == k) for k in self.depths}
-        target = [TargetRunner(tokens_to_verify=k + 1, batches=own) for k, own in batches.items()]
+        depths = sorted({*self.depths, self.deepest})
+        batches = {k: tuple(size // (k + 1) for size, depth in full if depth == k) for k in depths}
+        target = [TargetRunner(tokens_to_verify=k + 1, batches=own) for k, own in batches.items() if own]
+        by_tokens = TargetRunner(tokens_to_verify=1, batches=self.capture_sizes)
+        drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
+        if self.runner == "V1":
+            # One graph a size for all levels of all depths, and none beside full graphs of any lengths.
+            drafter = [] if self.any_lengths else [Strategy.chain(name, 1) for name in self.networks]
         # Every capture size that is a batch is one of a drafter's levels.
         levels = tuple(n for n in self.capture_sizes if n <= self.max_num_seqs)
-        drafter = [Strategy.chain(name, k) for name in self.networks for k in self.depths if k]
         return CapturePlan(
-            target=(*target, TargetRunner(tokens_to_verify=1, batches=self.capture_sizes)),
+            target=(*target, by_tokens),
             drafter=tuple(DrafterRunner(strategy=strategy, batches=levels) for strategy in drafter),
             max_batch=self.max_num_seqs,
         )
 
+    def engine_settings(self, speculative: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Arguments of `vllm.LLM` for an engine of tltlab's that drafts by `speculative`, itself one of them.
 
-def plan_graphs(policy: Policy, max_batch: int, *, fill: bool = False) -> GraphPlan:
+        vLLM settles the largest size itself, since it drops those that one iteration may not schedule.
+        """
+        compilation: dict[str, Any] = {"cudagraph_capture_sizes": list(self.capture_sizes)}
+        if self.any_lengths:
+            compilation["cudagraph_mode"] = "FULL"
+        settings: dict[str, Any] = {"compilation_config": compilation}
+        if speculative is not None:
+            settings["speculative_config"] = speculative = dict(speculative)
+            if self.any_lengths and self.networks:
+                # Its graphs would not be captured at the start, and vLLM dies of capturing them later.
+                speculative["enforce_eager"] = True
+            if self.runner == "V2" and self.schedule:
+                # The policy chooses; this says which depths to capture graphs for.
+                speculative["num_speculative_tokens_per_batch_size"] = [list(row) for row in self.schedule]
+        return settings
+
+
+def plan_graphs(
+    policy: Policy,
+    max_batch: int,
+    *,
+    fill: bool = False,
+    runner: Runner = "V2",
+    any_lengths: bool = False,
+    plain: bool = False,
+    deepest: int | None = None,
+    spacing: float = 1.0,
+    max_tokens: int = ANY_TOKENS,
+) -> GraphPlan:
     """Settings for `policy` in an engine of at most `max_batch` running requests.
 
-    Graphs are asked for at vLLM's own batch sizes; with `fill` at more, until all that may run has a full graph. Raises
-    ConfigError for what vLLM cannot draft, and for a policy that does not say what it may choose.
+    Graphs are asked for at vLLM's own batch sizes, or such as lie a ratio `spacing` apart; with `fill`, for the V2
+    runner, at more, until all that may run has a full graph. `plain` adds plain decoding at all of them: evaluations
+    decode so, and iterations for which nothing was drafted. `deepest` is by default the policy's deepest draft. For
+    `any_lengths`, which the V2 runner ignores, and `max_tokens` see `GraphPlan`. ConfigError for what vLLM cannot
+    draft, and for a policy that does not say what it may choose.
     """
     if max_batch < 1:
         raise ConfigError(f"max batch is {max_batch}: an engine runs at least one request")
@@ -172,39 +298,83 @@ def plan_graphs(policy: Policy, max_batch: int, *, fill: bool = False) -> GraphP
             )
     drafters = tuple(dict.fromkeys(s.drafter for s in strategies if s.speculates))
     specs = DEFAULT_DRAFTERS | policy.drafters
+    batches = vllm_batches(max_batch, spacing)
     plan = GraphPlan(
         max_num_seqs=max_batch,
-        may_run=_graphs(policy, max_batch, range(1, max_batch + 1)),
-        asked=_graphs(policy, max_batch, vllm_batches(max_batch)),
+        may_run=_graphs(policy, max_batch, range(1, max_batch + 1), plain=plain),
+        asked=_graphs(policy, max_batch, batches, plain=plain),
         drafters=drafters,
         networks=tuple(name for name in drafters if not isinstance(specs.get(name), NgramSpec | SuffixSpec)),
         drafts=_method(specs[drafters[0]], max(s.draft_depth for s in strategies))
         if len(drafters) == 1 and drafters[0] in specs
         else {},
         notes=(),
+        deepest=max((s.draft_depth for s in strategies), default=0) if deepest is None else deepest,
+        runner=runner,
+        uneven=bool(policy.budget) or any(isinstance(specs.get(n), NgramSpec | SuffixSpec) for n in drafters),
+        any_lengths=any_lengths and runner == "V1",
+        max_tokens=max_tokens,
     )
-    if plan.chosen_at_run_time and len(plan.depths) > max_batch:
+    if runner == "V2" and plan.chosen_at_run_time and len(plan.depths) > max_batch:
         raise ConfigError(
             f"the policy chooses among {len(plan.depths)} depths, more than the {max_batch} batch sizes that vLLM's "
             "schedule has for them: raise the largest batch"
         )
-    while fill and (missing := set(plan.without_full_graph())):
+    while fill and runner == "V2" and (missing := set(plan.without_full_graph())):
         # The last of a run of missing batches serves them all, unless a new size of another K comes between.
         ends = {(n, k) for n, k in missing if (n + 1, k) not in missing}
+        if ends <= set(plan.asked):
+            # Beyond what an iteration may schedule.
+            break
         plan = replace(plan, asked=tuple(sorted({*plan.asked, *ends})))
     return replace(plan, notes=tuple(_notes(policy, plan)))
 
 
-def chain_policies() -> dict[str, Policy]:
-    """What TLT's table of graph memory asks of chains, by name: no speculation, one depth, depths by batch size."""
+def fitting_plan(plan: Callable[[float, bool], GraphPlan], pool: GraphPool, cap_bytes: float) -> GraphPlan:
+    """Of the plans that `plan` makes for a spacing and `fill`, the one that leaves least without a full graph.
+
+    Among such the one of the finest batch sizes, all within `cap_bytes`; ConfigError where none is.
+    """
+    plans = [plan(spacing, fill) for fill in (True, False) for spacing in _SPACINGS]
+    fitting = [each for each in plans if memory_bytes(pool, each) <= cap_bytes]
+    if not fitting:
+        check_memory(pool, plans[-1], cap_bytes)
+    return min(fitting, key=lambda each: len(each.without_full_graph()))
+
+
+def chain_policies(drafter: str = "learned") -> dict[str, Policy]:
+    """What TLT's table of graph memory asks, of chains and by name: one strategy, every one at every batch, buckets."""
+    depths = (8, 4, 2)
     rows = tuple(
-        TableRow(min_batch=batch, strategy=Strategy.chain("ngram", depth)) for batch, depth in ((1, 8), (5, 4), (17, 2))
+        TableRow(min_batch=batch, strategy=Strategy.chain(drafter, depth))
+        for batch, depth in zip((1, 5, 17), depths, strict=True)
     )
+    every = tuple(Strategy.chain(drafter, depth) for depth in depths)
     return {
-        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 0))),
-        "one depth": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 8))),
-        "three depths by batch": Policy(selector=TableSpec(rows=rows)),
+        "no speculation": Policy(selector=FixedSpec(strategy=Strategy.chain(drafter, 0))),
+        "one strategy": Policy(selector=FixedSpec(strategy=every[0])),
+        "every strategy apart": Policy(selector=ExploreSpec(strategies=every)),
+        "bucketed": Policy(selector=TableSpec(rows=rows)),
     }
+
+
+def vllm_pool(
+    num_layers: int,
+    hidden_size: int,
+    vocab_size: int,
+    *,
+    tensor_parallel: int = 1,
+    bytes_per_layer: float = GRAPH_LAYER_BYTES,
+) -> GraphPool:
+    """The pool of a model's graphs in vLLM; only page tables go by context, and its are not part of its graphs."""
+    return GraphPool(
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        context_tokens=1,
+        tensor_parallel=tensor_parallel,
+        bytes_per_layer=bytes_per_layer,
+    )
 
 
 def memory_bytes(pool: GraphPool, plan: GraphPlan) -> float:
@@ -222,23 +392,24 @@ def check_memory(pool: GraphPool, plan: GraphPlan, cap_bytes: float) -> float:
     """`memory_bytes`; ConfigError where that is more than `cap_bytes`."""
     needed = memory_bytes(pool, plan)
     if not needed <= cap_bytes:
-        full, piecewise = len(plan.full_graphs()), len(plan.capture_sizes)
+        full, piecewise = len(plan.full_graphs()), len(plan.piecewise_graphs())
         raise ConfigError(
             f"the policy's {full} full and {piecewise} piecewise graphs take {needed / GIB:.2f} GiB, more than "
-            f"{cap_bytes / GIB:.2f}: give fewer depths, or fewer batch sizes (--max-batch, now {plan.max_num_seqs})"
+            f"{cap_bytes / GIB:.2f}: give fewer depths, or a smaller largest batch than {plan.max_num_seqs}"
         )
     return needed
 
 
-def _graphs(policy: Policy, max_batch: int, batches: Sequence[int]) -> tuple[BatchDepth, ...]:
+def _graphs(policy: Policy, max_batch: int, batches: Sequence[int], *, plain: bool) -> tuple[BatchDepth, ...]:
     graphs = plan_for(policy, max_batch, batches).target_graphs
-    return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs}))
+    also = {(batch, 0) for batch in batches} if plain else set()
+    return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs} | also))
 
 
 def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     """A drafter in vLLM's words; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
-        return {"method": spec.method, "model": spec.model}
+        return spec.speculative_config
     if isinstance(spec, NgramSpec):
         return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
@@ -275,12 +446,6 @@ def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
         )
     if plan.drafts.get("method") == "suffix":
         yield "vLLM's suffix decoding needs arctic-inference where vLLM runs"
-    if plan.drafters != plan.networks or policy.budget:
-        yield "drafts may differ in length between requests: an iteration in which they do has no full graph"
-    if plan.drafters and (missing := plan.without_full_graph()):
-        yield (
-            f"{len(missing)} of {len(plan.may_run)} pairs of batch and K, the first {missing[0]}, have no full graph "
-            "because the next larger one is of another K: they run in piecewise graphs (--fill captures all)"
-        )
-    if plan.capture_sizes[-1] > _TOKEN_BUDGET:
+    yield from plan.shortfalls()
+    if plan.capture_sizes[-1] > _TOKEN_BUDGET and plan.max_tokens == ANY_TOKENS:
         yield f"max_num_batched_tokens must be at least {plan.capture_sizes[-1]}, the largest size to capture"

@@ -25,7 +25,11 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True, kw_only=True)
 class Scheduled:
-    """What the scheduler put into an iteration; per request its id, and the tokens it verifies where it drafted."""
+    """What the scheduler put into an iteration; per request its id, and the tokens it verifies where it drafted.
+
+    Once it is back, `graph` says what the model's pass ran in (`GRAPH_KINDS`) and with how many tokens, padding
+    included; None where the engine does not tell.
+    """
 
     request_ids: list[str]
     drafts: Mapping[str, Sequence[int]]
@@ -33,6 +37,7 @@ class Scheduled:
     context_tokens: int
     prefill_tokens: int
     free_kv_tokens: int
+    graph: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ class Iteration:
     duration_s: float = 0.0
     reward: float | None = None
     sampled: bool = False
+    graph: tuple[str, int] | None = None
 
     @property
     def outcome(self) -> StepOutcome:
@@ -187,6 +193,7 @@ class Ledger:
         else:
             iteration.drafted = iteration.accepted = [0] * iteration.batch
         iteration.num_generated = sum(counts)
+        iteration.graph = what.graph
         return iteration
 
     def sampled(self, iteration: Iteration) -> None:
@@ -265,6 +272,8 @@ class Ledger:
                     "num_generated": it.num_generated,
                     "accepted_per_request": it.accepted if it.verified.strategy.speculates else None,
                     "next_draft_depth": it.next_depth,
+                    "graph": it.graph[0] if it.graph is not None else None,
+                    "graph_tokens": it.graph[1] if it.graph is not None else None,
                 }
             )
             if it.verified.selector is not None:

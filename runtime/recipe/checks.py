@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import found_in
 from tltlab.policies.policy import Policy, load_policy
@@ -19,6 +19,7 @@ from tltlab.runtime.run.checkpoints import checkpoints_in, fault_of
 from tltlab.traces.trace import read
 
 from .gpus import bundles_of
+from .graphs import drafters_of, engines_of
 from .recipe import Recipe
 from .rules import exact_replay, refuse
 
@@ -65,17 +66,14 @@ def policy(recipe: Recipe) -> Iterable[str]:
 
 def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     """The recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
-    specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
+    specs, trained = drafters_of(recipe, policy), recipe.drafter
     for name, spec in specs.items():
-        if isinstance(spec, LearnedSpec):
-            yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
+        if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name):
+            if spec.model:
+                yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
-    trained = recipe.drafter
-    if trained is not None:
-        if trained.checkpoint is not None:
-            yield from model_folder(trained.checkpoint, "drafter.checkpoint")
-        head = trained.checkpoint or "its own"
-        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
+    if trained is not None and trained.checkpoint is not None:
+        yield from model_folder(trained.checkpoint, "drafter.checkpoint")
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:
@@ -120,7 +118,12 @@ def gpus(recipe: Recipe) -> Iterable[str]:
     return ()
 
 
-RULES = (rewards, policy, model, data, gpus)
+def graphs(recipe: Recipe) -> Iterable[str]:
+    engines_of(recipe)
+    return ()
+
+
+RULES = (rewards, policy, model, data, gpus, graphs)
 """Of a recipe on this machine."""
 
 

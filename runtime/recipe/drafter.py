@@ -73,6 +73,9 @@ class DrafterConfig(FrozenModel):
     `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per worker and
     RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the trace.
 
+    Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
+    machine share a quarter of what is free there. When that is full, responses likely to be in the tail stay.
+
     A trainer runs on `threads` CPU threads at priority `nice`; those of one machine train together over `backend`, so
     a run on several machines sets `coordinator.max_members = 1`. Then `endpoint` says where the coordinator is found
     (tcp://HOST:PORT, with keys made for the run); by default only this user's processes on this machine find it.
@@ -87,6 +90,7 @@ class DrafterConfig(FrozenModel):
     schedule: ScheduleConfig = ScheduleConfig()
     canary: CanaryConfig = CanaryConfig()
     coordinator: CoordinatorConfig = CoordinatorConfig(gone_after_s=30.0)
+    capture_bytes: Annotated[int, Field(gt=0)] | None = None
     tokens_per_update: Annotated[int, Field(ge=1)] = 4096
     max_updates: Annotated[int, Field(ge=1)] | None = None
     checkpoint_every: Annotated[int, Field(ge=1)] = 100

@@ -13,6 +13,7 @@ from tltlab.hardware import Gpu
 from tltlab.hardware import gpu as gpu_by_name
 
 from .gpus import Bundles, bundles_of, places_of
+from .graphs import engines_of
 from .memory import Part, context_tokens, drafter_training, engine_memory, shape_of, trainer_states, trainer_work
 from .recipe import Recipe
 
@@ -115,7 +116,8 @@ def plan_of(recipe: Recipe) -> Plan:
     gpu = gpu_by_name(recipe.cluster.gpu) if recipe.cluster.gpu is not None else None
     if gpu is not None and not on_gpu:
         raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
-    engine = engine_memory(recipe, shape, gpu, on_gpu=on_gpu)
+    build = engines_of(recipe)
+    engine = engine_memory(recipe, shape, gpu, on_gpu=on_gpu, graph_bytes=build.graph_bytes)
     states, work = trainer_states(recipe, shape), trainer_work(recipe, shape, on_gpu=on_gpu)
     worker_parts = engine.parts + drafter_training(recipe, shape, on_gpu=on_gpu)
     memory = _phases(recipe, bundles, worker_parts, states, work)
@@ -131,6 +133,8 @@ def plan_of(recipe: Recipe) -> Plan:
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
         )
+    if build.graphs is not None:
+        notes += [f"CUDA graphs: {note}" for note in (build.graphs.summary(), *build.graphs.shortfalls())]
     if recipe.data.max_prompt_tokens is None and "max_model_len" not in recipe.rollout.vllm:
         notes.append("data.max_prompt_tokens is not set: prompts are taken to have up to 1024 tokens")
     return Plan(

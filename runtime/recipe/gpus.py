@@ -82,11 +82,6 @@ def _way_of_devices(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl",
 
 def _of_an_actor(recipe: Recipe, per_worker: float, per_rank: float) -> Iterator[str]:
     tp, cluster = recipe.rollout.tensor_parallel_size, recipe.cluster
-    if recipe.drafter is not None and tp > 1:
-        yield (
-            f"[drafter] with rollout.tensor_parallel_size = {tp}: a drafter learns from hidden states, which are only "
-            "captured where a whole model runs in one process; take 1, or leave [drafter] out"
-        )
     if per_worker and tp > 1 and per_worker != tp:
         yield (
             f"rollout.gpus_per_worker = {per_worker:g} with rollout.tensor_parallel_size = {tp}: a worker that spans "

@@ -19,7 +19,7 @@ from .recipe import Recipe
 PROMPT_TOKENS = 1024
 """Of a prompt, where `data.max_prompt_tokens` does not limit them."""
 GRAPH_BYTES = 2 << 30
-"""For CUDA graphs, flat; `tltlab export-policy` predicts those of a policy."""
+"""For CUDA graphs that are not planned, flat."""
 LOGITS = 1 << 26
 """That lie in memory at once, as in `token_logprobs`."""
 _VLLM_UTILIZATION = 0.92
@@ -82,8 +82,12 @@ def shape_of(model: str) -> ModelShape:
         raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error
 
 
-def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu: bool) -> EngineMemory:
+def engine_memory(
+    recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu: bool, graph_bytes: float | None = None
+) -> EngineMemory:
     """Weights, KV cache and graphs. With a known GPU the KV cache is what vLLM takes: the rest of its share.
+
+    `graph_bytes` are those of planned CUDA graphs; None where none are planned.
 
     ConfigError where tensor parallelism does not divide the heads, or no response of full length fits.
     """
@@ -95,12 +99,15 @@ def engine_memory(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu:
     value = value_bytes(rollout.vllm.get("dtype"), on_gpu=on_gpu)
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * value
     tokens = context_tokens(recipe)
-    running = min(_requests(recipe), rollout.vllm.get("max_num_seqs", _vllm_batch(gpu)))
+    running = min(requests_per_engine(recipe), rollout.vllm.get("max_num_seqs", vllm_batch(gpu)))
     parts: list[Row] = [("engine weights", shape.stored_params * value / tp, f"{value} bytes x parameters / TP")]
     if on_gpu:
         parts.append(("engine runtime", RESERVED_BYTES, "flat: context, activations"))
     if on_gpu and not rollout.vllm.get("enforce_eager", False):
-        parts.append(("CUDA graphs", GRAPH_BYTES, "flat; see tltlab export-policy"))
+        planned = "planned: graphs x layers x 1 MB, and buffers"
+        parts.append(
+            ("CUDA graphs", GRAPH_BYTES, "flat") if graph_bytes is None else ("CUDA graphs", graph_bytes, planned)
+        )
     if recipe.drafter is not None:
         formula = "one decoder layer and 2 hidden x hidden (EAGLE); embedding and LM head are the target's"
         parts.append(("drafter, serving", _head_params(shape) * value, formula))
@@ -203,12 +210,13 @@ def value_bytes(dtype: str | None, *, on_gpu: bool) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _vllm_batch(gpu: Gpu | None) -> int:
+def vllm_batch(gpu: Gpu | None) -> int:
     """vLLM 0.32's own max_num_seqs (`arg_utils`): more on GPUs of 70 GiB and up, the A100 excepted."""
     return 1024 if gpu is not None and gpu.memory_bytes >= 70 * 2**30 and gpu.name != "A100" else 256
 
 
-def _requests(recipe: Recipe) -> int:
+def requests_per_engine(recipe: Recipe) -> int:
+    """Responses of one rollout that an engine has to generate."""
     rollout = recipe.rollout
     if rollout.partial is not None:
         return ceil(rollout.partial.concurrency / rollout.num_workers)

@@ -97,6 +97,10 @@ class RolloutConfig(FiniteModel):
     to no other end than to see how far the machine's time varies on the very same work (`repeats.json`); 0 is never.
     Each engine spans `tensor_parallel_size` GPUs, of which a worker without tensor parallelism may take a share
     (`gpus_per_worker`, None: 1 where there are GPUs). vLLM's own arguments go into `vllm`.
+
+    On GPUs engines capture the CUDA `graphs` that are planned for the policy, of as many batch sizes as `graph_gib` GiB
+    on each GPU allow ("planned"), or what vLLM captures by default ("stock"). Planned, engines run this policy and no
+    deeper drafts or other drafters.
     """
 
     num_workers: int = Field(default=2, ge=1)
@@ -109,6 +113,8 @@ class RolloutConfig(FiniteModel):
     max_response_tokens: int = Field(default=768, ge=1)
     max_draft_depth: int = Field(default=8, ge=0)
     policy: str = "none"
+    graphs: Literal["planned", "stock"] = "planned"
+    graph_gib: float = Field(default=6.0, gt=0)
     drafters: dict[str, DrafterSpec] = Field(default={})
     repeat_every: int = Field(default=0, ge=0)
     tensor_parallel_size: int = Field(default=1, ge=1)

@@ -32,6 +32,7 @@ from tltlab.runtime.engine.engine import GenerationRequest
 from tltlab.runtime.engine.engine import Rollout as Part
 from tltlab.runtime.engine.environment import run_json
 from tltlab.runtime.ray.start import ray_running
+from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.placement import Placement
 from tltlab.runtime.run.rows import StepReport, run_manifest, step_rows
@@ -160,7 +161,7 @@ class PolicyRounds:
             place = self._stack.enter_context(Placement(self.recipe))
             self._pool = WorkerPool(
                 self.recipe,
-                self.specs,
+                engine_build(self.recipe, explore_all(self.policies), self.specs),
                 lambda worker: None,
                 place.worker_options,
                 events=self.events,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +14,13 @@ import ray
 from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 
 from tltlab.drafters.base import Key
-from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
+from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -82,7 +83,7 @@ class WorkerPool:
     def __init__(
         self,
         recipe: Recipe,
-        drafters: Mapping[str, DrafterSpec],
+        build: EngineBuild,
         feed: Callable[[int], str | None],
         options: Callable[[int], dict[str, Any]],
         *,
@@ -91,8 +92,8 @@ class WorkerPool:
     ) -> None:
         num_workers = recipe.rollout.num_workers
         self.recipe = recipe
-        self.drafters = dict(drafters)
-        self.history = RunHistory(self.drafters)
+        self.build = build
+        self.history = RunHistory(build.drafters)
         self.feed, self.options = feed, options
         self.events, self.on_restart = events, on_restart
         self.handles: list[Any] = [None] * num_workers
@@ -115,6 +116,10 @@ class WorkerPool:
             raise RunError(f"no engine can start: each dies of this at its start: {died[0]}") from died[0]
         self._all(None)
         self._running = True
+
+    def captured_graphs(self) -> list[CapturedGraphs]:
+        """The CUDA graphs of every engine."""
+        return self._all(lambda n, handle: handle.captured_graphs.remote())
 
     def share(self, requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
         """Split requests over the workers in order: request i of N goes to worker i * W // N."""
@@ -331,7 +336,7 @@ class WorkerPool:
         placed = dict(self.options(n))
         env = actor_env(placed.pop("env_vars", {}), self.recipe.cluster.host)
         handle = RolloutWorker.options(**placed, runtime_env=runtime_env(env)).remote(  # type: ignore[attr-defined]
-            self.recipe, n, self.drafters, self.feed(n)
+            self.recipe, n, self.build, self.feed(n)
         )
         self.handles[n] = handle
         try:

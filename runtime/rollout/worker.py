@@ -6,7 +6,7 @@ import os
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from math import ceil
 from typing import Any
@@ -18,12 +18,13 @@ import torch
 
 from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
-from tltlab.drafters.specs import DrafterSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout, capture_room
+from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
+from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import ColumnRows
 
@@ -32,12 +33,12 @@ from tltlab.traces.recorder import ColumnRows
 class RolloutWorker:
     """One engine in its own process."""
 
-    def __init__(self, recipe: Recipe, number: int, drafters: Mapping[str, DrafterSpec], feed: str | None) -> None:
+    def __init__(self, recipe: Recipe, number: int, build: EngineBuild, feed: str | None) -> None:
         # A policy's class is built here.
         sys.path += [folder for folder in recipe.code if folder not in sys.path]
         self.recipe = recipe
         self.number = number
-        self.drafters = drafters
+        self.build = build
         self.feed: Feed = FeedSender(feed) if feed is not None else NullFeed()
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
@@ -45,13 +46,13 @@ class RolloutWorker:
 
     def start(self) -> int:
         """Build the engine and run it warm; the process's id. Ray would not hand on a constructor's errors as such."""
-        rollout = self.recipe.rollout
         torch.set_num_threads(1)
         self.engine = Engine(
             self.recipe.model,
             worker=self.number,
-            drafters=self.drafters,
-            max_draft_depth=rollout.max_draft_depth,
+            drafters=self.build.drafters,
+            max_draft_depth=self.build.max_draft_depth,
+            graphs=self.build.graphs,
             seed=self.recipe.seed + self.number,
             vllm_args=engine_args(self.recipe, cuda=torch.cuda.is_available()),
         )
@@ -63,8 +64,11 @@ class RolloutWorker:
             why = f"{type(cause).__name__}: {' '.join(str(cause).split())[:500]}" if cause is not None else str(error)
             raise EngineDied(f"the engine's first batch failed: {why}") from cause
         if isinstance(self.feed, FeedSender):
-            self.engine.capture(self.feed.sequence)
+            self.engine.capture(self.feed.sequence, max_bytes=capture_bytes(self.recipe))
         return os.getpid()
+
+    def captured_graphs(self) -> CapturedGraphs:
+        return self.engine.captured_graphs()
 
     def place(self) -> tuple[str, dict[str, str]]:
         """The node, and what makes another process see the same devices."""
@@ -249,6 +253,18 @@ def engine_args(recipe: Recipe, *, cuda: bool) -> dict[str, Any]:
     if rollout.partial is not None:
         args["max_num_seqs"] = ceil(rollout.partial.concurrency / rollout.num_workers)
     return args
+
+
+def capture_bytes(recipe: Recipe) -> int:
+    """Bytes that one engine's running responses may hold of hidden states: the recipe's, or a share of what is free.
+
+    The engines that a machine may have share alike.
+    """
+    if recipe.drafter is not None and recipe.drafter.capture_bytes is not None:
+        return recipe.drafter.capture_bytes
+    rollout, gpus = recipe.rollout, recipe.cluster.gpus_per_node
+    engines = min(rollout.num_workers, max(gpus // rollout.tensor_parallel_size, 1)) if gpus else rollout.num_workers
+    return capture_room(engines)
 
 
 def enough(requests: Sequence[GenerationRequest], quota: int) -> Callable[[Sequence[Key]], bool]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from typing import Any
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.gpus import weights_way
+from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
@@ -27,15 +30,15 @@ class RunActors:
     their own that is nothing to do.
     """
 
-    def __init__(
-        self, recipe: Recipe, drafters: Mapping[str, DrafterSpec], drafting: Drafting, events: RunEvents
-    ) -> None:
+    def __init__(self, recipe: Recipe, policy: Policy, drafting: Drafting, events: RunEvents) -> None:
         self.recipe = recipe
-        self._drafters, self._drafting, self._events = drafters, drafting, events
+        self._policy, self._drafting, self._events = policy, drafting, events
         self._colocated = recipe.cluster.placement == "colocated"
         self._way = weights_way(recipe)
         self._engines_awake = True
         self._given_up = False
+        # As in graphs.json.
+        self.graphs: dict[str, Any] = {}
 
     def __enter__(self) -> RunActors:
         with ExitStack() as stack:
@@ -52,10 +55,10 @@ class RunActors:
         place = stack.enter_context(Placement(recipe))
         stack.callback(drafting.close)
         drafting.prepare()
-        drafters = DEFAULT_DRAFTERS | dict(self._drafters) | recipe.rollout.drafters | drafting.specs
-        self._learned = any(isinstance(spec, LearnedSpec) for spec in drafters.values())
+        build = engine_build(recipe, self._policy, drafters_of(recipe, self._policy) | drafting.specs)
+        self._learned = any(isinstance(spec, LearnedSpec) for spec in build.drafters.values())
         self.pool = WorkerPool(
-            recipe, drafters, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
+            recipe, build, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
         )
         env = actor_env({"OMP_NUM_THREADS": str(recipe.train.threads)}, recipe.cluster.host)
         self.trainers = TrainerGroup(recipe, place.trainer_options, env)
@@ -63,7 +66,7 @@ class RunActors:
         stack.callback(self.pool.close)
         if self._colocated:
             # An engine measures how much memory is free when it starts, so nobody else may take any then.
-            self.pool.start()
+            self._start_engines()
             self.pool.sleep()
             self._engines_awake = False
             self._with_trainers()
@@ -71,7 +74,7 @@ class RunActors:
             with ThreadPoolExecutor(1) as beside:
                 trainers = beside.submit(self._with_trainers)
                 try:
-                    self.pool.start()
+                    self._start_engines()
                 except BaseException:
                     # Nobody waits for trainers of a run without engines.
                     self._given_up = True
@@ -79,6 +82,10 @@ class RunActors:
                     raise
                 trainers.result()
         self._with_trainers(self._start_drafting)
+
+    def _start_engines(self) -> None:
+        self.pool.start()
+        self.graphs = self.pool.build.as_json(self.pool.captured_graphs())
 
     def _start_drafting(self) -> None:
         # Engines that sleep neither answer nor take draft weights.

@@ -185,10 +185,9 @@ class GrpoRun:
                     f"{self.recipe.data.max_prompt_tokens} are left out"
                 )
             stack.enter_context(self.reward_pool)
-            self.actors = stack.enter_context(
-                self._actors(self.recipe, self.policy.drafters, self.drafting, self.events)
-            )
+            self.actors = stack.enter_context(self._actors(self.recipe, self.policy, self.drafting, self.events))
             self.pool, self.trainers = self.actors.pool, self.actors.trainers
+            write_json(self.out / "graphs.json", self.actors.graphs)
             self._choose_by(self.policy)
             self.state = self.recovery.begin(self.actors, self.state, folder)
             manifest, path = run_manifest(self.recipe, self.out.name), self.out / "trace"

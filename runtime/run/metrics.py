@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 
 from tltlab.errors import TraceError
 from tltlab.traces.metrics import bubble_fraction, mean_accept_length, tail_fraction, tokens_per_s
 from tltlab.traces.recorder import ColumnRows
-from tltlab.traces.schema import Manifest
+from tltlab.traces.schema import GRAPH_KINDS, Manifest
 from tltlab.traces.trace import Trace
 
 from .rows import StepReport
@@ -30,9 +31,9 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     `reward/*`: mean, standard deviation, and the share of groups whose rewards differ, from which alone is learnt.
     `time/*_s`: seconds per stage, `step_s` the step's, or their sum where it is not known. `rollout/*`:
     `tltlab.traces.metrics` of this step. `length/*`: tokens of the responses that ended, percentiles linear between
-    ranks; `truncated_fraction` ended at a cap. `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the
-    drafter in service, its age in RL steps and its updates. `recorder/share`: time for the trace, in engines and
-    driver, over that of the step.
+    ranks; `truncated_fraction` ended at a cap. `graphs/*`: shares of the engines' iterations by what they ran in.
+    `mismatch/*` and `train/*`: what the trainer measured. `drafter/*`: the drafter in service, its age in RL steps and
+    its updates. `recorder/share`: time for the trace, in engines and driver, over that of the step.
 
     >>> step_metrics(report, rows)["rollout/bubble_fraction"]  # doctest: +SKIP
     0.25
@@ -41,12 +42,19 @@ def step_metrics(report: StepReport, rows: Mapping[str, Rows]) -> dict[str, floa
     figures["time/step_s"] = report.seconds
     figures["recorder/share"] = (report.recorder_s + report.record_s) / report.seconds if report.seconds else None
     figures |= _rewards(report, rows["outcomes"]) | _rollout(report.rollout_s, rows) | _lengths(rows["outcomes"])
+    figures |= _graphs(ColumnRows.of("iterations", rows["iterations"]).table["graph"])
     for name, value in report.metrics.items():
         kind, _, rest = name.partition("_")
         figures[f"mismatch/{rest}" if kind == "mismatch" else f"train/{name}"] = value
     for step in rows.get("steps", []):
         figures |= {f"drafter/{name}": step.get(f"drafter_{name}") for name in ("age", "updates")}
     return {name: float(value) for name, value in figures.items() if value is not None and math.isfinite(value)}
+
+
+def _graphs(kinds: pa.ChunkedArray) -> dict[str, float | None]:
+    known = kinds.drop_null()
+    counts = {each["values"]: each["counts"] for each in known.value_counts().to_pylist()}
+    return {f"graphs/{kind}": counts.get(kind, 0) / len(known) for kind in GRAPH_KINDS} if counts else {}
 
 
 def _rewards(report: StepReport, outcomes: Rows) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,16 +13,20 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from tltlab.runtime.drafter.heads.loss import drafter_loss
+from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.trainer import Sample, Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none"),
-]
+from ..runtime.drafter.small_heads import made_head, made_sequence, made_target
+
+pytestmark = pytest.mark.gpu
 
 VOCABULARY = 512
+DEVICE = "cuda"
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +96,9 @@ def on_cpu(model: Path) -> list[np.ndarray]:
         return made.score(PAIRS)
 
 
-def test_bfloat16_is_what_a_device_gets_and_its_logprobs_are_those_of_float32(model: Path, on_cpu: list[np.ndarray]):
+def test_importance_weights_would_be_noise_if_bfloat16_attention_were_not_that_of_float32(
+    model: Path, on_cpu: list[np.ndarray]
+):
     with trainer(model) as made:
         assert made.dtype == torch.bfloat16
         assert next(made.policy.parameters()).is_cuda
@@ -100,16 +106,51 @@ def test_bfloat16_is_what_a_device_gets_and_its_logprobs_are_those_of_float32(mo
             assert np.abs(found - expected).mean() < 0.02
 
 
-def test_float32_agrees_closely(model: Path, on_cpu: list[np.ndarray]):
+def test_every_update_would_be_wrong_if_attention_on_the_device_were_not_that_on_the_host(
+    model: Path, on_cpu: list[np.ndarray]
+):
     with trainer(model, dtype="float32") as made:
         for found, expected in zip(made.score(PAIRS), on_cpu, strict=True):
             assert found == pytest.approx(expected, abs=2e-3)
 
 
-def test_a_sequence_gets_the_same_logprobs_whatever_it_is_packed_with(model: Path):
+def test_responses_would_read_each_other_if_packed_sequences_were_not_apart(model: Path):
     with trainer(model) as packed, _alone(model) as alone:
         for found, expected in zip(packed.score(PAIRS), alone, strict=True):
             assert np.abs(found - expected).mean() < 0.01
+
+
+def test_updates_would_go_astray_if_the_policys_loss_in_bfloat16_were_not_that_of_float32(model: Path):
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        with trainer(model, dtype=dtype, minibatches=1) as made:
+            made.old_logprobs(samples())
+            found.append(made.update(0))
+    exact, rounded = found
+    assert rounded.loss == pytest.approx(exact.loss, abs=0.02)
+    assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])
+def test_drafters_would_unlearn_if_their_losses_in_bfloat16_were_not_those_of_float32(
+    kind: Literal["eagle", "hass", "eagle3"],
+):
+    config = LossConfig(kind=kind)
+    found = []
+    for device in ("cpu", DEVICE):
+        # Weights this small keep chains of several steps from being chaotic.
+        head, target = made_head(config.method, seed=1, std=0.1).to(device), made_target()
+        frozen = FrozenTarget(embedding=target.embedding.to(device), lm_head=target.lm_head.to(device))
+        batch = pack([made_sequence(rows, seed=rows) for rows in (40, 25)], device, torch.float32)
+        # As drafters are trained on a device.
+        with torch.autocast(device, torch.bfloat16, enabled=bool(found)):
+            loss = drafter_loss(head, frozen, batch, config).loss
+        loss.backward()
+        gradient = torch.cat([p.grad.float().flatten().cpu() for p in head.parameters() if p.grad is not None])
+        found.append((loss.item(), gradient))
+    (exact, wanted), (rounded, gradient) = found
+    assert rounded == pytest.approx(exact, rel=0.02)
+    assert torch.cosine_similarity(gradient, wanted, dim=0) > 0.98
 
 
 @contextmanager
@@ -118,7 +159,7 @@ def _alone(model: Path) -> Iterator[list[np.ndarray]]:
         yield made.score(PAIRS)
 
 
-def test_good_responses_become_likelier_with_checkpointed_activations(model: Path):
+def test_runs_would_not_learn_if_gradients_through_checkpointed_activations_were_wrong(model: Path):
     with trainer(model, activation_checkpointing=True) as made:
         before = [float(logp.mean()) for logp in made.score(PAIRS)]
         for rl_step in range(3):
@@ -127,7 +168,7 @@ def test_good_responses_become_likelier_with_checkpointed_activations(model: Pat
     assert np.mean(gained[1::2]) > np.mean(gained[::2])
 
 
-def test_an_offloaded_trainer_gives_the_device_back_and_goes_on(model: Path):
+def test_colocated_engines_would_not_wake_if_an_offloaded_trainer_kept_the_device(model: Path):
     with trainer(model) as made:
         train(made, 0)
         held, weights = torch.cuda.memory_allocated(), flat(made)
@@ -139,7 +180,9 @@ def test_an_offloaded_trainer_gives_the_device_back_and_goes_on(model: Path):
         assert not torch.equal(flat(made), weights)
 
 
-def test_a_resumed_trainer_goes_on_bit_by_bit(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_resumed_run_would_be_another_run_if_its_trainer_did_not_go_on_bit_by_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # FlashAttention's backward adds in no fixed order unless it is told to.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     ends = []

@@ -369,9 +369,10 @@ def gpu(
 ) -> None:
     """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
 
-    graphs: three plans on vLLM's runners; memory, kind of graph and step by batch and depth. seam: stock vLLM and
-    policies that draft nothing. sync: new weights by three ways. update: a trainer's update of a model that has
-    weights, on as many responses as the first batch size, with deterministic algorithms and without.
+    graphs: what adaptivity costs plain steps on the V1 runner, then one strategy, every one apart and buckets on V2;
+    memory, what iterations ran in and the step, by batch and depth (for experiment graph-memory). seam: stock vLLM and
+    policies that draft nothing. sync: new weights by three ways. update: a trainer's update of a model that
+    has weights, on as many responses as the first batch size, with deterministic algorithms and without.
 
     Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
     """

@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,15 @@ SEAM_MODES = (
     "policy none",
     "policy none, recorded",
     "policy beg-mab-suffix",
+    "policy beg-mab-suffix, planned graphs",
     "stock",
     "policy none, asynchronous",
 )
-"""Stock vLLM first: the ratio to it is what a policy costs that drafts nothing."""
+"""Stock vLLM first: the ratio to it is what a policy costs that drafts nothing. What beg-mab-suffix costs at batches at
+which it decodes plainly is the V1 runner's, which has full graphs for plain steps where they are planned alone."""
 SYNC_WAYS = ("host, this process", "device, this process", "host, own process")
-GRAPH_PLANS = ("no speculation", "one depth", "three depths by batch")
+GRAPH_PLANS = ("no speculation", "one strategy", "every strategy apart", "bucketed")
+"""Of `chain_policies`: TLT's Table 5, of chains."""
 WARM_UP = 1
 _WITHOUT_WEIGHTS = {"load_format": "dummy", "skip_tokenizer_init": True}
 _PROMPT_TOKENS = 64
@@ -102,7 +107,7 @@ def text(found: dict[str, Any]) -> str:
     """The result for people: a line for each engine and batch size."""
     lines = [f"{found['part']} of {found['model']} on {found['hardware']}"]
     for row in found["rows"]:
-        name = row.get("mode") or row.get("way") or f"{row['plan']}, runner {row['runner']}"
+        name = _name(row)
         if "failed" in row:
             lines.append(f"{name}: failed: {row['failed'].strip().splitlines()[-1]}")
         elif found["part"] == "seam":
@@ -117,15 +122,23 @@ def text(found: dict[str, Any]) -> str:
         else:
             lines.append(f"{name}: {json.dumps(row['memory'])}")
             lines += [
-                f"  batch {c['batch']}, depth {c['depth']}: {c['median_s']} s, {json.dumps(c['dispatched'])}"
+                f"  batch {c['batch']}, depth {c['depth']}: {c['median_s']} s, {json.dumps(c['ran_in'])}"
                 for c in row["cells"]
             ]
+    for batch, ratios in plain_steps(found["rows"]).items():
+        told = ", ".join(f"{ratio:.2f} in {name}" for name, ratio in ratios.items())
+        lines.append(f"plain step at batch {batch} over that without speculation: {told}")
     return "\n".join(lines)
 
 
 def _times(ratio: dict[str, Any]) -> str:
     span = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
     return f"{ratio['estimate']:.2f}{span} times as long"
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    found = row.get("mode") or row.get("way") or f"{row['plan']}, {row['runner']} {row['graphs']}"
+    return str(found)
 
 
 def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
@@ -138,9 +151,11 @@ def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
         # Read when cuBLAS starts: it holds for both, and what it costs is in neither's favour.
         yield {"mode": "update"}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     else:
-        yield from (({"plan": plan, "runner": "V1"}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}) for plan in GRAPH_PLANS)
-        # The V2 runner refuses drafts that are made beside it, so it stands for plain decoding alone.
-        yield {"plan": GRAPH_PLANS[0], "runner": "V2"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+        # First what plain steps cost in an engine that adapts, against those of one that never drafts.
+        for graphs in ("stock", "planned"):
+            yield {"plan": GRAPH_PLANS[-1], "runner": "V1", "graphs": graphs}, {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+        for plan in GRAPH_PLANS:
+            yield {"plan": plan, "runner": "V2", "graphs": "planned"}, {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
 def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -160,39 +175,51 @@ def _alone(part: str, arguments: dict[str, Any], environment: dict[str, str]) ->
 
 
 def _graphs(
-    plan: str, runner: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int
+    plan: str, runner: str, graphs: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int
 ) -> dict[str, Any]:
-    """Bytes that capture took, and which kind of graph was dispatched at each batch and depth with the median step."""
+    """Bytes that capture took, and what iterations ran in at each batch and depth, with the median step.
+
+    Drafts cost nothing on the V1 runner (`ForcedDrafter`); on V2 an untrained EAGLE head makes them.
+    """
+    import torch
+
+    from tltlab.drafters.specs import LearnedSpec
     from tltlab.policies.simple import Fixed
     from tltlab.runtime.cli.export_policy import graph_pool
+    from tltlab.runtime.drafter.heads.kinds import new_head
     from tltlab.runtime.engine.engine import Engine, GenerationRequest
     from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs
     from tltlab.runtime.engine.profile import ForcedDrafter
-    from tltlab.runtime.engine.vllm.dispatch import captured_bytes, count_dispatches
     from tltlab.strategy import Strategy
 
-    dispatched = count_dispatches()
-    graphs = plan_graphs(chain_policies()[plan], max(batches))
-    settings = {k: v for k, v in graphs.settings().items() if k == "compilation_config"}
-    settings |= _WITHOUT_WEIGHTS | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": kv_bytes}
-    begun = time.perf_counter()
-    engine = Engine(
-        model, drafters={"ngram": ForcedDrafter()}, max_draft_depth=graphs.depths[-1], vllm_args=settings
-    )  # fmt: skip
+    drafter = "ngram" if runner == "V1" else "learned"
+    policy = chain_policies(drafter)[plan]
+    planned = plan_graphs(
+        policy, max(batches), runner="V1" if runner == "V1" else "V2", any_lengths=graphs == "planned", plain=True
+    )
+    settings = _WITHOUT_WEIGHTS | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": kv_bytes}
+    with tempfile.TemporaryDirectory() as folder:
+        drafters: dict[str, Any] = {}
+        if runner == "V1":
+            drafters = {drafter: ForcedDrafter()}
+        elif planned.deepest:
+            new_head(model, "eagle", 0).to(torch.bfloat16).save(folder)
+            drafters = {drafter: LearnedSpec(method="eagle", model=folder)}
+        begun = time.perf_counter()
+        engine = Engine(
+            model, drafters=drafters, max_draft_depth=planned.deepest, vllm_args=settings,
+            graphs=planned if graphs == "planned" else None,
+        )  # fmt: skip
     try:
-        started_s = time.perf_counter() - begun
-        config = engine.llm.llm_engine.vllm_config
-        worker = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        captured = engine.captured_graphs()
         cells: list[dict[str, Any]] = []
         row = {
-            "used_runner": "V2" if config.use_v2_model_runner else "V1",
-            "depths": graphs.depths, "mode": config.compilation_config.cudagraph_mode.name, "started_s": started_s,
-            "sizes": config.compilation_config.cudagraph_capture_sizes, "expected_full": graphs.full_graphs(),
-            "memory": _memory(memory_bytes(graph_pool(model, 1, 1e6), graphs), captured_bytes(worker)), "cells": cells,
+            "started_s": time.perf_counter() - begun, "captured": asdict(captured), "depths": planned.depths,
+            "planned": planned.full_graphs() if graphs == "planned" else None, "cells": cells,
+            "memory": _memory(memory_bytes(graph_pool(model, 1, 1e6), planned), captured.num_bytes),
         }  # fmt: skip
-        for visit, (batch, depth) in enumerate((b, k) for b in batches for k in graphs.depths):
-            engine.set_policy(Fixed(Strategy.chain("ngram", depth)))
-            dispatched.clear()
+        for visit, (batch, depth) in enumerate((b, k) for b in batches for k in planned.depths):
+            engine.set_policy(Fixed(Strategy.chain(drafter, depth)))
             requests = [
                 GenerationRequest(
                     key=(visit, "probe", n, 0), prompt_token_ids=_prompt(model, n, visit),
@@ -200,15 +227,35 @@ def _graphs(
                 )
                 for n in range(batch)
             ]  # fmt: skip
-            rollout = engine.generate(requests, rl_step=visit, temperature=1.0)
+            iterations = engine.generate(requests, rl_step=visit, temperature=1.0).iterations
             steps = [
-                r["duration"] for r in rollout.iterations if r["batch"] == batch and r["num_drafted"] == batch * depth
+                row
+                for row in iterations
+                if row["batch"] == batch and row["num_drafted"] == batch * depth and not row["prefill_tokens"]
             ]
-            cell = {"batch": batch, "depth": depth, "dispatched": dict(dispatched), "steps": len(steps)}
-            cells.append(cell | {"median_s": statistics.median(steps) if steps else None})
+            seconds = statistics.median(row["duration"] for row in steps) if steps else None
+            ran_in = dict(Counter(row["graph"] for row in steps))
+            cells.append({"batch": batch, "depth": depth, "ran_in": ran_in, "steps": len(steps), "median_s": seconds})
     finally:
         engine.close()
     return row
+
+
+def plain_steps(rows: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    """By batch size and engine, the median plain step over that of the V2 runner without speculation, which runs in a
+    full graph: what adaptivity costs where V1 runs it in pieces."""
+    medians = {
+        (_name(row), cell["batch"]): cell["median_s"]
+        for row in rows
+        for cell in row.get("cells", ())
+        if cell["depth"] == 0 and cell["median_s"]
+    }
+    reference = _name({"plan": GRAPH_PLANS[0], "runner": "V2", "graphs": "planned"})
+    found: dict[int, dict[str, float]] = {}
+    for (name, batch), seconds in medians.items():
+        if (reference, batch) in medians and name != reference:
+            found.setdefault(batch, {})[name] = seconds / medians[reference, batch]
+    return found
 
 
 def _memory(predicted: float, measured: int | None) -> dict[str, float | None]:
@@ -233,7 +280,8 @@ def _seam(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int,
         if mode.startswith("policy"):
             record = f"{folder}/trace" if "recorded" in mode else None
             policy = mode.split()[1].strip(",")
-            arguments |= vllm_options(policy, async_scheduling="asynchronous" in mode, record=record)
+            most = max(batches) if "planned" in mode else None
+            arguments |= vllm_options(policy, max_batch=most, async_scheduling="asynchronous" in mode, record=record)
         begun = time.perf_counter()
         llm = stock_llm(model, **arguments)
         try:

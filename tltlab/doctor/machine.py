@@ -20,6 +20,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from tltlab.hardware import available_memory
+
 GIB = 1 << 30
 
 IMPORT_S = 180.0
@@ -95,7 +97,7 @@ class Machine:
             plugin=any(e.name == "tltlab" for e in entry_points(group="vllm.general_plugins")),
             env=dict(os.environ),
             cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            memory_bytes=_available_memory(),
+            memory_bytes=available_memory(),
             disk_bytes=shutil.disk_usage(".").free,
             shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
             max_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -173,21 +175,6 @@ def _try_imports(names: list[str]) -> dict[str, str]:
     except (ValueError, IndexError, AttributeError):
         last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         return {" and ".join(names): f"the process ended with code {done.returncode}: {last[0][:200]}"}
-
-
-def _available_memory() -> int | None:
-    """Bytes that programs can still get: what the kernel says, or less where a container's limit is nearer."""
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))
-        return free if limit == "max" else min(free, max(int(limit) - int(used), 0))
-    except (OSError, ValueError):
-        return free
 
 
 def _loopback() -> str:

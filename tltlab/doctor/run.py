@@ -253,37 +253,36 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
     return (problem if evidence.unfinished is not None else hint)("The recording was interrupted", said, advice)
 
 
-@check("no-graph", good="iterations have CUDA graphs")
+@check("no-graph", good="decoding runs in full CUDA graphs")
 def no_graph(evidence: RunEvidence) -> Finding | None:
-    """On a GPU, iterations run without a CUDA graph: by setting, or at batches with none.
-
-    That they have graphs takes more than settings, which vLLM may not follow: a log of the run that tells of capturing.
-    """
+    """On a GPU, decoding runs in piecewise CUDA graphs, or in none."""
     if not evidence.on_gpu:
         raise NotChecked("CUDA graphs exist on GPUs only" if evidence.on_gpu is False else "the hardware is not known")
-    if evidence.setting("rollout.vllm") is None:
-        raise NotChecked("the engine's settings (run.json) are not known")
-    sizes = evidence.setting("rollout.vllm.compilation_config.cudagraph_capture_sizes")
-    mode = str(evidence.setting("rollout.vllm.compilation_config.cudagraph_mode", ""))
-    eager = evidence.setting("rollout.vllm.enforce_eager", False) is True
-    never = eager or mode.upper() == "NONE"
-    if not never:
-        without = 0.0
-        if sizes:
-            table = evidence.iterations
-            tokens = table["batch"] + table["num_drafted"]
-            without = table["duration"].where(tokens > max(sizes), 0.0).sum() / table["duration"].sum()
-        if without < GRAPHLESS_SHARE:
-            if sizes and any("Capturing CUDA graphs" in text for text in evidence.logs.values()):
-                return None
-            raise NotChecked("which CUDA graphs ran is not recorded: neither settings nor logs of the run tell")
-    return (problem if never else hint)(
-        title="Engines decode without CUDA graphs",
+    table = evidence.decoding
+    table = table[table["graph"].notna()]
+    if table.empty:
+        raise NotChecked("the trace does not say what iterations ran in (graph in iterations.parquet)")
+    shares = table.groupby("graph")["duration"].sum() / table["duration"].sum()
+    piecewise, eager = (float(shares.get(kind, 0.0)) for kind in ("piecewise", "eager"))
+    if piecewise + eager < GRAPHLESS_SHARE:
+        return None
+    lacking = table[table["graph"] != "full"]
+    by_depth = lacking.groupby("draft_depth")["duration"].sum()
+    depth = by_depth.idxmax()
+    most = f"draft depth {depth}" if depth else "plain decoding"
+    return (problem if eager >= GRAPHLESS_SHARE else hint)(
+        title="Engines decode without full CUDA graphs",
         evidence=(
-            f"vllm.{'enforce_eager' if eager else 'compilation_config.cudagraph_mode = NONE'} is set, so no graph is "
-            "ever captured."
-            if never
-            else f"{without:.0%} of the time is in iterations of more tokens than the largest graph has ({max(sizes)})."
+            f"{piecewise:.0%} of decoding time ran in piecewise graphs and {eager:.0%} in none, most of it "
+            f"({by_depth.max() / lacking['duration'].sum():.0%}) at {most}; batches of {lacking['batch'].min()} to "
+            f"{lacking['batch'].max()}."
         ),
-        advice="Leave vllm.enforce_eager out; tltlab export-policy --max-batch lists the sizes that a policy needs.",
+        advice=(
+            "Leave rollout.vllm.enforce_eager and compilation_config out and rollout.graphs at planned; larger batches "
+            "than graphs were captured for need rollout.vllm.max_num_batched_tokens."
+            if eager >= GRAPHLESS_SHARE
+            else "rollout.graphs = planned captures graphs for drafts of any lengths where attention takes them "
+            "(Hopper); elsewhere drop model-free drafters and fallbacks, so that vLLM takes its V2 runner, or draft at "
+            "one depth."
+        ),
     )

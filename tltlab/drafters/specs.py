@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tltlab.config import Built, FiniteModel
 
@@ -42,16 +42,29 @@ class SuffixSpec(Built, builds=suffix.SuffixDrafter, init=False):
 class LearnedSpec(FiniteModel):
     """A drafter with a network, which the engine runs: `model` is the folder of its weights, `method` what it is.
 
+    "mtp" are multi-token-prediction layers, which some models bring along: without a `model` they are the target's own.
+
     While it is not `trained` (random weights until its first update), and when it is older than `max_age` RL steps, the
     model-free drafter named `fallback` serves in its place; without one nothing is drafted then.
     """
 
     kind: Literal["learned"] = "learned"
-    method: Literal["eagle", "eagle3", "draft_model"]
-    model: str = Field(min_length=1)
+    method: Literal["eagle", "eagle3", "draft_model", "mtp"]
+    model: str = ""
     trained: bool = True
     max_age: int | None = Field(default=None, ge=0)
     fallback: str | None = None
+
+    @model_validator(mode="after")
+    def _names_its_weights(self) -> Self:
+        if not self.model and self.method != "mtp":
+            raise ValueError(f"model: a drafter of method {self.method!r} needs the folder of its weights")
+        return self
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """What it is in vLLM's words, which take the target's own MTP layers where no model is named."""
+        return {"method": self.method} | ({"model": self.model} if self.model else {})
 
 
 class HybridSpec(FiniteModel):

@@ -4,7 +4,12 @@ Plans: one strategy, TLT's four captured naively, the same in buckets as the rel
 exactly, by `tltlab.planning.buckets`, within several caps. Time is the objective of those: seconds of decoding at
 batches up to `max_batch`, sum over b of w_b * t_s(b) / A_s, from a cost and an acceptance model and the lengths of a
 trace. Memory is `tltlab.planning.graph_pool`'s, under each reading of TLT's Table 5 that its one free parameter can be
-fitted to. All of it is predicted: what graphs take on a CUDA device is measured by `tltlab bench gpu graphs`.
+fitted to.
+
+TLT's question of vLLM, like with like: chains of one model on one runner, one strategy against every strategy captured
+at every batch against buckets, and the same plans on the V1 runner, where one graph serves drafts of any lengths.
+All of that is predicted; what graphs take on a CUDA device is measured by `tltlab bench gpu graphs`, whose result file
+may be given as `measured` and adds rows of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from tltlab.charts import COLORS, finish
 from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
+from tltlab.files import read_json
 from tltlab.hardware import ModelShape
 from tltlab.hardware import model as find_model
 from tltlab.lengths.generate import generate
@@ -31,6 +37,7 @@ from tltlab.lengths.model import of_regime
 from tltlab.planning.batch_times import batch_times
 from tltlab.planning.buckets import plan_buckets
 from tltlab.planning.graph_pool import CapturePlan, GraphPool, plan_bucketed, plan_naive, sglang_sizes
+from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs, vllm_pool
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.trace import Trace, read
 
@@ -48,7 +55,7 @@ class Settings:
 
     `depths` and `verify` span the strategies that the exact search chooses from, with TLT's four and no speculation.
     `caps` is how many memory limits it gets, spaced evenly from the least to what the fastest plan takes. `reading` is
-    the reading of Table 5 that plans are judged by.
+    the reading of Table 5 that plans are judged by. `measured` is what `tltlab bench gpu graphs --out` wrote.
     """
 
     trace: Path | None = None
@@ -67,6 +74,7 @@ class Settings:
     verify: tuple[Annotated[int, Field(ge=2)], ...] = (16, 32, 48, 64)
     caps: Count = 8
     reading: str = "shipped strategies, one logits buffer"
+    measured: Path | None = None
 
 
 FAST: Mapping[str, Any] = {"prompts": 64, "rl_steps": 1, "workers": 4, "depths": (4, 8), "verify": (16, 48), "caps": 4}
@@ -128,21 +136,27 @@ def run(settings: Settings, *, folder: Path, seed: int, progress: Callable[[str]
     least_s = min(plan.seconds for plan in plans)
     if least_s == 0:
         raise ConfigError(f"no worker spends time at a batch up to {settings.max_batch}: raise max_batch or the cap")
+    single = next(plan for plan in plans if plan.name == "single")
     rows = [
         {
             "model": settings.shape,
+            "runner": "SGLang",
             "plan": plan.name,
             "strategies": " ".join(f"{b}:{_short(s)}" for b, s in plan.rows),
             "graphs": len(plan.captured.target_graphs) + 2 * len(plan.captured.drafter_graphs),
             **pools.gib(plan.captured),
+            "over_single": pools.chosen.memory_bytes(plan.captured) / pools.chosen.memory_bytes(single.captured),
             "seconds": plan.seconds,
             "over_fastest": plan.seconds / least_s - 1,
         }
         for plan in plans
     ]
-    frame = pd.DataFrame([*rows, *_table_5()])
+    chains = list(_chains(settings, costs.tensor_parallel))
+    measured = list(_measured(settings.measured)) if settings.measured is not None else []
+    frame = pd.DataFrame([*rows, *_table_5(), *chains, *measured])
     return ExperimentResult(
-        verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans))),
+        verdict=_verdict(frame.iloc[: len(rows)], settings, pools.ratios(*_naive_and_released(plans)))
+        + _chains_verdict(measured or chains, predicted=not measured),
         rows=frame,
         figure=_picture(frame.iloc[: len(rows)], settings),
         prediction=True,
@@ -241,11 +255,71 @@ def _table_5() -> Iterator[dict[str, Any]]:
         predicted = [row.predicted_gb for row in rows if row.name == name]
         yield {
             "model": "Llama-3-8B",
+            "runner": "SGLang",
             "plan": f"Table 5, {name}" + (" (fitted)" if name == "single" else ""),
             "low_gib": min(predicted),
             "high_gib": max(predicted),
             "paper_gib": paper_gib,
+            "over_single": paper_gib / tlt.MEASURED_GB["single"],
         }
+
+
+def _chains(settings: Settings, tensor_parallel: int) -> Iterator[dict[str, Any]]:
+    """Plans of chains on vLLM, with a learned drafter on its V2 runner, without one on its V1 runner."""
+    shape = find_model(settings.shape)
+    pool = vllm_pool(shape.layers, shape.hidden, shape.vocab, tensor_parallel=tensor_parallel)
+    for runner, drafter in (("V2", "learned"), ("V1", "ngram")):
+        plans = {
+            name: plan_graphs(policy, settings.max_batch, runner="V1" if runner == "V1" else "V2", any_lengths=True)
+            for name, policy in chain_policies(drafter).items()
+        }
+        for name, plan in plans.items():
+            taken = memory_bytes(pool, plan)
+            yield {
+                "model": settings.shape,
+                "runner": f"vLLM {runner}",
+                "plan": f"chains, {name}",
+                "strategies": " ".join(f"K={depth}" for depth in plan.depths),
+                "graphs": len(plan.full_graphs()) + len(plan.piecewise_graphs()),
+                "predicted_gib": taken / GIB,
+                "over_single": taken / memory_bytes(pool, plans["one strategy"]),
+            }
+
+
+def _measured(path: Path) -> Iterator[dict[str, Any]]:
+    """What `tltlab bench gpu graphs` measured, engine by engine. ConfigError for a file of something else."""
+    found = read_json(path)
+    if not isinstance(found, dict) or found.get("part") != "graphs":
+        raise ConfigError(f"{path} is not what tltlab bench gpu graphs --out writes")
+    rows = [row for row in found["rows"] if row.get("memory", {}).get("measured_bytes")]
+    single = {row["runner"]: row["memory"]["measured_bytes"] for row in rows if row["plan"] == "one strategy"}
+    for row in rows:
+        taken, captured = row["memory"]["measured_bytes"], row["captured"]
+        yield {
+            "model": found["model"],
+            "runner": f"vLLM {row['runner']}",
+            "plan": f"measured, {row['graphs']}, {row['plan']}",
+            "graphs": len(captured["full"]) + len(captured["piecewise"]),
+            "predicted_gib": row["memory"]["predicted_bytes"] / GIB,
+            "measured_gib": taken / GIB,
+            "over_single": taken / single[row["runner"]] if row["runner"] in single else None,
+        }
+
+
+def _chains_verdict(rows: Sequence[Mapping[str, Any]], *, predicted: bool) -> str:
+    """One strategy, every strategy apart and buckets on the V2 runner."""
+    of_v2 = {str(row["plan"]).split(", ")[-1]: row for row in rows if row["runner"] == "vLLM V2"}
+    if not {"one strategy", "every strategy apart", "bucketed"} <= of_v2.keys():
+        return ""
+    gib = {name: row["predicted_gib"] if predicted else row["measured_gib"] for name, row in of_v2.items()}
+    one = gib["one strategy"]
+    return (
+        f" Chains on vLLM's V2 runner, {'predicted' if predicted else 'measured'}: one strategy {one:.2f} GiB, every "
+        f"strategy apart {gib['every strategy apart']:.2f} ({gib['every strategy apart'] / one:.1f} times), bucketed "
+        f"{gib['bucketed']:.2f} ({gib['bucketed'] / one:.1f}); TLT: 1, "
+        f"{tlt.MEASURED_GB['naive'] / tlt.MEASURED_GB['single']:.1f} and "
+        f"{tlt.MEASURED_GB['bucketed'] / tlt.MEASURED_GB['single']:.1f}."
+    )
 
 
 def _short(strategy: Strategy) -> str:
@@ -294,7 +368,8 @@ def _notes(settings: Settings, strategies: Sequence[Strategy], acceptance: Accep
     outside = [_short(s) for s in strategies if s.speculates and acceptance.outside(s)]
     if outside:
         yield f"acceptance of {', '.join(outside)} is an extrapolation of {settings.acceptance}"
-    yield "nothing was captured, all figures are predicted; `tltlab bench gpu graphs` measures on a CUDA device"
+    if settings.measured is None:
+        yield "nothing was captured, all figures are predicted; `tltlab bench gpu graphs` measures on a CUDA device"
 
 
 def _picture(rows: pd.DataFrame, settings: Settings) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from tltlab.charts import lines, shares
 from tltlab.errors import TltlabError
 from tltlab.traces import metrics
 from tltlab.traces.lanes import median_step
+from tltlab.traces.schema import GRAPH_KINDS
 from tltlab.traces.trace import Trace
 
-from .page import Absent, Block, Part, Picture, Section, number, records
+from .page import Absent, Block, Part, Picture, Section, Text, number, records
 from .timeline import timeline
 
 PERCENTILES = (10, 50, 90, 95, 99, 100)
@@ -39,6 +41,46 @@ def timeline_part(trace: Trace) -> Part:
         f"{number(tail, '.0%')} of the rollout fewer than 1/8 of the responses were running."
     )
     return Section(title=title, blocks=(Picture.of(figure, alt=alt, caption=caption),))
+
+
+def graphs_part(trace: Trace, graphs: Mapping[str, Any]) -> Part:
+    """What the target's passes ran in, by draft depth, and what was captured; `graphs` is the run's graphs.json."""
+    title = "CUDA graphs"
+    table = trace.iterations
+    if table is None or (table := table[table["graph"].notna()]).empty:
+        return Absent(title=title, reason="the trace does not say what iterations ran in (graph in iterations.parquet)")
+    blocks: list[Block] = []
+    planned, captured = graphs.get("planned"), graphs.get("captured") or [{}]
+    if isinstance(planned, dict):
+        predicted = planned.get("predicted_bytes")
+        memory = "" if predicted is None else f" Predicted: {predicted / 2**30:.2f} GiB on each GPU."
+        blocks.append(Text(text=f"Planned: {'; '.join(planned['notes'])}.{memory}"))
+    if (mode := captured[0].get("mode")) is not None:
+        first, taken = captured[0], captured[0].get("num_bytes")
+        memory = "" if taken is None else f", which took {taken / 2**30:.2f} GiB"
+        num = f"{len(first['full'])} full and {len(first['piecewise'])} piecewise graphs{memory}"
+        blocks.append(
+            Text(text=f"Captured by each of {len(captured)} engines: {num} ({first['runner']} runner, {mode}).")
+        )
+    shares_of = table.groupby(["draft_depth", "graph"])["duration"].sum().unstack(fill_value=0)
+    decoding = table[table["prefill_tokens"] == 0]
+    tokens = (decoding["batch"] + decoding["num_drafted"]).groupby(decoding["draft_depth"]).sum()
+    padded = 1.0 - tokens / decoding["graph_tokens"].groupby(decoding["draft_depth"]).sum()
+    rows = [
+        {
+            "depth": "plain" if not depth else str(depth),
+            "iterations": int((table["draft_depth"] == depth).sum()),
+            **{kind: own.get(kind, 0.0) / own.sum() for kind in GRAPH_KINDS},
+            "padding": padded.get(depth),
+        }
+        for depth, own in shares_of.iterrows()
+    ]
+    columns = {
+        "depth": ("draft depth", ""), "iterations": ("iterations", ",d"), "full": ("one full graph", ".1%"),
+        "piecewise": ("piecewise", ".1%"), "eager": ("no graph", ".1%"), "padding": ("padding of decoding", ".1%"),
+    }  # fmt: skip
+    caption = "Share of the time of iterations by what the target's pass ran in, as vLLM's dispatcher counted it."
+    return Section(title=title, blocks=(*blocks, records(rows, columns, caption=caption)))
 
 
 def lengths_part(trace: Trace) -> Part:

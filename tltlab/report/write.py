@@ -15,7 +15,7 @@ from .comparison import comparison_page
 from .drafter import drafter_part
 from .origin import events_part, findings_part, origin_part
 from .page import Page, number, write_page
-from .rollout import lengths_part, steps_part, steps_rows, timeline_part
+from .rollout import graphs_part, lengths_part, steps_part, steps_rows, timeline_part
 from .speculation import acceptance_part, arms_part
 from .verify import verify_part
 
@@ -75,6 +75,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
         steps_part(trace),
         acceptance_part(trace),
         arms_part(trace),
+        graphs_part(trace, read_object(run / "graphs.json")),
         drafter_part(trace, _drafter_run(run, summary)),
         verify_part(run, trace, summary, compute=verify),
         findings_part(run),

@@ -33,6 +33,9 @@ TRAINING_ENDS = ("stopped", "killed", "failed", "declined")
 """How a worker's part in a training period ended: told to stop, killed (it did not yield, or its process died), by an
 error of its own, or by itself because it has trained all that it may."""
 
+GRAPH_KINDS = ("full", "piecewise", "eager")
+"""What the target's pass of an iteration ran in: one CUDA graph, graphs between which attention is launched, none."""
+
 SPAN_KINDS = (
     "prefill", "decode", "speculative_decode", "idle", "spot_train", "weight_sync", "switch",
     "inference", "reward", "train", "checkpoint",
@@ -77,6 +80,7 @@ TABLES: dict[str, pa.Schema] = {
         f"{_WORKER_COLUMNS} iteration:i32 t_start:f64 duration:f64 draft_duration:f64? batch:i32 num_waiting:i32?"
         f" context_tokens:i64 kv_tokens:i64? prefill_tokens:i32 drafter:str? {_STRATEGY_COLUMNS} num_drafted:i32"
         " num_accepted:i32 num_generated:i32 accepted_per_request:[i32]? next_draft_depth:i32?"
+        " graph:str? graph_tokens:i32?"
     ),
     "decisions": _schema(
         f"{_WORKER_COLUMNS} iteration:i32 bucket:i32? drafter:str {_STRATEGY_COLUMNS} propensity:f32 reward:f64?"

@@ -18,12 +18,13 @@ import pyarrow.compute as pc
 from tltlab.arrays import Flags, Ints
 from tltlab.errors import TraceError
 
-from .schema import FINISH_REASONS, KEY, TABLES, TRAINING_ENDS, UNIQUE
+from .schema import FINISH_REASONS, GRAPH_KINDS, KEY, TABLES, TRAINING_ENDS, UNIQUE
 
 _AT_LEAST_ONE = {"max_response_tokens", "tokens_to_verify", "max_depth", "members"}
 _ANY_SIGN = {"reward", "reward_mean", "drift_kl", "loss"}
 _WORDS: dict[str, dict[str, tuple[str, ...]]] = {
     "outcomes": {"finish_reason": FINISH_REASONS},
+    "iterations": {"graph": GRAPH_KINDS},
     "spot_training": {"ended": TRAINING_ENDS},
 }
 _ROUNDING = 1e-4
@@ -143,7 +144,7 @@ def check_values(part: Part) -> None:
         _check_column(part, field)
     for column, words in _WORDS.get(part.name, {}).items():
         known = pc.is_in(part.table[column], pa.array(words)).to_numpy()
-        part.require(known, column, f"got {{}}, it must be one of {', '.join(words)}")
+        part.require(known | ~part.known(column), column, f"got {{}}, it must be one of {', '.join(words)}")
     if part.name == "outcomes":
         aborted = pc.equal(part.table["finish_reason"], "abort").to_numpy()
         ok = (part.numpy("response_tokens") >= 1) | aborted

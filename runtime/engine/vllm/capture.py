@@ -1,23 +1,29 @@
 """The target's hidden states out of a live engine: every response that ends becomes a `TrainingSequence`.
 
 Both model runners keep what a forward pass left (`execute_model_state`) until they sample from it, whatever they draft
-with, if at all; that is where rows are taken. On CUDA they leave on a stream of their own, through pinned memory.
+with, if at all; that is where `RunnerCapture` takes rows. On CUDA they leave on a stream of their own, through pinned
+memory. `Capture` sits beside the scheduler and says which requests come and go. Under tensor parallelism, where each
+rank has whole hidden states, rank 0's runner takes them, in its own process; what it must know comes to it with the
+next iteration.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tltlab.arrays import Ints
+from tltlab.arrays import Array, Floats, Ints, Tokens
+from tltlab.drafters.base import Key
+from tltlab.drafters.length_classes import LengthClasses
 from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.ledger import Stopwatch
@@ -30,6 +36,9 @@ WAIT_ITERATIONS = 16
 WAIT_ROWS = 1024
 """How many iterations of how many rows in all may wait, on a CPU, to be put away together."""
 
+_WORD = "tltlab_capture"
+"""Where a model runner has its capture, and a `SchedulerOutput` what its runner's capture is to hear."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -37,9 +46,9 @@ logger = logging.getLogger(__name__)
 class Captured:
     """What a capture has handed over, in sequences and their rows, and what it cost.
 
-    `skipped` requests found no room at their first row, `lost` ones later. `peak_bytes` is the most that running
-    requests have held, `seconds` all the time it took of the engine's, the sink's included. `failure` says how the sink
-    failed, which ended the capture.
+    `skipped` requests found no room at their first row, `lost` ones gave theirs up later. `peak_bytes` is the most that
+    running requests have held, `seconds` all the time it took of the model runner's process, the sink's included.
+    `failure` says how it failed, or its sink, which ended the capture.
     """
 
     sequences: int = 0
@@ -52,10 +61,17 @@ class Captured:
 
 
 class NoCapture:
-    """Nothing is captured."""
+    """Nothing is captured. What a scheduler tells whoever captures; requests that come while it is `paused` are not."""
 
-    def enter(self, request_id: str) -> None:
+    def __init__(self, captured: Captured | None = None) -> None:
+        self.paused = False
+        self._before = captured or Captured()
+
+    def enter(self, request_id: str, live: Live) -> None:
         """A request came into the engine."""
+
+    def scheduled(self, output: Any) -> None:
+        """An iteration goes to the model runner."""
 
     def landed(self) -> None:
         """The outcome of the oldest iteration in flight is known."""
@@ -63,106 +79,183 @@ class NoCapture:
     def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
         """A request left the engine, after `landed` for its last iteration."""
 
-    def stop(self) -> None:
-        """Capture nothing more, and forget what running requests have."""
+    def idle(self) -> None:
+        """No request is left."""
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Requests that come meanwhile are not captured."""
-        yield
+    def stop(self) -> Captured:
+        """Capture nothing more, and forget what running requests have; what it did."""
+        return self.captured
 
     @property
     def captured(self) -> Captured:
-        """What it did so far."""
-        return Captured()
+        """What it did so far, or the capture before it."""
+        return self._before
 
 
 class Capture(NoCapture):
-    """Takes rows from `runner` and hands `sink` each request that came since, when it ends with "stop" or "length".
+    """Captures each request that comes from now on and ends with "stop" or "length", by what a model runner has."""
 
-    `max_positions` is the engine's context in tokens, `max_tokens` the most an iteration computes. Begin with
-    `attach`.
+    def __init__(self, rows: RunnerCapture | RemoteCapture) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def enter(self, request_id: str, live: Live) -> None:
+        if not self.paused:
+            self._rows.enter(request_id, live.prompt_id, len(live.prompt))
+
+    def scheduled(self, output: Any) -> None:
+        self._rows.scheduled(output)
+
+    def landed(self) -> None:
+        self._rows.land()
+
+    def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
+        whole = finish_reason in ("stop", "length")
+        text = np.array([*live.prompt, *live.output], np.int32) if whole else None
+        self._rows.leave(request_id, live.key, len(live.prompt), text)
+
+    def idle(self) -> None:
+        self._rows.idle()
+
+    def stop(self) -> Captured:
+        return self._rows.stop()
+
+    @property
+    def captured(self) -> Captured:
+        return self._rows.captured
+
+
+class RunnerCapture:
+    """Takes rows from `runner`, in its process, and hands `sink` each request that has ended.
+
+    `max_positions` is the engine's context in tokens, `max_tokens` the most an iteration computes. Running requests
+    hold at most `max_bytes`: when these are full, those stay that are likely to be in the tail, by how long they are
+    and by how long the responses of their prompt, or all, were so far (`LengthClasses`). Begin with `attach`. Whatever
+    fails here ends the capture, and not the engine.
     """
 
     def __init__(self, runner: Any, sink: Sink, *, max_bytes: int, max_positions: int, max_tokens: int) -> None:
         self._runner = runner
         self._sink = sink
-        self._store = RowStore(max_bytes, max_positions)
+        self._store = RowStore(max_bytes, max_positions, self._expected)
         self._way = _DirectWay() if runner.device.type == "cpu" else _PinnedWay(runner.device, max_tokens)
+        self._lengths = LengthClasses()
+        self._prompts: dict[str, tuple[str, int]] = {}
         self._on = True
-        self._paused = False
         self._sequences = self._rows = 0
         self._stopwatch = Stopwatch(time.perf_counter)
         self._failure = ""
 
     def attach(self) -> None:
         """Take rows from now on, until `stop`."""
-        runner, stock = self._runner, self._runner.sample_tokens
+        runner, execute, sample = self._runner, self._runner.execute_model, self._runner.sample_tokens
+
+        def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            self.heed(getattr(scheduler_output, _WORD, ()))
+            return execute(scheduler_output, *args, **kwargs)
 
         def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-            with self._stopwatch:
-                self._way.leave(self._store, _batch_of(runner) if self._store else None)
+            self._take()
             try:
-                return stock(*args, **kwargs)
+                return sample(*args, **kwargs)
             finally:
                 # A graph's next replay writes its states where the last one's still are.
                 self._way.clear()
 
-        runner.sample_tokens = sample_tokens
+        runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
-    def enter(self, request_id: str) -> None:
-        if self._on and not self._paused:
+    def heed(self, told: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """Do what a `RemoteCapture` was asked to do, in that order."""
+        for name, args in told:
+            getattr(self, name)(*args)
+
+    def enter(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
+        """Keep the rows of this request from now on."""
+        if self._on:
             self._store.open(request_id)
+            self._prompts[request_id] = prompt_id, prompt_tokens
 
-    def landed(self) -> None:
+    def scheduled(self, output: Any) -> None:
+        """Nothing: this is the runner's process."""
+
+    def land(self) -> None:
+        """The outcome of the oldest iteration that left is known."""
         with self._stopwatch:
-            self._way.land(self._store)
+            try:
+                self._way.land(self._store)
+            except Exception as error:
+                self._give_up("capturing hidden states", error)
 
-    def leave(self, request_id: str, live: Live, finish_reason: str) -> None:
+    def leave(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
+        """Hand over the rows of a request, whose tokens are `text`, or forget them without."""
         with self._stopwatch:
-            total = len(live.prompt) + len(live.output)
-            whole = finish_reason in ("stop", "length")
-            self._way.settle(self._store)
-            rows = self._store.close(request_id, total - 1 if whole else 0)
-            if rows is not None:
-                self._hand_over(live, rows)
+            try:
+                self._way.settle(self._store)
+                rows = self._store.close(request_id, 0 if text is None else len(text) - 1)
+                self._prompts.pop(request_id, None)
+                if text is not None:
+                    self._lengths.finished(key[1], len(text) - prompt_tokens)
+            except Exception as error:
+                self._give_up("capturing hidden states", error)
+                return
+            if rows is not None and text is not None:
+                self._hand_over(key, prompt_tokens, text, rows)
 
-    def _hand_over(self, live: Live, rows: Rows) -> None:
-        tokens = torch.tensor([*live.prompt, *live.output])
-        sequence = TrainingSequence(
-            key=live.key,
-            token_ids=tokens[rows.first :].clone(),
-            hidden=rows.hidden,
-            aux=rows.aux,
-            first_position=rows.first,
-            prompt_tokens=max(len(live.prompt) - rows.first, 0),
-        )
-        try:
-            self._sink(sequence)
-        except Exception as error:  # what the sink does is its owner's, the rollout is everybody's
-            self._failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            logger.error("the sink of captured hidden states failed, so capture ends: %s", self._failure)
-            self.stop()
-            return
+    def idle(self) -> None:
+        """Nothing: what has left was handed over."""
+
+    def _take(self) -> None:
+        with self._stopwatch:
+            try:
+                self._way.leave(self._store, _batch_of(self._runner) if self._store else None)
+            except Exception as error:
+                self._give_up("capturing hidden states", error)
+
+    def _hand_over(self, key: Key, prompt_tokens: int, text: Tokens, rows: Rows) -> None:
+        # In inference mode, where a worker is when it hears of this, tensors would be no good for training.
+        with torch.inference_mode(False):
+            sequence = TrainingSequence(
+                key=key,
+                token_ids=torch.from_numpy(text[rows.first :].astype(np.int64)),
+                hidden=rows.hidden,
+                aux=rows.aux,
+                first_position=rows.first,
+                prompt_tokens=max(prompt_tokens - rows.first, 0),
+            )
+            try:
+                self._sink(sequence)
+            except Exception as error:
+                self._give_up("the sink of captured hidden states", error)
+                return
         self._sequences += 1
         self._rows += sequence.num_rows
 
-    def stop(self) -> None:
+    def _give_up(self, what: str, error: Exception) -> None:
+        """Go on without: whatever failed, the rollout is everybody's."""
+        self._failure = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        logger.error("%s failed, so capture ends: %s", what, self._failure)
+        self.stop()
+
+    def _expected(self, request_ids: Sequence[str], ends: Array) -> Floats:
+        """How many tokens the responses of these requests, which end at these positions so far, are likely to get."""
+        prompts, prompt_tokens = zip(*map(self._prompts.__getitem__, request_ids), strict=True)
+        generated: Floats = np.maximum(ends - np.array(prompt_tokens), 0.0)
+        expected = self._lengths.expect(prompts, generated)
+        return generated if expected is None else generated + expected[1]
+
+    def stop(self) -> Captured:
+        """Capture nothing more, and forget what running requests have; what it did."""
         self._on = False
-        self._runner.__dict__.pop("sample_tokens", None)
+        for name in ("execute_model", "sample_tokens"):
+            self._runner.__dict__.pop(name, None)
         self._way = _DirectWay()
         self._store.clear()
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
+        self._prompts.clear()
+        return self.captured
 
     @property
     def captured(self) -> Captured:
+        """What it did so far."""
         return Captured(
             sequences=self._sequences,
             rows=self._rows,
@@ -172,6 +265,100 @@ class Capture(NoCapture):
             seconds=self._stopwatch.seconds,
             failure=self._failure,
         )
+
+
+class RemoteCapture:
+    """The `RunnerCapture` of rank 0, from the engine core's process, whose executor is `executor`.
+
+    What it is told goes with the next iteration, and where there is none in a message of its own.
+    """
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+        self._unsent: list[tuple[str, tuple[Any, ...]]] = []
+
+    def enter(self, request_id: str, prompt_id: str, prompt_tokens: int) -> None:
+        """Keep the rows of this request from now on."""
+        self._unsent.append(("enter", (request_id, prompt_id, prompt_tokens)))
+
+    def scheduled(self, output: Any) -> None:
+        """Send what was told so far along with this `SchedulerOutput`."""
+        if self._unsent:
+            setattr(output, _WORD, self._unsent)
+            self._unsent = []
+
+    def land(self) -> None:
+        """The outcome of the oldest iteration that left is known."""
+        self._unsent.append(("land", ()))
+
+    def leave(self, request_id: str, key: Key, prompt_tokens: int, text: Tokens | None) -> None:
+        """Hand over the rows of a request, whose tokens are `text`, or forget them without."""
+        self._unsent.append(("leave", (request_id, key, prompt_tokens, text)))
+
+    def idle(self) -> None:
+        """Have what has left handed over before this returns."""
+        told, self._unsent = self._unsent, []
+        try:
+            self._ask("heed", told)
+        except Exception as error:  # its process has died, and the engine's own calls will say so
+            logger.error("the process that captures hidden states does not answer: %s", " ".join(str(error).split()))
+
+    def stop(self) -> Captured:
+        """Capture nothing more, and forget what running requests have; what it did."""
+        self._unsent = []
+        return cast(Captured, self._ask("stop"))
+
+    @property
+    def captured(self) -> Captured:
+        """What it did so far."""
+        return cast(Captured, self._ask("captured"))
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        return self._executor.collective_rpc(_on_rank_0, args=(name, args))[0]
+
+
+def start_capture(core: Any, sink: bytes | Sink | None, max_bytes: int) -> None:
+    """Have the engine core of this process capture for `sink` alone from now on; None for no more.
+
+    Into other processes the sink goes pickled. Running requests hold at most `max_bytes`.
+    """
+    scheduler, executor = core.scheduler, core.model_executor
+    scheduler.capture = NoCapture(scheduler.capture.stop())
+    if sink is not None:
+        executor.collective_rpc(_attach, args=(sink, max_bytes))
+        worker = getattr(executor, "driver_worker", None)
+        rows = RemoteCapture(executor) if worker is None else getattr(worker.model_runner, _WORD)
+        scheduler.capture = Capture(rows)
+
+
+def pause_capture(core: Any, paused: bool) -> bool:
+    """Whether requests that come were captured before this; from now on they are unless it is `paused`."""
+    capture = core.scheduler.capture
+    before, capture.paused = capture.paused, paused
+    return bool(before)
+
+
+def _attach(worker: Any, sink: bytes | Sink, max_bytes: int) -> None:
+    if worker.rpc_rank:
+        return
+    config = worker.vllm_config
+    capture = RunnerCapture(
+        worker.model_runner,
+        pickle.loads(sink) if isinstance(sink, bytes) else sink,
+        max_bytes=max_bytes,
+        max_positions=config.model_config.max_model_len,
+        max_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
+    capture.attach()
+    setattr(worker.model_runner, _WORD, capture)
+
+
+def _on_rank_0(worker: Any, name: str, args: tuple[Any, ...]) -> Any:
+    """What rank 0's capture has by this name, called where it can be."""
+    if worker.rpc_rank:
+        return None
+    found = getattr(getattr(worker.model_runner, _WORD), name)
+    return found(*args) if callable(found) else found
 
 
 @dataclass(frozen=True, slots=True)

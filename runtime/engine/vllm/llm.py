@@ -19,8 +19,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.weights import Slots
 
-from . import TESTED_VLLM, on_cpu, starting, uncompiled
-from .capture import Capture, Sink
+from . import TESTED_VLLM, capture, on_cpu, starting, uncompiled
+from .capture import Sink
 from .options import scheduler_cls
 from .transfer import LOCAL_BACKEND
 
@@ -42,7 +42,7 @@ def start(
     model: str,
     *,
     attachment: Mapping[str, Any],
-    speculative: Mapping[str, Any] | None,
+    planned: Mapping[str, Any],
     beside: bool,
     own_process: bool,
     seed: int,
@@ -50,7 +50,8 @@ def start(
 ) -> tuple[Any, bool]:
     """A `vllm.LLM` with the policy scheduler, and whether it takes drafts; ConfigError if it fails.
 
-    `vllm_args` win over the defaults here. With `beside` drafts are made beside the scheduler too, which only the V1
+    `vllm_args` win over what is `planned` and over the defaults here; of `compilation_config` each setting by itself.
+    With `beside` drafts are made beside the scheduler too, which only the V1
     model runner takes: others keep their own on the device. With a tensor_parallel_size above 1 the model runs in as
     many processes below the engine core's. `enable_sleep_mode` is ignored on CPU, where `sleep` does nothing. The
     process's environment, `sys.path` and torch's settings of compilation are afterwards as before; vLLM's own modules
@@ -58,11 +59,11 @@ def start(
     """
     with starting():
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if own_process else "0"
-        if beside and speculative is not None:
+        if beside and "speculative_config" in planned:
             os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-        args = engine_arguments(seed, vllm_args)
-        if speculative is not None:
-            args.setdefault("speculative_config", dict(speculative))
+        args = {**planned, **engine_arguments(seed, vllm_args)}
+        if {"compilation_config"} <= planned.keys() & vllm_args.keys():
+            args["compilation_config"] = {**planned["compilation_config"], **vllm_args["compilation_config"]}
         args["additional_config"] = {**args.get("additional_config", {}), "tltlab": dict(attachment)}
         with uncompiled(on_cpu() and args["enforce_eager"]):
             llm = _built(model, args, own_process)
@@ -87,6 +88,8 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
+        # Iterations tell what they ran in: two numbers and a word each.
+        "cudagraph_metrics": True,
         "seed": seed,
         # Asynchronously, what is in flight when a rollout ends is of no rollout: its choices are in no trace and cannot
         # be made again, and its blocks are still in use when the prefix cache is to be emptied for a resume.
@@ -180,23 +183,25 @@ def set_control(llm: Any, control: Control) -> None:
     _core(llm).scheduler.control = control
 
 
-def start_capture(llm: Any, sink: Sink, max_bytes: int) -> Capture:
-    """Hand `sink` every request that ends, with its hidden states; running ones hold at most `max_bytes` of them.
+def start_capture(llm: Any, sink: Sink | None, max_bytes: int) -> None:
+    """Hand `sink` every request that ends, with its hidden states, where the model runs; None for no more.
 
-    ConfigError where the engine's model does not run in this process, or verifies fewer tokens than were scheduled.
+    Running requests hold at most `max_bytes` of them. ConfigError where the sink cannot go there, and where the engine
+    verifies fewer tokens than were scheduled.
     """
-    worker = _worker(llm)
-    if worker is None:
-        raise ConfigError("hidden states are captured where the engine runs: leave out own_process and parallelism")
-    runner = worker.worker.model_runner
-    if getattr(runner, "adaptive_verification", None) is not None:
+    speculative = llm.llm_engine.vllm_config.speculative_config
+    if sink is not None and speculative is not None and speculative.enable_adaptive_verification:
         raise ConfigError("hidden states cannot be captured with enable_adaptive_verification: leave it out")
-    config = llm.llm_engine.vllm_config
-    positions, tokens = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
-    capture = Capture(runner, sink, max_bytes=max_bytes, max_positions=positions, max_tokens=tokens)
-    capture.attach()
-    _core(llm).scheduler.capture = capture
-    return capture
+    if _worker(llm) is not None:
+        capture.start_capture(_core(llm), sink, max_bytes)
+        return
+    try:
+        sent = None if sink is None else pickle.dumps(sink)
+    except Exception as error:  # whatever the objects in it raise
+        raise ConfigError(
+            f"the engine's model runs in a process of its own, and the sink, which must go there, cannot: {error}"
+        ) from error
+    call(llm, "capture", sent, max_bytes)
 
 
 def call(llm: Any, name: str, *args: Any) -> Any:

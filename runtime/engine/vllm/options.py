@@ -14,9 +14,12 @@ from tltlab.files import read_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.graphs import plan_graphs
+from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
 
 _HERE = __package__
+
+MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+"""Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
 
 
 class Attachment(FrozenModel):
@@ -96,17 +99,21 @@ def vllm_options(
     }
     if async_scheduling is not None:
         options["async_scheduling"] = async_scheduling
-    speculative = speculative_config(pool_specs, depth)
+    if record is not None:
+        # Iterations tell what kind of CUDA graph they ran in.
+        options["cudagraph_metrics"] = True
+    plan = None
     if max_batch is not None:
-        planned = plan_graphs(chosen, max_batch).settings()
-        options |= {name: planned[name] for name in ("max_num_seqs", "compilation_config")}
-        depths = planned.get("speculative_config", {}).get("num_speculative_tokens_per_batch_size")
-        if speculative is not None and depths is not None:
-            # The policy chooses; this says which depths to capture graphs for.
-            speculative["num_speculative_tokens_per_batch_size"] = depths
-    if speculative is not None:
-        options["speculative_config"] = speculative
-    return options
+        plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
+        options["max_num_seqs"] = max_batch
+    return options | engine_settings(speculative_config(pool_specs, depth), plan)
+
+
+def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:
+    """vLLM's arguments of what drafts and, where they are planned, of CUDA graphs."""
+    if graphs is not None:
+        return graphs.engine_settings(speculative)
+    return {} if speculative is None else {"speculative_config": dict(speculative)}
 
 
 def serve_arguments(options: Mapping[str, Any]) -> list[str]:
@@ -138,16 +145,20 @@ def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any
     learned = next((spec for spec in drafters.values() if isinstance(spec, LearnedSpec)), None)
     if learned is None:
         return {"method": "custom_class", "model": f"{_HERE}.scheduler.NoProposer", "num_speculative_tokens": depth}
-    return {"method": learned.method, "model": learned.model, "num_speculative_tokens": depth}
+    return learned.speculative_config | {"num_speculative_tokens": depth}
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
     """Raise ConfigError where the configurations of drafter and target, if they are folders, do not go together.
 
     A draft model needs the target's vocabulary, an EAGLE head its hidden size too; an EAGLE-3 head may draft from a
-    part of the vocabulary.
+    part of the vocabulary. A target whose own MTP layers are to draft needs to have some.
     """
-    theirs, ours = _config(target), _config(spec.model)
+    theirs, ours = _config(target), _config(spec.model or target)
+    if theirs is not None and not spec.model and not any(theirs.get(field) for field in MTP_LAYERS):
+        raise ConfigError(
+            f"drafter {name}: {target} brings no MTP layers along, its config.json has none of {', '.join(MTP_LAYERS)}"
+        )
     if theirs is None or ours is None:
         return
     for field in ("vocab_size",) if spec.method == "draft_model" else ("vocab_size", "hidden_size"):

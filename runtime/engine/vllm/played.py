@@ -29,7 +29,7 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.ledger import Stopwatch
 
-from .capture import Capture
+from .capture import Capture, RunnerCapture
 from .options import speculative_config, vllm_options
 from .scheduler import PolicyScheduler
 
@@ -393,6 +393,9 @@ class _Runner:
         self.positions: Any = None
         self._computed: dict[str, int] = {}
 
+    def execute_model(self) -> None:
+        """Nothing is computed here."""
+
     def sample_tokens(self) -> None:
         """Nothing is sampled here."""
 
@@ -412,7 +415,7 @@ class _Runner:
 def _capture(scheduler: Any) -> _Runner:
     """Have `scheduler` capture hidden states from a runner that is played."""
     runner = _Runner()
-    capture = Capture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
-    capture.attach()
-    scheduler.capture = capture
+    rows = RunnerCapture(runner, lambda sequence: None, max_bytes=1 << 30, max_positions=4096, max_tokens=1 << 20)
+    rows.attach()
+    scheduler.capture = Capture(rows)
     return runner

@@ -1,8 +1,8 @@
 """What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
 
 Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
-registered; drafting is timed; and an engine core, in whatever process it runs, can be asked about its policy. All this
-changes vLLM's own modules for as long as the process lives.
+registered; drafting is timed, and what CUDA graphs take is kept; and an engine core, in whatever process it runs, can
+be asked about its policy. All this changes vLLM's own modules for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from .runners import spare_speculation, time_drafting
+from .dispatch import keep_captured_bytes
+from .runners import model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
 
 GRACE_S = 60.0
@@ -31,6 +32,8 @@ def register() -> None:
         mend_top_k_of_nothing()
     spare_speculation()
     time_drafting()
+    for runner in model_runners():
+        keep_captured_bytes(runner)
     answer_for_the_policy()
     wait_for_recordings()
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tltlab.arrays import Array
+from tltlab.arrays import Array, Floats
 
 PAGE = 32
 """Rows per page."""
@@ -28,22 +28,27 @@ class Rows:
     aux: Tensor | None
 
 
+Expected = Callable[[Sequence[str], Array], Floats | Array]
+"""Of these requests, whose rows end before these positions, how long each is expected to get."""
+
+
 class RowStore:
     """Keeps each row that comes for an opened request; a later row of the same position replaces it.
 
-    Memory is reserved at the first rows, at most `max_bytes`, and touched only as it fills. A request that finds no
-    room at its first row is `skipped`, one that finds none later loses all its rows and is `lost`. `max_positions` is
-    one more than the highest position.
+    Memory is reserved at the first rows, at most `max_bytes`, and touched only as it fills. Once it is full, requests
+    that are `expected` to stay shorter than the one that asks for room lose all their rows and are `lost`, the shortest
+    first and no more than it needs; where they do not have enough it loses its own, or is `skipped` if it has none yet.
+    By default who has fewer rows is expected to stay shorter. `max_positions` is one more than the highest position.
     """
 
-    def __init__(self, max_bytes: int, max_positions: int) -> None:
+    def __init__(self, max_bytes: int, max_positions: int, expected: Expected = lambda request_ids, ends: ends) -> None:
         self.max_bytes = max_bytes
+        self._expected = expected
         self.skipped = 0
         self.lost = 0
         self.peak_bytes = 0
         self._width = max_positions // PAGE + 1
         self._page_bytes = 0
-        self._num_pages = 0
         self.clear()
 
     def clear(self) -> None:
@@ -55,6 +60,7 @@ class RowStore:
         self._table = np.empty((0, self._width), np.int64)
         self._add_slots()
         self._free: list[int] = []
+        self._num_pages = self._num_touched = 0
         self._hidden: Tensor | None = None
         self._aux: Tensor | None = None
 
@@ -140,7 +146,6 @@ class RowStore:
         num_states = 1 + len(aux or ())
         self._page_bytes = PAGE * hidden.shape[1] * hidden.element_size() * num_states
         self._num_pages = self.max_bytes // self._page_bytes
-        self._free = list(range(self._num_pages))[::-1]
         num_rows = self._num_pages * PAGE
         # Outside of inference mode whatever the caller's: what is cut from here is trained on.
         with torch.inference_mode(False):
@@ -160,23 +165,55 @@ class RowStore:
             self._spans[:, slot] = start, start, start, start
         if slot < 0:
             return
-        if not self._grow(slot, start, end):
+        if not self._grow(slot, start, end, request_id):
             self._drop(request_id)
             self.skipped += new
             self.lost += not new
-        elif start < self._spans[_FIRST, slot] or start > self._spans[_END, slot]:
+            return
+        if start < self._spans[_FIRST, slot] or start > self._spans[_END, slot]:
             self._spans[_FIRST, slot] = start
+        # Who asks for room next is to know how long this one is.
+        self._spans[_END, slot] = end
 
-    def _grow(self, slot: int, start: int, end: int) -> bool:
-        """Give the slot pages for positions from `start` to `end`; False, and none, where too few are free."""
+    def _grow(self, slot: int, start: int, end: int, request_id: str) -> bool:
+        """Give the slot pages for positions from `start` to `end`; False, and none, where there is no room for them."""
         low, high = self._spans[_LOW:, slot].tolist()
         low, high = min(start, low) // PAGE, -(-max(end, high) // PAGE)
         missing = low + np.flatnonzero(self._table[slot, low:high] < 0)
-        if len(missing) > len(self._free):
+        surplus = len(missing) - len(self._free) - (self._num_pages - self._num_touched)
+        if surplus > 0 and not self._make_room(surplus, request_id, end):
             return False
-        self._table[slot, missing] = [self._free.pop() for _ in missing]
+        self._table[slot, missing] = [self._page() for _ in missing]
         self._spans[_LOW:, slot] = low * PAGE, high * PAGE
-        self.peak_bytes = max(self.peak_bytes, (self._num_pages - len(self._free)) * self._page_bytes)
+        self.peak_bytes = max(self.peak_bytes, (self._num_touched - len(self._free)) * self._page_bytes)
+        return True
+
+    def _page(self) -> int:
+        if self._free:
+            return self._free.pop()
+        self._num_touched += 1
+        return self._num_touched - 1
+
+    def _make_room(self, num_pages: int, request_id: str, end: int) -> bool:
+        """Drop as few requests as have so many pages, of those expected to stay shorter; False where that is not all.
+
+        O(requests), and each request is dropped but once.
+        """
+        others = [name for name, slot in self._slots.items() if slot >= 0 and name != request_id]
+        slots = [self._slots[name] for name in others]
+        ends = np.append(self._spans[_END, slots], end)
+        # Requests of which nothing is known but that they are alike are told apart by how far they got.
+        lengths = list(zip(self._expected([*others, request_id], ends).tolist(), ends.tolist(), strict=True))
+        shorter = sorted((length, name) for length, name in zip(lengths, others, strict=False) if length < lengths[-1])
+        victims: list[str] = []
+        while num_pages > 0 and len(victims) < len(shorter):
+            victims.append(shorter[len(victims)][1])
+            num_pages -= int((self._table[self._slots[victims[-1]]] >= 0).sum())
+        if num_pages > 0:
+            return False
+        for name in victims:
+            self._drop(name)
+        self.lost += len(victims)
         return True
 
     def _drop(self, request_id: str) -> None:

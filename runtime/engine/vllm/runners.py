@@ -202,14 +202,20 @@ class NoProposer:
         return [[] for _ in sampled_token_ids]
 
 
+def model_runners() -> tuple[Any, Any]:
+    """vLLM's V1 and V2 model runners."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
+
+    return V1Runner, V2Runner
+
+
 def time_drafting() -> None:
     """Have both model runners say with the drafts they hand over how many seconds these took, as `draft_s`.
 
     On CUDA the time is the device's, between two events. Under asynchronous scheduling drafts are not handed over.
     """
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2Runner
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1Runner
-
+    V1Runner, V2Runner = model_runners()
     if hasattr(V1Runner.take_draft_token_ids, "timed_by_tltlab"):
         return
     V1Runner.propose_draft_token_ids = _timed(V1Runner.propose_draft_token_ids, lambda args: _stopwatch(args[0]))

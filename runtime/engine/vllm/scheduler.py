@@ -34,7 +34,8 @@ from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .capture import NoCapture
+from .capture import NoCapture, pause_capture, start_capture
+from .dispatch import captured_graphs, kind_of
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
@@ -124,7 +125,7 @@ class PolicyScheduler(Scheduler):
         prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
         live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
         self._batch = []
-        self.capture.enter(request.request_id)
+        self.capture.enter(request.request_id, live)
         self._record(lambda recording: recording.arrived(live))
 
     def _leave(self, request: Request) -> Live | None:
@@ -175,6 +176,7 @@ class PolicyScheduler(Scheduler):
                 scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
             else:
                 self.control.watched(what, self._of_vllm(scheduler_output.num_spec_tokens_to_schedule))
+            self.capture.scheduled(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
     def _of_vllm(self, depth: int) -> Strategy:
@@ -210,6 +212,8 @@ class PolicyScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         if scheduler_output.num_scheduled_tokens:
             what = self._in_flight.popleft()
+            if (ran := model_runner_output.cudagraph_stats) is not None:
+                what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
             with self.control.inside:
                 counts = _counts(what.request_ids, model_runner_output)
                 if what.request_ids is self._batch:
@@ -258,7 +262,10 @@ class PolicyScheduler(Scheduler):
         live = self._leave(request)
         if live is not None:
             self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
-        return super()._free_request(request, *args, **kwargs)
+        freed = super()._free_request(request, *args, **kwargs)
+        if not self.requests:
+            self.capture.idle()
+        return freed
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
         if self.recording is not None:
@@ -382,5 +389,10 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "reseed": _reseed,
     "rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
+    "capture": start_capture,
+    "captured": lambda core: core.scheduler.capture.captured,
+    "pause_capture": pause_capture,
     "sampling_is_sound": lambda core: speculative_sampling_is_sound(),
+    # Ranks capture the same graphs.
+    "captured_graphs": lambda core: core.model_executor.collective_rpc(captured_graphs)[0],
 }

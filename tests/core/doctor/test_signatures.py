@@ -407,26 +407,30 @@ def test_a_drafter_that_never_goes_into_service_is_told(tmp_path: Path) -> None:
     assert found_by("drafter-never-published", served) == ["drafter-never-published"]
 
 
-def capturing(*sizes: int) -> dict[str, Any]:
-    """vLLM settings of an engine that captures CUDA graphs of these sizes."""
-    return {"compilation_config": {"cudagraph_capture_sizes": list(sizes)}}
+def in_graphs(kind: Callable[[int], str | None], hardware: str = "8 x H100") -> Trace:
+    """A run on GPUs whose iterations say what they ran in, by draft depth."""
+    trace = Run(hardware=hardware).trace()
+    assert trace.iterations is not None
+    return trace.replace(iterations=trace.iterations.assign(graph=trace.iterations["draft_depth"].map(kind)))
 
 
-@pytest.mark.parametrize(
-    "vllm", [{"enforce_eager": True}, {"compilation_config": {"cudagraph_mode": "NONE"}}, capturing(1, 2)]
-)
-def test_iterations_without_a_graph_are_told_on_a_gpu(vllm: Any, tmp_path: Path) -> None:
-    run = recorded(tmp_path, recipe={"rollout": {"vllm": vllm}}, hardware="8 x H100")
-    assert found_by("no-graph", run) == ["no-graph"]
+def test_decoding_without_full_graphs_is_told_on_a_gpu_with_the_depth_it_is_most_of() -> None:
+    plain = findings(in_graphs(lambda depth: "full" if depth else "piecewise"))
+    [finding] = [found for found in plain if found.code == "no-graph"]
+    assert finding.severity == "hint"
+    assert "(100%) at plain decoding" in finding.evidence
+    [finding] = [found for found in findings(in_graphs(lambda depth: "eager")) if found.code == "no-graph"]
+    assert finding.severity == "problem"
+    assert "100% in none" in finding.evidence
 
 
-def test_graphs_are_in_use_only_where_the_run_says_which_were_captured(tmp_path: Path) -> None:
-    for vllm in (capturing(1, 256), {"max_num_seqs": 64}):
-        run = recorded(tmp_path, recipe={"rollout": {"vllm": vllm}}, hardware="8 x H100")
-        assert "which CUDA graphs ran is not recorded" in dict(diagnose(run).not_checked)["no-graph"]
-    recorded(tmp_path, recipe={"rollout": {"vllm": capturing(1, 256)}}, hardware="8 x H100")
-    (tmp_path / "run.log").write_text("Capturing CUDA graphs (decode, FULL): 100%\n")
-    assert "no-graph" in {check.name for check in diagnose(tmp_path).good}
+def test_full_graphs_are_no_finding_and_unrecorded_ones_are_not_judged() -> None:
+    assert "no-graph" in {check.name for check in diagnose(in_graphs(lambda depth: "full")).good}
+    for trace, why in (
+        (in_graphs(lambda depth: None), "does not say what iterations ran in"),
+        (in_graphs(lambda depth: "eager", "2 CPU cores"), "exist on GPUs only"),
+    ):
+        assert why in dict(diagnose(trace).not_checked)["no-graph"]
 
 
 @pytest.mark.parametrize(("repeat_s", "codes"), [(1.02, []), (1.4, ["noisy-machine"])])

@@ -42,7 +42,7 @@ def test_a_spec_survives_json(spec):
         ({"kind": "suffix", "scopes": ["group", "group"]}, "each once"),
         ({"kind": "suffix", "scopes": ["row"]}, "'request', 'group', 'problem' or 'global'"),
         ({"kind": "suffix", "match_factor": float("nan")}, "finite number"),
-        ({"kind": "learned", "method": "eagle", "model": ""}, "at least 1 character"),
+        ({"kind": "learned", "method": "eagle", "model": ""}, "needs the folder of its weights"),
         ({"kind": "hybrid", "min_expected": -1}, "greater than or equal to 0"),
         ({"kind": "ngram", "windw": 3}, "Extra inputs"),
         ({"kind": "tree"}, "'ngram', 'suffix', 'learned', 'hybrid'"),

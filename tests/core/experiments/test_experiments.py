@@ -218,7 +218,7 @@ def test_more_memory_for_graphs_never_costs_time_and_exact_plans_are_never_behin
 def test_naive_capture_takes_every_strategys_memory_and_buckets_do_not(graphs: ExperimentResult):
     rows = graphs.rows.set_index("plan")
     assert rows.loc["naive", "graphs"] == 4 * rows.loc["single", "graphs"]
-    ours = graphs.rows[graphs.rows["model"] == "Qwen2.5-32B"]
+    ours = graphs.rows[(graphs.rows["model"] == "Qwen2.5-32B") & (graphs.rows["runner"] == "SGLang")]
     assert (ours["low_gib"] <= ours["predicted_gib"]).all()
     assert (ours["predicted_gib"] <= ours["high_gib"]).all()
 
@@ -234,7 +234,7 @@ def test_the_papers_figures_stand_in_rows_of_their_own_and_nothing_is_called_mea
 def test_what_would_be_captured_on_a_gpu_can_be_told_to_vllm():
     graph_plan = pytest.importorskip("tltlab.runtime.engine.graphs")
     graphs = {name: len(graph_plan.plan_graphs(p, 64).full_graphs()) for name, p in graph_plan.chain_policies().items()}
-    assert graphs["three depths by batch"] > graphs["one depth"] > 0
+    assert graphs["every strategy apart"] > graphs["bucketed"] > graphs["one strategy"] > 0
 
 
 def test_batches_that_never_shrink_to_the_largest_captured_one_are_refused():

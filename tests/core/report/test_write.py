@@ -23,6 +23,7 @@ from tltlab.files import write_json
 from tltlab.report.drafter import drafter_part
 from tltlab.report.origin import command_line
 from tltlab.report.page import Absent, Section, Table, render
+from tltlab.report.rollout import graphs_part
 from tltlab.report.speculation import acceptance_part, strategy_names
 from tltlab.report.write import report
 from tltlab.traces.schema import Manifest
@@ -63,6 +64,30 @@ def page(run, made):
     return run.parent / "page.html"
 
 
+def test_what_iterations_ran_in_is_told_by_draft_depth():
+    trace = read(TINY)
+    assert isinstance(graphs_part(trace, {}), Absent)
+    kinds = trace.iterations["draft_depth"].map(lambda depth: "full" if depth else "piecewise")
+    tokens = 2 * (trace.iterations["batch"] + trace.iterations["num_drafted"])
+    ran = trace.replace(iterations=trace.iterations.assign(graph=kinds, graph_tokens=tokens))
+    captured = {"runner": "V1", "mode": "FULL", "full": [[9, None]], "piecewise": [], "num_bytes": 2**30}
+    part = graphs_part(ran, {"planned": None, "captured": [captured, captured]})
+    assert isinstance(part, Section)
+    told, table = part.blocks
+    assert "Captured by each of 2 engines: 1 full and 0 piecewise graphs, which took 1.00 GiB" in told.text
+    assert isinstance(table, Table)
+    assert table.columns == (
+        "draft depth",
+        "iterations",
+        "one full graph",
+        "piecewise",
+        "no graph",
+        "padding of decoding",
+    )
+    assert {row[0]: row[2:] for row in table.rows}["plain"] == ("0.0%", "100.0%", "0.0%", "50.0%")
+    assert all(row[2:4] == ("100.0%", "0.0%") for row in table.rows if row[0] != "plain")
+
+
 class _Links(HTMLParser):
     def __init__(self):
         super().__init__()
@@ -88,7 +113,7 @@ def test_a_run_has_all_its_parts_and_says_what_is_left_out(page, made):
     titles = [section.title for section in made.sections]
     assert titles == ["Timeline", "Response lengths", "RL steps", "Accept length by batch", "What the policy chose",
                       "Predicted against measured", "Findings", "Events", "Where it comes from"]  # fmt: skip
-    assert [part.title for part in made.absent] == ["The trained drafter"]
+    assert [part.title for part in made.absent] == ["CUDA graphs", "The trained drafter"]
     text = page.read_text()
     assert "tltlab train &#39;my recipe.toml&#39;" in text
     assert "0.32.0" in text

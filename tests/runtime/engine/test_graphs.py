@@ -20,11 +20,19 @@ from tltlab.runtime.engine.graphs import (
     GIB,
     GraphPlan,
     check_memory,
+    fitting_plan,
     memory_bytes,
     plan_graphs,
     vllm_batches,
 )
-from tltlab.runtime.engine.vllm.dispatch import captured_bytes, keep_captured_bytes
+from tltlab.runtime.engine.vllm.dispatch import (
+    captured_bytes,
+    captured_graphs,
+    dispatched_kinds,
+    keep_captured_bytes,
+    v1_dispatcher,
+    v2_manager,
+)
 from tltlab.strategy import Strategy
 
 POOL = GraphPool(num_layers=32, hidden_size=4096, vocab_size=128_256, context_tokens=1, bytes_per_layer=1e6)
@@ -37,49 +45,84 @@ def table(*rows: tuple[int, int], drafter: str = "learned", **also: Any) -> Poli
     return Policy(selector=TableSpec(rows=tuple(strategies)), drafters=EAGLE, **also)
 
 
-def vllms_own(plan: GraphPlan) -> Any:
-    """vLLM's `CudaGraphManager` of these settings: its candidates, with nothing captured."""
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
-
-    settings = plan.settings()
-    speculative = settings.get("speculative_config", {})
-    most = speculative.get("num_speculative_tokens", 0)
-    schedule = speculative.get("num_speculative_tokens_per_batch_size")
-    manager = CudaGraphManager.__new__(CudaGraphManager)
-    manager.vllm_config = SimpleNamespace(
-        speculative_config=SimpleNamespace(
-            uses_dynamic_speculative_decoding=lambda: schedule is not None,
-            num_speculative_tokens_per_batch_size=schedule,
-        ),
-        num_speculative_tokens=most,
-        cache_config=SimpleNamespace(use_kda_recoverssm=False),
-    )
-    manager.compilation_config = SimpleNamespace(**settings["compilation_config"])
-    manager.max_num_reqs = settings["max_num_seqs"]
-    manager.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    manager.decode_query_len, manager.varlen_decode = most + 1, False
-    manager.lora_capture_cases, manager._lora_dispatch_map, manager.ubatch_runner = [0], {}, None
-    manager._candidates, manager._capture_descs, manager._graphs_captured = {}, {}, True
-    manager._init_candidates()
-    return manager
+POLICIES = ["none", "fixed", "table", "beg-mab", "explore", table((1, 7), (5, 3), (20, 0))]
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed", "table", "beg-mab", "explore", table((1, 7), (5, 3), (20, 0))])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fill", [False, True])
-def test_the_graphs_are_those_that_vllm_captures_and_finds_for_each_batch(policy: str | Policy, fill: bool):
+def test_the_graphs_are_those_that_vllms_v2_runner_captures_and_finds_for_each_batch(policy: str | Policy, fill: bool):
     from vllm.config.compilation import CUDAGraphMode
 
     plan = plan_graphs(load_policy(policy), 40, fill=fill)
-    manager = vllms_own(plan)
-    full = {(d.num_tokens, d.uniform_token_count - 1) for d in manager._capture_descs[CUDAGraphMode.FULL]}
-    assert set(plan.full_graphs()) == full
-    assert [d.num_tokens for d in manager._capture_descs[CUDAGraphMode.PIECEWISE]][::-1] == list(plan.capture_sizes)
-
-    modes = {(n, k): manager.dispatch(n, n * (k + 1), k + 1, 0).cg_mode for n, k in plan.may_run}
-    assert {pair for pair, mode in modes.items() if mode == CUDAGraphMode.PIECEWISE} == set(plan.without_full_graph())
-    assert set(modes.values()) <= {CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE}
+    captured = v2_manager(plan)._capture_descs
+    assert set(plan.full_graphs()) == {
+        (d.num_tokens, d.uniform_token_count - 1) for d in captured[CUDAGraphMode.FULL]
+    }  # fmt: skip
+    assert [d.num_tokens for d in captured[CUDAGraphMode.PIECEWISE]][::-1] == list(plan.piecewise_graphs())
+    assert plan.kinds() == dispatched_kinds(plan)
+    assert set(plan.kinds().values()) <= {"full", "piecewise"}
     assert not (fill and plan.without_full_graph())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("any_lengths", [False, True])
+@pytest.mark.parametrize("max_tokens", [100, 8192])
+def test_the_graphs_are_those_that_vllms_v1_dispatcher_has_and_finds_for_each_batch(
+    policy: str | Policy, any_lengths: bool, max_tokens: int
+):
+    plan = plan_graphs(
+        load_policy(policy), 40, runner="V1", any_lengths=any_lengths, plain=True, deepest=9, max_tokens=max_tokens
+    )
+    runner = SimpleNamespace(model_runner=SimpleNamespace(cudagraph_dispatcher=v1_dispatcher(plan)))
+    captured = captured_graphs(runner)
+    assert captured.full == plan.full_graphs()
+    assert captured.piecewise == plan.piecewise_graphs()
+    assert plan.kinds() == dispatched_kinds(plan)
+
+
+def test_by_default_the_v1_runner_has_full_graphs_for_its_deepest_draft_alone_and_with_any_lengths_for_all():
+    policy = load_policy("beg-mab-suffix")
+    stock, planned = (plan_graphs(policy, 64, runner="V1", any_lengths=any_lengths) for any_lengths in (False, True))
+    assert {k for (_, k), kind in dispatched_kinds(stock).items() if kind == "full"} == {8}
+    assert dispatched_kinds(stock)[1, 0] == "piecewise"
+    assert set(dispatched_kinds(planned).values()) == {"full"}
+    # Where attention takes uniform batches alone, vLLM goes back to its default by itself.
+    assert dispatched_kinds(planned, uniform_only=True) == dispatched_kinds(stock)
+    assert any("falls back" in note for note in planned.notes)
+    # Drafts of unequal length, which no K describes.
+    mode, _ = v1_dispatcher(planned).dispatch(37, uniform_decode=False)
+    assert mode.name == "FULL"
+
+
+def test_an_engine_built_deeper_than_its_policy_drafts_has_no_full_graph_in_the_v1_runner():
+    fixed = Policy(selector=FixedSpec(strategy=Strategy.chain("suffix", 4)))
+    assert set(dispatched_kinds(plan_graphs(fixed, 16, runner="V1")).values()) == {"full"}
+    assert set(dispatched_kinds(plan_graphs(fixed, 16, runner="V1", deepest=8)).values()) == {"piecewise"}
+
+
+def test_a_table_of_depths_would_demote_the_v1_runner_and_is_left_out():
+    speculative = {"method": "eagle", "model": "head", "num_speculative_tokens": 8}
+    policy = table((1, 8), (5, 2), (17, 0))
+    v1 = plan_graphs(policy, 64, runner="V1", any_lengths=True).engine_settings(speculative)
+    assert v1["speculative_config"] == {**speculative, "enforce_eager": True}
+    assert v1["compilation_config"]["cudagraph_mode"] == "FULL"
+    v2 = plan_graphs(policy, 64).engine_settings(speculative)
+    assert v2["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 4, 8], [5, 16, 2], [17, 64, 0]]
+    assert "cudagraph_mode" not in v2["compilation_config"]
+
+
+def test_of_plans_that_fit_the_one_with_most_full_graphs_is_taken_then_the_finest():
+    def plan(spacing: float, fill: bool = False) -> GraphPlan:
+        return plan_graphs(table((1, 8), (5, 2), (17, 0)), 64, spacing=spacing, fill=fill)
+
+    finest, coarsest = memory_bytes(POOL, plan(1.0, True)), memory_bytes(POOL, plan(2.0))
+    assert fitting_plan(plan, POOL, finest) == plan(1.0, True)
+    smaller = fitting_plan(plan, POOL, finest - 1)
+    assert memory_bytes(POOL, smaller) < finest
+    assert smaller.without_full_graph() == ()
+    assert fitting_plan(plan, POOL, coarsest) == plan(2.0)
+    with pytest.raises(ConfigError, match="more than"):
+        fitting_plan(plan, POOL, coarsest - 1)
 
 
 WHOLE_SUFFIX = {"suffix": SYSTEM_DRAFTERS["suffix-decoding"]}

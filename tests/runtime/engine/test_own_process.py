@@ -21,7 +21,8 @@ from tltlab.policies.simple import NoSpeculation
 from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import changed, fixed, kept_and_refused, request, requests, settings, texts
+from .asking import changed, fixed, groups_of_four, kept_and_refused, request, requests, settings, texts
+from .vllm.test_capture import Files, check, load
 
 pytestmark = pytest.mark.engine
 ARMS = (Strategy.chain("suffix", 4), Strategy.chain("learned", 2), NO_SPECULATION)
@@ -102,7 +103,23 @@ def test_evaluation_leaves_the_policy_alone(engine: Engine):
     assert any(row["num_drafted"] for row in generate(engine).iterations)
 
 
+def test_its_hidden_states_are_taken_there(engine: Engine, random_model: Path, tmp_path: Path):
+    files, asked = Files(tmp_path), groups_of_four(8, 30, 40)
+    engine.set_policy(fixed("suffix"))
+    engine.capture(files, max_bytes=1 << 20)
+    rollout = engine.generate(asked, rl_step=1, temperature=1.0)
+    check(files.read(), rollout, asked, load(random_model))
+    with engine.uncaptured():
+        generate(engine, rl_step=1)
+    engine.capture(None)
+    generate(engine, rl_step=1)
+    assert files.read() == []
+    assert (engine.captured.sequences, engine.captured.failure) == (8, "")
+
+
 def test_what_cannot_travel_is_refused(engine: Engine):
+    with pytest.raises(ConfigError, match="the sink, which must go there, cannot"):
+        engine.capture(lambda sequence: None)
     with pytest.raises(ConfigError, match="takes a Policy"):
         engine.set_policy(NoSpeculation())
     with pytest.raises(ConfigError, match="no snapshots"):

@@ -117,7 +117,7 @@ def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
         )
     )
     weights = 2 * plan.num_params / 4
-    kv = 0.4 * 80e9 - weights - 2e9 - 2 * 2**30
+    kv = 0.4 * 80e9 - weights - 2e9 - part(plan, 0, "CUDA graphs")
     assert part(plan, 0, "KV cache") == pytest.approx(kv)
     # 4 KV heads of 128 over 4 GPUs: one each, keys and values in two bytes.
     held = int(kv // (32768 * 28 * 2 * 128 * 2))
@@ -183,8 +183,6 @@ def test_a_plan_is_json_and_a_cpu_has_no_gpu_to_fit_into(random_model: Any):
         ({"cluster": {"placement": "colocated", "gpus_per_node": 2}}, "train.ranks = 1: set it to 2"),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 8}, "train": {"ranks": 2}}, "they must be as many"),
         ({"cluster": {"placement": "colocated", "gpus_per_node": 2}, "train": {"gpus": 0.5}}, "leave out rollout.gpus"),
-        ({"rollout": {"tensor_parallel_size": 2}, "cluster": {"gpus_per_node": 8}, "drafter": {}},
-         "leave .drafter. out"),
         ({"rollout": {"max_response_tokens": 2_000_000}, "cluster": {"gpus_per_node": 8, "gpu": "H100"}},
          "one response of full length"),
     ],

@@ -25,10 +25,12 @@ from safetensors.torch import load_file
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
-from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
 from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
 from tltlab.runtime.rollout.history import RunHistory
@@ -55,7 +57,10 @@ def anywhere(number: int) -> dict[str, object]:
 
 def pool_of(recipe: Recipe, out: Path, on_restart: Callable[[int], None] = nobody) -> WorkerPool:
     events = RunEvents(out / "events.jsonl")
-    return WorkerPool(recipe, DEFAULT_DRAFTERS, lambda number: None, anywhere, events=events, on_restart=on_restart)
+    # As on a GPU; here vLLM leaves the graphs out.
+    graphs = plan_graphs(load_policy("beg-mab-suffix"), 64, runner="V1", any_lengths=True)
+    build = EngineBuild(drafters=dict(DEFAULT_DRAFTERS), max_draft_depth=graphs.deepest, graphs=graphs)
+    return WorkerPool(recipe, build, lambda number: None, anywhere, events=events, on_restart=on_restart)
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +104,15 @@ def undisturbed(pool: WorkerPool, policy: Policy, rl_step: int) -> tuple[list[Ro
     before = pool.state_dicts()
     pool.load_state_dicts(before)
     return pool.generate(pool.share(requests(rl_step)), rl_step), before
+
+
+def test_engines_with_planned_graphs_say_what_iterations_ran_in(pool: WorkerPool):
+    assert [(graphs.runner, graphs.mode, graphs.full) for graphs in pool.captured_graphs()] == [("V1", "NONE", ())] * 2
+    pool.set_policy(SUFFIX, 0)
+    rows = [row for part in pool.generate(pool.share(requests(0)), 0) for row in part.iterations]
+    assert {row["graph"] for row in rows} == {"eager"}
+    decoding = [row for row in rows if not row["prefill_tokens"]]
+    assert all(row["graph_tokens"] == row["batch"] + row["num_drafted"] for row in decoding)
 
 
 def kill(pool: WorkerPool, number: int) -> None:

@@ -132,3 +132,11 @@ def test_a_worker_without_anything_to_do_idles_in_the_bubble():
     rows["iterations"] = [row for row in rows["iterations"] if row["worker"] == 0]
     rows["spans"] = [row for row in rows["spans"] if not (row["lane"] == "worker 1" and row["kind"] == "decode")]
     assert step_metrics(report(), rows)["rollout/bubble_fraction"] == pytest.approx(0.75)
+
+
+def test_what_iterations_ran_in_is_told_in_shares_where_engines_say_it():
+    rows = rows_of(report())
+    assert not any(name.startswith("graphs/") for name in step_metrics(report(), rows))
+    ran_in = [{**row, "graph": kind} for row, kind in zip(rows["iterations"], ("full", "piecewise"), strict=True)]
+    found = step_metrics(report(), {**rows, "iterations": ran_in})
+    assert [found[f"graphs/{kind}"] for kind in ("full", "piecewise", "eager")] == [0.5, 0.5, 0.0]

@@ -177,7 +177,7 @@ def test_trainers_that_die_at_their_start_start_again_unless_engines_have_failed
         raise TrainerDied("killed")
 
     recipe = Recipe.model_validate({"model": "m", "reward": "r:f", "data": {"train": "t"}})
-    actors = RunActors(recipe, {}, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
+    actors = RunActors(recipe, PLAIN, NullDrafting(), RunEvents(tmp_path / "events.jsonl"))
     actors.trainers = SimpleNamespace(handles=[], restart=die)  # type: ignore[assignment]
     with pytest.raises(TrainerDied):
         actors._with_trainers()

@@ -19,9 +19,9 @@ import numpy as np
 import ray
 import torch
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.engine.weights import Way
+from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import packed
@@ -332,9 +332,9 @@ class ScriptedActors(RunActors):
     num_words: int
 
     def _start(self, stack: ExitStack) -> None:
-        drafters = DEFAULT_DRAFTERS | dict(self._drafters)
+        build = engine_build(self.recipe, self._policy, drafters_of(self.recipe, self._policy))
         self.pool = ScriptedPool(
-            self.recipe, drafters, lambda n: None, lambda n: {}, events=self._events, on_restart=lambda n: None
+            self.recipe, build, lambda n: None, lambda n: {}, events=self._events, on_restart=lambda n: None
         )
         self.pool.meter, self.pool.case, self.pool.num_words = self.meter, self.case, self.num_words
         self.trainers = ScriptedTrainers(self.recipe, lambda rank: {})

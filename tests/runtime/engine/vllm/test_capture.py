@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,6 +236,23 @@ def head(folder: Path, target: Path, weights: dict[str, torch.Tensor], **more: A
     return folder
 
 
+class Files:
+    """A sink for whatever process: each sequence becomes a file in a folder, which `read` empties."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, sequence: TrainingSequence) -> None:
+        torch.save(asdict(sequence), self.folder / f"{'-'.join(map(str, sequence.key))}.sequence")
+
+    def read(self) -> list[TrainingSequence]:
+        files = sorted(self.folder.glob("*.sequence"))
+        sequences = [TrainingSequence(**torch.load(file, weights_only=False)) for file in files]
+        for file in files:
+            file.unlink()
+        return sequences
+
+
 def matrices(**shapes: tuple[int, int]) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {name: 0.1 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -285,8 +302,8 @@ def test_an_eagle_drafter_is_shown_what_is_captured(random_model: Path, target: 
     assert all(s.num_rows == CONTEXT - 1 for s in rollouts[2][1])
 
 
-@pytest.mark.engine
-def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(random_model: Path, tmp_path: Path):
+def deep_model_and_head(random_model: Path, folder: Path) -> tuple[Path, Path]:
+    """A model of as many layers as EAGLE-3 reads and one more, and a random head for it."""
     config = AutoConfig.from_pretrained(random_model)
     config.num_hidden_layers = 4
     config.layer_types = None
@@ -294,23 +311,30 @@ def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(rando
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(8.0)
-    deep = tmp_path / "deep"
+    deep = folder / "deep"
     model.save_pretrained(deep)
     for file in random_model.glob("tokenizer*"):
         (deep / file.name).write_bytes(file.read_bytes())
     norms = ("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight", "norm.weight")
     weights = layer("midlayer", 64, 128) | {name: torch.ones(64) for name in norms}
     weights |= matrices(**{"fc.weight": (64, 3 * 64), "lm_head.weight": (24, 64)})
-    folder = head(tmp_path / "eagle3", deep, weights, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    return deep, head(folder / "eagle3", deep, weights, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+
+
+@pytest.mark.engine
+def test_an_eagle3_drafters_states_are_those_that_enter_its_targets_layers(random_model: Path, tmp_path: Path):
+    deep, folder = deep_model_and_head(random_model, tmp_path)
     rollouts = learned_rollouts(deep, LearnedSpec(method="eagle3", model=str(folder)))
     for (rollout, found), (_, asked) in zip(rollouts, LEARNED, strict=True):
-        check(found, rollout, asked, model, aux_layers=[1, 2, 3])
+        check(found, rollout, asked, load(deep), aux_layers=[1, 2, 3])
 
 
-def test_an_engine_whose_model_runs_elsewhere_cannot_capture():
-    elsewhere: Any = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object()))
-    with pytest.raises(ConfigError, match="leave out own_process"):
-        adapter.start_capture(elsewhere, print, 1 << 20)
+def test_a_sink_that_cannot_go_to_where_the_model_runs_is_refused():
+    elsewhere: Any = SimpleNamespace(
+        llm_engine=SimpleNamespace(engine_core=object(), vllm_config=SimpleNamespace(speculative_config=None))
+    )
+    with pytest.raises(ConfigError, match="process of its own, and the sink, which must go there, cannot"):
+        adapter.start_capture(elsewhere, lambda sequence: None, 1 << 20)
 
 
 class Stream:

@@ -13,7 +13,7 @@ import pytest
 import tltlab.runtime
 from tltlab.drafters.specs import HybridSpec, LearnedSpec, SuffixSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, serve_arguments
@@ -131,10 +131,24 @@ def test_graphs_are_captured_for_every_depth_the_policy_may_choose(policy: str, 
     options = vllm_options(policy, max_batch=64)
     assert options["max_num_seqs"] == 64
     wanted = {batch * (depth + 1) for batch, depths in depths_at.items() for depth in depths}
-    assert wanted <= set(options["compilation_config"]["cudagraph_capture_sizes"])
-    # vLLM captures full graphs for the depths of this schedule alone.
-    schedule = options["speculative_config"]["num_speculative_tokens_per_batch_size"]
-    assert {depth for _, _, depth in schedule} == {depth for depths in depths_at.values() for depth in depths}
+    graphs = options["compilation_config"]
+    # Model-free drafts take the V1 runner, which rounds sizes to its longest verification of nine tokens.
+    assert {-(-tokens // 9) * 9 for tokens in wanted} <= set(graphs["cudagraph_capture_sizes"])
+    assert graphs["cudagraph_mode"] == "FULL"
+    # A schedule of depths would leave it piecewise graphs alone.
+    assert "num_speculative_tokens_per_batch_size" not in options["speculative_config"]
+
+
+def test_with_a_learned_drafter_alone_graphs_are_captured_for_the_depths_of_a_schedule():
+    eagle = LearnedSpec(method="eagle", model="heads/eagle")
+    policy = Policy(
+        selector=FixedSpec(strategy=Strategy.chain("learned", 4)),
+        activation=Activation(max_requests=8),
+        drafters={"learned": eagle},
+    )
+    options = vllm_options(policy, max_batch=64)
+    assert options["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 8, 4], [9, 64, 0]]
+    assert {5, 40, 64} <= set(options["compilation_config"]["cudagraph_capture_sizes"])
 
 
 def test_options_survive_json():

@@ -97,23 +97,46 @@ def test_a_hole_that_another_requests_cache_left_begins_the_stretch_anew():
     writer.check("b", 76)
 
 
-def test_pages_are_used_again_and_what_finds_none_is_counted():
+def test_pages_are_used_again_and_where_none_is_left_the_shorter_give_theirs_up():
     writer = Writer(store(3))
     for name in "abcd":
         writer.store.open(name)
     writer.iteration([("a", 0, PAGE), ("b", 0, PAGE), ("c", 0, 5), ("d", 0, 5)])
-    assert (writer.store.skipped, writer.store.lost) == (1, 0)
+    assert (writer.store.skipped, writer.store.lost) == (1, 0), "d is no longer than c, and came last"
     writer.iteration([("a", PAGE, 1), ("b", PAGE, 1), ("c", 5, 1), ("d", 5, 1)])
-    assert (writer.store.skipped, writer.store.lost) == (1, 1)
-    assert writer.store.close("a", PAGE + 1) is None
-    assert writer.store.close("d", 6) is None
-    writer.check("b", PAGE + 1)
-    writer.check("c", 6)
+    assert (writer.store.skipped, writer.store.lost) == (1, 2), "a takes c's page, and b finds nobody shorter"
+    for name, num_rows in (("b", PAGE + 1), ("c", 6), ("d", 6)):
+        assert writer.store.close(name, num_rows) is None
+    writer.check("a", PAGE + 1)
     writer.store.open("e")
     writer.iteration([("e", 0, 3 * PAGE)])
     writer.check("e", 3 * PAGE)
-    assert (writer.store.skipped, writer.store.lost, len(writer.store)) == (1, 1, 0)
+    assert (writer.store.skipped, writer.store.lost, len(writer.store)) == (1, 2, 0)
     assert writer.store.peak_bytes == writer.store.max_bytes
+
+
+def test_when_it_is_full_those_stay_that_are_expected_to_get_long():
+    lengths = {"short": 50, "middle": 500, "long": 5000, "longest": 6000}
+    few = RowStore(
+        6 * PAGE * WIDTH * 3 * 4, CONTEXT, lambda names, ends: np.maximum([lengths[name] for name in names], ends)
+    )
+    writer = Writer(few)
+    for name in ("short", "middle", "long"):
+        few.open(name)
+    writer.iteration([("short", 0, 2 * PAGE), ("middle", 0, 2 * PAGE), ("long", 0, 2 * PAGE)])
+    few.open("longest")
+    writer.iteration([("short", 2 * PAGE, 1), ("middle", 2 * PAGE - 3, 3), ("longest", 0, PAGE)])
+    assert (few.skipped, few.lost) == (0, 1), "the short one asked in vain, and what it had is the longest one's"
+    assert few.close("short", 2 * PAGE + 1) is None
+    writer.iteration([("long", 2 * PAGE, PAGE), ("longest", PAGE, PAGE)])
+    assert (few.skipped, few.lost) == (0, 2)
+    assert few.close("middle", 2 * PAGE) is None
+    few.open("short")
+    writer.rows["short"] = {}
+    writer.iteration([("short", 0, 2 * PAGE)])
+    assert (few.skipped, few.lost) == (1, 2)
+    writer.check("long", 3 * PAGE)
+    writer.check("longest", 2 * PAGE)
 
 
 def test_a_request_whose_last_rows_never_came_is_lost_and_not_handed_over_in_part():

@@ -1,26 +1,28 @@
-"""One engine over two processes: the policy stays beside the scheduler, weights reach both halves of the model."""
+"""One engine over two processes: the policy stays beside the scheduler, weights and capture are where the model is."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
-from tltlab.errors import ConfigError
 from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
 
-from ..asking import fixed, kept_and_refused, requests, texts
+from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
+from .test_capture import Files, check, deep_model_and_head, load
 
 pytestmark = pytest.mark.engine
-REQUESTS = requests(4, 24)
+# Two groups share prefixes of two blocks, of which vLLM takes one with an EAGLE head; responses end one after another.
+REQUESTS = [replace(asked, max_response_tokens=24 - n % 5) for n, asked in enumerate(groups_of_four(8, 24, 72))]
 
 
-def greedy(model: Any, request: GenerationRequest) -> list[int]:
+def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
     """What a Hugging Face model says, a whole forward pass for every token."""
     ids = list(request.prompt_token_ids)
     with torch.no_grad():
@@ -29,40 +31,56 @@ def greedy(model: Any, request: GenerationRequest) -> list[int]:
     return ids[len(request.prompt_token_ids) :]
 
 
-def test_two_ranks_generate_draft_and_take_weights_as_one(
-    random_model: Path, bad: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+def test_two_ranks_generate_draft_take_weights_and_show_their_states_as_one(
+    random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     # Several buckets per update, as for a large model.
     monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
-    model = AutoModelForCausalLM.from_pretrained(random_model, dtype="float32")
+    deep, head = deep_model_and_head(random_model, tmp_path)
+    model = load(deep)
     whole = [greedy(model, request) for request in REQUESTS]
     engine = Engine(
-        str(random_model),
-        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="draft_model", model=str(random_model))},
+        str(deep),
+        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="eagle3", model=str(head))},
         max_draft_depth=4,
         vllm_args={
             "tensor_parallel_size": 2,
             "enable_sleep_mode": True,
-            "max_model_len": 256,
-            "max_num_seqs": 32,
+            "max_model_len": 128,
+            "max_num_seqs": 6,
+            "block_size": BLOCK,
             "kv_cache_memory_bytes": 32 << 20,
         },
     )
+    files = Files(tmp_path)
     try:
-        assert texts(engine.generate(REQUESTS, rl_step=0, temperature=0.0)) == whole
-        for number, (name, depth) in enumerate({"suffix": 4, "learned": 2}.items(), 1):
-            engine.set_policy(fixed(name, depth))
-            drafted = engine.generate(REQUESTS, rl_step=number, temperature=0.0)
-            assert texts(drafted) == whole
-            assert kept_and_refused(drafted)[0] > 20
+        engine.capture(files)
+        for number, (name, depth) in enumerate({"none": 0, "suffix": 4, "learned": 2}.items()):
+            engine.set_policy(fixed(name, depth) if depth else None)
+            rollout = engine.generate(REQUESTS, rl_step=number, temperature=0.0)
+            assert texts(rollout) == whole
+            found = files.read()
+            check(found, rollout, REQUESTS, model, aux_layers=[1, 2, 3])
+            assert any(s.first_position for s in found) or number == 0, "the test needs a cached prefix"
+            kept, refused = kept_and_refused(rollout)
+            assert kept > 20 or name != "suffix"
+            assert kept + refused > 100 or not depth
+            assert engine.captured.sequences == 8 * (number + 1)
+        engine.evaluate(REQUESTS[:2], temperature=0.0)
+        assert files.read() == []
+        engine.update_draft_weights(load_file(head / "model.safetensors").items())
+        rollout = engine.generate(REQUESTS, rl_step=3, temperature=0.0, until=lambda ended: len(ended) > 2)
+        ended = {r.key for r in rollout.responses if r.finish_reason == "length"}
+        assert {s.key for s in files.read()} == ended < {r.key for r in rollout.responses}
+        engine.capture(None)
+        assert engine.captured.sequences == 24 + len(ended)
         engine.set_policy(None)
-        engine.update_weights(bad.items(), 1)
-        assert texts(engine.generate(REQUESTS, rl_step=3, temperature=0.0)) != whole
+        engine.update_weights(((n, -w if n == "lm_head.weight" else w) for n, w in model.state_dict().items()), 1)
+        assert texts(engine.generate(REQUESTS, rl_step=4, temperature=0.0)) != whole
         engine.update_weights(model.state_dict().items(), 2)
         engine.sleep()
         engine.wake_up()
-        assert texts(engine.generate(REQUESTS, rl_step=4, temperature=0.0)) == whole
-        with pytest.raises(ConfigError, match="parallelism"):
-            engine.capture(lambda sequence: None)
+        assert texts(engine.generate(REQUESTS, rl_step=5, temperature=0.0)) == whole
+        assert files.read() == []
     finally:
         engine.close()

@@ -19,15 +19,20 @@ from pathlib import Path
 from tests.runtime.engine.asking import groups_of_four, switching, texts
 from tests.runtime.engine.vllm.test_capture import check, load, rollout_of
 from tltlab.drafters.specs import LearnedSpec
+from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.strategy import Strategy
 
 model = {model!r}
 requests = groups_of_four(3, 16)
+drafters = {{"learned": LearnedSpec(method="draft_model", model=model)}}
+depths = tuple(Strategy.chain("learned", depth) for depth in (3, 1))
 engine = Engine(
     model,
-    drafters={{"learned": LearnedSpec(method="draft_model", model=model)}},
+    drafters=drafters,
     max_draft_depth=3,
+    graphs=plan_graphs(Policy(selector=ExploreSpec(strategies=depths), drafters=drafters), 4, plain=True),
     vllm_args={{"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 128,
                "kv_cache_memory_bytes": 32 << 20}},
 )
@@ -37,11 +42,13 @@ try:
     engine.set_policy(switching(Strategy.chain("learned", 3), Strategy.chain("learned", 1), hold_iterations=1))
     rollout, captured = rollout_of(engine, requests, temperature=0.0)
     takes_drafts = engine._pool.beside
+    graphs = engine.captured_graphs()
+    schedule = engine.llm.llm_engine.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
 finally:
     engine.close()
 check(captured, rollout, requests, load(Path(model)))
 print(json.dumps({{"runner": [c.__module__ for c in type(runner).__mro__], "same": texts(plain) == texts(rollout),
-                  "takes_drafts": takes_drafts,
+                  "takes_drafts": takes_drafts, "graphs": [graphs.runner, graphs.mode], "schedule": schedule,
                   "rows": rollout.iterations}}))
 """
 
@@ -55,7 +62,10 @@ def test_the_v2_runner_drafts_what_the_policy_chose_says_the_same_and_is_capture
     assert any(".gpu.model_runner" in module for module in found["runner"]), "this is not the V2 runner"
     assert found["same"]
     assert not found["takes_drafts"], "it keeps its drafts on the device, so model-free drafters must be refused"
+    assert found["schedule"] == [[1, 1, 3], [2, 2, 1], [3, 4, 0]], "vLLM was not told of every depth"
+    assert found["graphs"] == ["V2", "NONE"]
     rows = found["rows"]
+    assert {row["graph"] for row in rows} == {"eager"}, "a CPU has no CUDA graphs"
     assert len({row["draft_depth"] for row in rows}) > 1
     for before, after in pairwise(rows):
         assert after["draft_depth"] == before["next_draft_depth"]

@@ -1,0 +1,129 @@
+"""What a recipe's engines are built for: the drafters and depths of its policy, and the CUDA graphs planned for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import ceil
+from typing import Any
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.files import found_in
+from tltlab.hardware import gpu as gpu_by_name
+from tltlab.policies.policy import Policy, load_policy
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.graphs import GIB, GraphPlan, fitting_plan, memory_bytes, plan_graphs, vllm_pool
+from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+
+from .gpus import bundles_of
+from .memory import requests_per_engine, shape_of, vllm_batch
+from .recipe import Recipe
+
+_BATCHED_TOKENS = 8192
+"""vLLM's least default of max_num_batched_tokens for an engine in a program of one's own (`get_batch_defaults`)."""
+
+_HOPPER = ("H100", "H200")
+"""GPUs on which vLLM takes FlashAttention 3."""
+
+_COARSE = 1.5
+"""Least ratio of neighbouring batch sizes where memory cannot be predicted."""
+
+_OWN_SETTINGS = ("speculative_config", "compilation_config")
+"""Arguments of vLLM in `rollout.vllm` that leave nothing to plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBuild:
+    """What an engine is built for. Without `graphs` vLLM captures what it does by default, where it captures any.
+
+    `graph_bytes` is what they are predicted to take on each GPU, None where that cannot be said.
+    """
+
+    drafters: dict[str, DrafterSpec]
+    max_draft_depth: int
+    graphs: GraphPlan | None = None
+    graph_bytes: float | None = None
+
+    def as_json(self, captured: Iterable[CapturedGraphs]) -> dict[str, Any]:
+        """What a run's graphs.json says: the plan, None where there is none, and what each engine has captured."""
+        planned = None
+        if (plan := self.graphs) is not None:
+            planned = {
+                "runner": plan.runner,
+                "depths": list(plan.depths),
+                "full": [list(graph) for graph in plan.full_graphs()],
+                "piecewise": list(plan.piecewise_graphs()),
+                "predicted_bytes": self.graph_bytes,
+                "notes": [plan.summary(), *plan.shortfalls()],
+            }
+        return {"planned": planned, "captured": [asdict(graphs) for graphs in captured]}
+
+
+def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
+    """All drafters of a recipe by name, the one that it trains included."""
+    specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
+    if (trained := recipe.drafter) is not None:
+        head = trained.checkpoint or "its own"
+        specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
+    return specs
+
+
+def engines_of(recipe: Recipe) -> EngineBuild:
+    """What a recipe's engines are built for, its policy loaded for that; see `engine_build`."""
+    with found_in(recipe.code):
+        policy = load_policy(recipe.rollout.policy)
+    return engine_build(recipe, policy, drafters_of(recipe, policy))
+
+
+def engine_build(recipe: Recipe, policy: Policy, drafters: Mapping[str, DrafterSpec]) -> EngineBuild:
+    """What the engines of a recipe with GPUs are built for; `drafters` are all that there are, by name.
+
+    `rollout.graphs` = "planned" builds them for the depths of `policy` and for the drafters that it may end up with:
+    with a learned one alone vLLM takes its V2 runner, which has full graphs of every depth. A depth that no policy asks
+    for is what V1's full graphs would else be for. What `rollout.vllm` says of speculation and compilation is left as
+    it is. ConfigError where the graphs take more than `rollout.graph_gib`; not asked of a model of unknown shape.
+    """
+    rollout = recipe.rollout
+    stock = EngineBuild(drafters=dict(drafters), max_draft_depth=rollout.max_draft_depth)
+    given = any(name in rollout.vllm for name in _OWN_SETTINGS) or rollout.vllm.get("enforce_eager")
+    # A policy that does not say what it may choose could choose anything.
+    if rollout.graphs == "stock" or not bundles_of(recipe).all or given or not policy.strategies:
+        return stock
+    names = DrafterPool(drafters, rollout.max_draft_depth).needed(policy.strategies)
+    needed = {name: spec for name, spec in drafters.items() if name in names}
+    learned = [spec for spec in needed.values() if isinstance(spec, LearnedSpec)]
+    depth = max((s.draft_depth for s in policy.strategies), default=0)
+    # Kept where the policy never drafts with it: it is trained all the same.
+    depth = max(depth, 1) if learned else depth
+    gpu = None if recipe.cluster.gpu is None else gpu_by_name(recipe.cluster.gpu)
+    largest = int(rollout.vllm.get("max_num_seqs") or vllm_batch(gpu))
+    evaluated = ceil(recipe.eval.num_prompts / rollout.num_workers)
+    batch = min(
+        largest, max(requests_per_engine(recipe), evaluated, len({s.draft_depth for s in policy.strategies}) + 1)
+    )
+    make = partial(
+        _plan,
+        policy.model_copy(update={"drafters": {**policy.drafters, **needed}}),
+        batch,
+        deepest=depth,
+        runner="V2" if len(learned) == len(needed) else "V1",
+        # A draft model of many layers loses more by drafting without graphs than the target wins.
+        any_lengths=(gpu is None or gpu.name in _HOPPER) and all(spec.method != "draft_model" for spec in learned),
+        max_tokens=int(rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS),
+    )
+    try:
+        shape = shape_of(recipe.model)
+    except ConfigError:
+        return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=make(_COARSE))
+    pool = vllm_pool(shape.layers, shape.hidden, shape.vocab, tensor_parallel=rollout.tensor_parallel_size)
+    try:
+        plan = fitting_plan(make, pool, rollout.graph_gib * GIB)
+    except ConfigError as error:
+        raise ConfigError(f"rollout.graphs = planned: {error}; rollout.graph_gib is what they may take") from error
+    return EngineBuild(drafters=needed, max_draft_depth=depth, graphs=plan, graph_bytes=memory_bytes(pool, plan))
+
+
+def _plan(policy: Policy, batch: int, spacing: float, fill: bool = False, **settings: Any) -> GraphPlan:
+    return plan_graphs(policy, batch, spacing=spacing, fill=fill, plain=True, **settings)

@@ -1,0 +1,200 @@
+"""Engines on a CUDA device under replayed graphs: what is captured of them, weights, swaps, graphs and the seam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tltlab.drafters.specs import LearnedSpec
+from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.graphs import GIB, plan_graphs
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(900), pytest.mark.usefixtures("vllm_on_cuda")]
+
+BATCH = 16
+ARGUMENTS = {
+    "max_model_len": 512, "max_num_seqs": BATCH, "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": GIB,
+}  # fmt: skip
+
+
+def chains(drafter: str, *depths: int) -> tuple[Strategy, ...]:
+    return tuple(Strategy.chain(drafter, depth) for depth in depths)
+
+
+SUFFIX = Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *chains("suffix", 2, 6))))
+LEARNED = Policy(selector=ExploreSpec(strategies=(NO_SPECULATION, *chains("learned", 1, 4))))
+
+
+@pytest.fixture(scope="module")
+def v1(model: Path) -> Iterator[Engine]:
+    """Model-free drafts of any lengths, on vLLM's V1 runner."""
+    plan = plan_graphs(SUFFIX, BATCH, runner="V1", any_lengths=True)
+    yield from opened(
+        Engine(str(model), max_draft_depth=6, graphs=plan, vllm_args=ARGUMENTS | {"enable_sleep_mode": True})
+    )
+
+
+@pytest.fixture(scope="module")
+def v2(model: Path) -> Iterator[Engine]:
+    """A drafter that is the target itself, on vLLM's V2 runner: all of its drafts are kept."""
+    drafters = {"learned": LearnedSpec(method="draft_model", model=str(model))}
+    plan = plan_graphs(LEARNED.model_copy(update={"drafters": drafters}), BATCH, fill=True)
+    yield from opened(Engine(str(model), drafters=drafters, max_draft_depth=4, graphs=plan, vllm_args=ARGUMENTS))
+
+
+def opened(engine: Engine) -> Iterator[Engine]:
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@pytest.fixture(params=["v1", "v2"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    found: Engine = request.getfixturevalue(request.param)
+    return found
+
+
+def requests(num: int = 6, tokens: int = 48) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(
+            key=(0, f"p{n // 2}", n % 2, 0), prompt_token_ids=[1, 4 + n // 2, 5, 6, 4 + n // 2, 5],
+            max_response_tokens=tokens - n, ignore_eos=True,
+        )
+        for n in range(num)
+    ]  # fmt: skip
+
+
+def generate(engine: Engine, policy: Policy | None = None, **options: Any) -> Rollout:
+    engine.set_policy(policy)
+    engine.llm.reset_prefix_cache()
+    return engine.generate(requests(**options), rl_step=0, temperature=0.0)
+
+
+def texts(rollout: Rollout) -> list[list[int]]:
+    return [list(response.token_ids) for response in rollout.responses]
+
+
+def policy_of(engine: Engine) -> Policy:
+    return LEARNED if "learned" in engine.drafters else SUFFIX
+
+
+def decoding(rollout: Rollout) -> list[dict[str, Any]]:
+    return [dict(row) for row in rollout.iterations if not row["prefill_tokens"]]
+
+
+def weights_of(model: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    state = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).state_dict()
+    return dict(state)
+
+
+def negated(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: -value if name.endswith("norm.weight") else value for name, value in weights.items()}
+
+
+def runner_of(engine: Engine) -> Any:
+    return engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def test_drafters_would_learn_from_other_states_if_capture_under_replayed_graphs_were_not_exact(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    """Every captured row is, bit by bit, one that the engine computed logits from, where it computed them."""
+    model = runner_of(engine).model
+    compute: Callable[..., Any] = model.compute_logits
+    seen: set[bytes] = set()
+
+    def watched(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.update(row.numpy().tobytes() for row in hidden.detach().view(torch.int16).cpu())
+        return compute(hidden, *args, **kwargs)
+
+    monkeypatch.setattr(model, "compute_logits", watched)
+    captured: list[TrainingSequence] = []
+    engine.capture(captured.append)
+    rollout = generate(engine, policy_of(engine))
+    engine.capture(None)
+    assert len(captured) == len(rollout.responses)
+    # The rows of a prompt but its last are never sampled from.
+    rows = [row for s in captured for row in s.hidden[max(s.prompt_tokens - 1, 0) :]]
+    wrong = sum(row.contiguous().view(torch.int16).numpy().tobytes() not in seen for row in rows)
+    assert not wrong, f"{wrong} of {len(rows)} captured rows were never sampled from"
+    assert len(seen) > len(rows) / 2, "the test needs rows that differ"
+
+
+def test_speculation_would_change_what_is_said_if_graphs_of_several_depths_did_not_compute_the_same(engine: Engine):
+    plain, drafted = generate(engine), generate(engine, policy_of(engine))
+    assert sum(row["num_accepted"] for row in drafted.iterations) > 0
+    # Two tokens may be as likely as each other in bfloat16: then the texts part, and say nothing after that.
+    same = [a == b for a, b in zip(texts(plain), texts(drafted), strict=True)]
+    assert sum(same) >= 0.8 * len(same)
+
+
+def test_rollouts_would_be_off_policy_if_engines_went_on_with_old_weights_after_a_sync(engine: Engine, model: Path):
+    plain, weights = texts(generate(engine)), weights_of(model)
+    engine.update_weights(negated(weights).items(), 1)
+    assert texts(generate(engine)) != plain
+    engine.update_weights(weights.items(), 2)
+    assert texts(generate(engine)) == plain
+
+
+def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights_than_they_slept_with(
+    v1: Engine, model: Path
+):
+    plain, awake = texts(generate(v1)), torch.cuda.mem_get_info()[0]
+    v1.sleep()
+    assert torch.cuda.mem_get_info()[0] > awake + GIB / 2
+    v1.wake_up()
+    assert texts(generate(v1)) == plain
+    # Nothing is kept on the host, and new weights come before there is a cache again.
+    v1.sleep(2)
+    v1.wake_up(["weights"])
+    v1.update_weights(weights_of(model).items(), 1)
+    v1.wake_up(["kv_cache"])
+    assert texts(generate(v1)) == plain
+
+
+def test_a_trained_drafter_would_never_serve_if_replayed_graphs_drafted_with_old_weights_after_a_swap(
+    v2: Engine, model: Path
+):
+    """Drafts are all kept while the drafter is the target, few once it is another, all again when it is put back."""
+    deep, weights = Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 4))), weights_of(model)
+
+    def kept() -> float:
+        rows = generate(v2, deep).iterations
+        return sum(row["num_accepted"] for row in rows) / sum(row["num_drafted"] for row in rows)
+
+    assert kept() > 0.9
+    v2.update_draft_weights(negated(weights).items())
+    assert kept() < 0.5
+    v2.update_draft_weights(weights.items())
+    assert kept() > 0.9
+
+
+def test_engines_would_run_out_of_memory_if_planned_graphs_took_more_than_predicted(engine: Engine, model: Path):
+    from tltlab.runtime.cli.export_policy import graph_pool
+    from tltlab.runtime.engine.graphs import memory_bytes
+
+    captured = engine.captured_graphs()
+    policy = policy_of(engine).model_copy(update={"drafters": engine.drafters})
+    plan = plan_graphs(policy, BATCH, runner=captured.runner, any_lengths=True, fill=True)
+    assert captured.num_bytes is not None
+    assert captured.num_bytes < memory_bytes(graph_pool(str(model), 1, 1e6), plan)
+    assert captured.full == plan.full_graphs()
+    assert captured.piecewise == plan.piecewise_graphs()
+
+
+def test_plain_steps_would_pay_for_adaptivity_if_they_or_any_depth_ran_without_a_full_graph(engine: Engine):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("full graphs for drafts of any lengths need FlashAttention 3 (Hopper)")
+    rows = decoding(generate(engine)) + decoding(generate(engine, policy_of(engine)))
+    assert len({row["draft_depth"] for row in rows}) > 2
+    assert {row["graph"] for row in rows} == {"full"}
