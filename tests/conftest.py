@@ -31,16 +31,30 @@ sys.dont_write_bytecode = False
 STARTING = {"ray_cluster", "ray_here", "started_ray"}
 """Fixtures that start Ray or a trainer's process: what uses one of them has the marker `engine`."""
 
-LONGEST = {"test_demo.py", "test_faults.py", "test_run.py", "test_experiments_real.py"}
-"""What takes more than a minute begins first, so that no process is left with it at the end."""
+ONE_ENGINE = {
+    f"tests/runtime/engine/{name}.py"
+    for name in (
+        "test_canary", "test_drafter_pool", "test_engine", "test_faults", "vllm/test_capture", "vllm/test_runners",
+        "vllm/test_scheduler",
+    )
+}  # fmt: skip
+"""Their tests share two engines (`tests/runtime/engine/conftest.py`), so they run in one process."""
+
+LONGEST = {"test_demo.py", "test_faults.py", "test_run.py", "test_experiments_real.py", "test_notebooks.py"}
+"""What takes long begins first, so that no process is left with it at the end."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope = str(super()._split_scope(nodeid))
+            return "one engine" if scope in ONE_ENGINE else scope
+
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return ByFile(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

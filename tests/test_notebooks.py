@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-jupytext = pytest.importorskip("jupytext", reason="notebooks need jupytext, nbclient and ipykernel: extra 'notebooks'")
+NEEDS = "notebooks need jupytext, nbclient and ipykernel: extra 'notebooks'"
+jupytext = pytest.importorskip("jupytext", reason=NEEDS)
+nbclient = pytest.importorskip("nbclient", reason=NEEDS)
+nbformat = pytest.importorskip("nbformat", reason=NEEDS)
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = sorted((ROOT / "notebooks").glob("[0-9]*.py"))
@@ -47,21 +50,31 @@ def test_script_and_notebook_are_a_pair(script):
     assert notebook.stat().st_size < 400_000
 
 
+@pytest.fixture(scope="module")
+def kernel():
+    """A process that runs the notebooks in turn."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("TLTLAB_RUN", "TLTLAB_MODEL"):
+            patch.delenv(name, raising=False)
+        patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+        first = nbclient.NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+        first.create_kernel_manager()
+        first.start_new_kernel(cwd=str(ROOT))
+    yield first.km
+    first._cleanup_kernel()
+
+
 @pytest.mark.parametrize(
     "script",
     [pytest.param(path, id=path.stem, marks=[pytest.mark.engine] if path.stem in ENGINES else []) for path in SCRIPTS],
 )
-def test_a_notebook_runs_from_its_script(script, monkeypatch):
+def test_a_notebook_runs_from_its_script(script, kernel):
     """Within a minute where nothing else keeps the machine busy; the limit here leaves room for neighbours."""
-    from nbclient import NotebookClient
-
     if script.stem in ENGINES:
         pytest.importorskip("vllm", reason="no engine installed: extra 'runtime' or 'runtime-cpu'")
-    for name in ("TLTLAB_RUN", "TLTLAB_MODEL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     notebook = jupytext.read(script)
-    client = NotebookClient(notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(ROOT)}})
-    client.execute()
+    # Nothing of the notebook before is known, but what it imported need not be imported anew.
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    nbclient.NotebookClient(notebook, timeout=400, km=kernel).execute()
     assert not errors(notebook)
     assert pictures(notebook) == pictures(jupytext.read(script.with_suffix(".ipynb")))

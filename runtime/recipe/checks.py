@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -20,8 +20,9 @@ from tltlab.traces.trace import read
 
 from .gpus import bundles_of
 from .graphs import drafters_of, engines_of
+from .memory import shape_of
 from .recipe import Recipe
-from .rules import exact_replay, refuse
+from .rules import exact_replay, refuse, undivided_heads
 
 _FILES = (".jsonl", ".json", ".csv", ".arrow", ".parquet")
 
@@ -73,7 +74,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
                 yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
     if trained is not None and trained.checkpoint is not None:
-        yield from model_folder(trained.checkpoint, "drafter.checkpoint")
+        yield from model_folder(trained.checkpoint, "drafter.checkpoint", weights=(".safetensors", ".bin"))
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:
@@ -89,7 +90,7 @@ def model(recipe: Recipe) -> Iterable[str]:
     return model_folder(recipe.model, "model")
 
 
-def model_folder(name: str, field: str) -> Iterator[str]:
+def model_folder(name: str, field: str, weights: Sequence[str] = (".safetensors",)) -> Iterator[str]:
     """A folder of this machine that holds no model with weights."""
     folder = Path(name)
     if not name:
@@ -99,8 +100,19 @@ def model_folder(name: str, field: str) -> Iterator[str]:
             yield f"{field} = {name}: there is no such folder"
     elif not (folder / "config.json").is_file():
         yield f"{field} = {name} is no model: it has no config.json"
-    elif not any(folder.glob("*.safetensors")):
+    elif not any(file.suffix in weights for file in folder.iterdir()):
         yield f"{field} = {name} has no weights: it needs a .safetensors file"
+
+
+def sequence_parallel(recipe: Recipe) -> Iterator[str]:
+    size = recipe.train.sequence_parallel
+    if size > 1:
+        try:
+            shape = shape_of(recipe.model)
+        except ConfigError:
+            # A model that is not here or no dense one is looked at when the trainer loads it.
+            return
+        yield from undivided_heads(size, recipe.model, shape.heads, shape.kv_heads)
 
 
 def data(recipe: Recipe) -> Iterator[str]:
@@ -123,7 +135,7 @@ def graphs(recipe: Recipe) -> Iterable[str]:
     return ()
 
 
-RULES = (rewards, policy, model, data, gpus, graphs)
+RULES = (rewards, policy, model, sequence_parallel, data, gpus, graphs)
 """Of a recipe on this machine."""
 
 

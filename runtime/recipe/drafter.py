@@ -68,17 +68,20 @@ class BufferConfig(FrozenModel):
 class DrafterConfig(FrozenModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
 
-    `checkpoint` is a head's folder; without one it starts from random weights and `fallback` serves until it was
-    trained. An update trains `tokens_per_update` tokens per member; None updates a rollout are no limit. Every
-    `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per worker and
-    RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the trace.
+    `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
+    reads; without one it starts from random weights and `fallback` serves until it was trained. An update trains
+    `tokens_per_update` tokens per member; None updates a rollout are no limit. Every `checkpoint_every` updates, and
+    when it stops, a trainer saves what it trains. `annotate` responses per worker and RL step are annotated with the
+    drafter in service and with those of the last `ages` trainings, for the trace.
 
     Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
     machine share a quarter of what is free there. When that is full, responses likely to be in the tail stay.
 
-    A trainer runs on `threads` CPU threads at priority `nice`; those of one machine train together over `backend`, so
-    a run on several machines sets `coordinator.max_members = 1`. Then `endpoint` says where the coordinator is found
-    (tcp://HOST:PORT, with keys made for the run); by default only this user's processes on this machine find it.
+    A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over `backend`; "auto" is nccl
+    where each has a CUDA device of its own and gloo elsewhere. `endpoint` (tcp://HOST:PORT, with keys made for the run)
+    and `rendezvous` (HOST:PORT) say where the coordinator is found and where members meet, on the driver's machine. By
+    default only this machine's processes find them, and with workers on other machines those do, at Ray's address of
+    the driver's machine and free ports.
     """
 
     name: str = "learned"
@@ -98,5 +101,6 @@ class DrafterConfig(FrozenModel):
     ages: Annotated[int, Field(ge=0)] = 3
     threads: Annotated[int, Field(ge=1)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 19
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
     endpoint: str | None = None
+    rendezvous: str | None = None

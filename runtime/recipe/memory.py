@@ -150,7 +150,8 @@ def trainer_work(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Pa
     """What an update adds: gradients, gathered weights, activations and a chunk of logits.
 
     Activations are counted as in arXiv 2205.05198, section 4.1, for a gated MLP, RMSNorm in float32 and attention that
-    keeps no scores; with checkpointing each layer keeps its input, and one at a time all of it.
+    keeps no scores; with checkpointing each layer keeps its input, and one at a time all of it. Ranks that share
+    sequences have that share of their tokens.
     """
     train = recipe.train
     value = value_bytes(train.dtype, on_gpu=on_gpu)
@@ -159,7 +160,7 @@ def trainer_work(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Pa
         gathered = shape.stored_params - shape.layers * shape.layer_params + 2 * shape.layer_params
         formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
         parts.append(("gathered weights", value * gathered, formula))
-    tokens = max(train.tokens_per_microbatch, context_tokens(recipe))
+    tokens = ceil(max(train.tokens_per_microbatch, context_tokens(recipe)) / train.sequence_parallel)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = value * (4 * shape.hidden + 2 * queries + 2 * keys + 4 * shape.intermediate) + 4 * 2 * shape.hidden
     if train.activation_checkpointing:

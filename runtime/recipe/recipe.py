@@ -144,10 +144,12 @@ class TrainConfig(FiniteModel):
     samples from, so with a correction they need `accept_biased_sampling`.
 
     Machine. `ranks` trainers share the work through FSDP2; `dtype` "auto" is bfloat16 on CUDA, with float32 master
-    weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. `offload` moves the trainer's
-    tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs). `deterministic` has
-    torch compute the same bits each time, on GPUs at a price (`bench gpu update`): a resumed run equals the unbroken
-    one bit by bit there only with it.
+    weights, and float32 on CPU. A micro-batch has up to `tokens_per_microbatch` tokens. Of long responses
+    `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its activations
+    (1: each rank has its own); it divides the ranks and the model's heads and KV heads. `offload` moves the trainer's
+    tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
+    `deterministic` has torch compute the same bits each time, on GPUs at a price (`bench gpu update`): a resumed run
+    equals the unbroken one bit by bit there only with it.
     """
 
     steps: int = Field(default=12, ge=1)
@@ -171,6 +173,7 @@ class TrainConfig(FiniteModel):
     accept_biased_sampling: bool = False
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     ranks: int = Field(default=1, ge=1)
+    sequence_parallel: int = Field(default=1, ge=1)
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     activation_checkpointing: bool = False
@@ -184,6 +187,11 @@ class TrainConfig(FiniteModel):
     def _of_the_algorithm(cls, fields: Any) -> Any:
         name = fields.get("algorithm") if isinstance(fields, dict) else None
         return ALGORITHMS.get(name, {}) | fields if isinstance(name, str) else fields
+
+    @property
+    def data_ranks(self) -> int:
+        """How many sets of `sequence_parallel` ranks there are, each with samples of its own."""
+        return self.ranks // self.sequence_parallel
 
 
 class EvalConfig(FiniteModel):

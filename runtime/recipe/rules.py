@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from math import isfinite
+from math import gcd, isfinite
 from typing import TYPE_CHECKING, Any
 
 from tltlab.errors import ConfigError
@@ -89,7 +89,25 @@ def exact_replay(recipe: Recipe) -> Iterator[str]:
         )
 
 
-RULES = (biased_sampling, drafting, overlong_responses, partial_rollouts, sampling_rounds)
+def sequence_parallel(recipe: Recipe) -> Iterator[str]:
+    train = recipe.train
+    if train.ranks % train.sequence_parallel:
+        yield (
+            f"train.sequence_parallel = {train.sequence_parallel} ranks share a sequence, and train.ranks = "
+            f"{train.ranks} is no multiple of it"
+        )
+
+
+def undivided_heads(size: int, model: str, heads: int, kv_heads: int) -> Iterator[str]:
+    """Of `train.sequence_parallel` = `size`: ranks that share a sequence share heads out, each as many."""
+    if heads % size or kv_heads % size:
+        yield (
+            f"train.sequence_parallel = {size} does not divide the {heads} heads and {kv_heads} KV heads of {model}: "
+            f"choose a divisor of {gcd(heads, kv_heads)}"
+        )
+
+
+RULES = (biased_sampling, drafting, overlong_responses, partial_rollouts, sampling_rounds, sequence_parallel)
 """Of a whole recipe, whose fields are right each by itself."""
 
 

@@ -77,7 +77,7 @@ class TrainerGroup:
         self.start()
 
     def old_logprobs(self, samples: Sequence[Sample], rl_step: int = 0) -> Mismatch:
-        """See `Trainer.old_logprobs`; a rank is sent the tokens of its own samples alone.
+        """See `Trainer.old_logprobs`; a rank is sent the tokens of its own samples alone, once for all neighbours.
 
         They are shared out for the update of `rl_step`: of another one ranks would have less even shares.
         """
@@ -86,18 +86,19 @@ class TrainerGroup:
         rank_of = share_out(
             samples,
             recipe.train,
-            len(self.handles),
+            recipe.train.data_ranks,
             seed=recipe.seed,
             rl_step=rl_step,
             max_response_tokens=recipe.rollout.max_response_tokens,
         )
-        elsewhere = [sample.without_tokens() for sample in samples] if len(self.handles) > 1 else []
+        elsewhere = [sample.without_tokens() for sample in samples] if recipe.train.data_ranks > 1 else []
         shares = [
             ray.put([s.in_arrays() if rank_of[i] == rank else elsewhere[i] for i, s in enumerate(samples)])
-            for rank in range(len(self.handles))
+            for rank in range(recipe.train.data_ranks)
         ]
         asked = [
-            actor.ask.remote("old_logprobs", share, rank_of) for actor, share in zip(self.handles, shares, strict=True)
+            actor.ask.remote("old_logprobs", shares[rank // recipe.train.sequence_parallel], rank_of)
+            for rank, actor in enumerate(self.handles)
         ]
         mismatch: Mismatch = self._wait(asked, "old_logprobs")[0]
         return mismatch

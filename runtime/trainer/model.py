@@ -21,8 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.weights import Home, TensorMeta
+from tltlab.runtime.recipe.rules import refuse, undivided_heads
 
-from .attention import causal_attention
+from .attention import ALONE, SequenceGroup, causal_attention
 from .logprobs import distributions, token_logprobs
 
 PACKED = "tltlab_packed"
@@ -35,9 +36,11 @@ _OTHER_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm
 class PackedTokens:
     """Sequences back to back, T tokens in all, and the R positions whose next token is one of a response.
 
-    token_ids and positions [1, T], boundaries [sequences + 1] as FlashAttention takes them, rows and next_tokens [R] in
-    the order of sequences. Without sequences it is one token that nothing is asked of: a rank with nothing to do
-    still takes part in the collectives of a sharded model.
+    Of P ranks that compute them together each has the T / P tokens that are its own, token_ids and positions
+    [1, T / P], and r of the R positions: rows and next_tokens [r], in the order of sequences, are number `own` of
+    `num_rows`. boundaries [sequences + 1], as FlashAttention takes them, are those of all T. Tokens that make T a
+    multiple of P are a sequence of their own, of which nothing is asked. Without sequences it is one such token per
+    rank: a rank with nothing to do still takes part in the collectives of a sharded model.
     """
 
     token_ids: Tensor
@@ -46,13 +49,20 @@ class PackedTokens:
     longest: int
     rows: Tensor
     next_tokens: Tensor
+    own: slice
+    num_rows: int
 
     @classmethod
     def of(
-        cls, pairs: Sequence[tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]], device: torch.device
+        cls,
+        pairs: Sequence[tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]],
+        device: torch.device,
+        ranks: SequenceGroup,
     ) -> PackedTokens:
         """From (prompt, response) pairs; a prompt has one token at least."""
-        pairs = pairs or [([0], [])]
+        num_tokens = sum(map(len, chain.from_iterable(pairs)))
+        filling = -num_tokens % ranks.size if pairs else ranks.size
+        pairs = [*pairs, ([0] * filling, [])] if filling else pairs
         lengths = [len(prompt) + len(response) for prompt, response in pairs]
         starts = [0, *accumulate(lengths)]
         rows = [
@@ -60,15 +70,21 @@ class PackedTokens:
             for start, (prompt, response) in zip(starts, pairs, strict=False)
         ]
         flat = torch.from_numpy(np.concatenate([np.asarray(part, np.int64) for pair in pairs for part in pair]))
+        positions = torch.cat([torch.arange(length) for length in lengths])
         picked = torch.cat(rows)
+        share = len(flat) // ranks.size
+        begin, end = ranks.rank * share, (ranks.rank + 1) * share
+        own = slice(*torch.searchsorted(picked, torch.tensor([begin, end])).tolist())
         return cls(
-            token_ids=flat[None].to(device),
-            positions=torch.cat([torch.arange(length) for length in lengths])[None].to(device),
+            token_ids=flat[None, begin:end].to(device),
+            positions=positions[None, begin:end].to(device),
             boundaries=torch.tensor(starts, dtype=torch.int32).to(device),
             longest=max(lengths),
-            rows=picked.to(device),
+            rows=(picked[own] - begin).to(device),
             # The last row of a sequence may have no next token; only rows before a response token are picked.
-            next_tokens=flat[picked + 1].to(device),
+            next_tokens=flat[picked[own] + 1].to(device),
+            own=own,
+            num_rows=len(picked),
         )
 
 
@@ -83,18 +99,21 @@ def packed_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     sliding_window: int | None = None,
+    sequence_ranks: SequenceGroup = ALONE,
     **other: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each packed sequence, as transformers' AttentionInterface calls it.
 
-    Queries (1, heads, T, D), keys and values (1, KV heads, T, D); returns (1, T, heads, D). FlashAttention's varlen
-    kernel on CUDA in half precision, else one call per sequence. Dropout is never applied.
+    Queries (1, heads, T / P, D), keys and values (1, KV heads, T / P, D) of this one of P `sequence_ranks`; returns
+    (1, T / P, heads, D). FlashAttention's varlen kernel on CUDA in half precision, else one call per sequence. Dropout
+    is never applied.
     """
     assert cu_seq_lens_q is not None
     assert max_length_q is not None
     assert sliding_window is None
     assert other.get("softcap") is None
     assert other.get("s_aux") is None
+    query, key, value = (sequence_ranks.swap(tensor[0])[None] for tensor in (query, key, value))
     if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         attended = varlen_attn(
             query[0].transpose(0, 1),
@@ -109,11 +128,12 @@ def packed_attention(
             enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(attended, Tensor)  # which it is without `return_aux`
-        return attended[None], None
+        return sequence_ranks.swap(attended)[None], None
     if scaling is not None:
         query = query * (scaling * query.shape[-1] ** 0.5)
     lengths = cu_seq_lens_q.diff().tolist()
-    return causal_attention(query, key, value, lengths).transpose(1, 2).contiguous(), None
+    attended = causal_attention(query, key, value, lengths)[0].transpose(0, 1).contiguous()
+    return sequence_ranks.swap(attended)[None], None
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -125,14 +145,18 @@ class PolicyModel(nn.Module):
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
 
-    def __init__(self, model: PreTrainedModel, temperature: float) -> None:
+    def __init__(self, model: PreTrainedModel, temperature: float, sequence_ranks: SequenceGroup) -> None:
         super().__init__()
         self.model = model
         self.temperature = temperature
         self.home: Home | None = None
+        self.sequence_ranks = sequence_ranks
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
-        """[R] log-probs of `batch.next_tokens`, or `whole` rows [R, V] of which those are entries; float32."""
+        """[R] log-probs of the responses' tokens, or `whole` rows [R, V] of which those are entries; float32.
+
+        `batch` is this rank's share of a micro-batch; all `sequence_ranks` call it, and each gets all R.
+        """
         hidden: Tensor = self.model.base_model(
             input_ids=batch.token_ids,
             position_ids=batch.positions,
@@ -141,19 +165,28 @@ class PolicyModel(nn.Module):
             cu_seq_lens_k=batch.boundaries,
             max_length_q=batch.longest,
             max_length_k=batch.longest,
+            sequence_ranks=self.sequence_ranks,
         ).last_hidden_state[0]
         # Only positions before a response token need logits: prompts would waste the vocabulary projection.
         asked = hidden[batch.rows]
         head = self.model.get_output_embeddings().weight
         if whole:
-            return distributions(asked, head, self.temperature)
+            rows = distributions(asked, head, self.temperature)
+            return self.sequence_ranks.join(rows, batch.own, batch.num_rows)
         logprobs = token_logprobs(asked, head, batch.next_tokens, self.temperature)
         # The sum of nothing keeps all parameters in the graph where no row is asked for.
-        return logprobs + 0.0 * hidden[:1].float().sum()
+        logprobs = logprobs + 0.0 * hidden[:1].float().sum()
+        return self.sequence_ranks.join(logprobs, batch.own, batch.num_rows)
 
 
 def load_policy_model(
-    model: str, temperature: float, *, device: torch.device, mesh: DeviceMesh | None, dtype: torch.dtype
+    model: str,
+    temperature: float,
+    *,
+    device: torch.device,
+    mesh: DeviceMesh | None,
+    dtype: torch.dtype,
+    sequence_ranks: SequenceGroup,
 ) -> PolicyModel:
     """The model of a folder or an id with float32 weights on `device`; ConfigError for one that cannot be trained here.
 
@@ -162,7 +195,7 @@ def load_policy_model(
     """
     try:
         config = AutoConfig.from_pretrained(model)
-        check_trainable(config, model)
+        check_trainable(config, model, sequence_ranks.size)
         if mesh is None or mesh.get_rank() == 0:
             made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=PACKED)
         else:
@@ -174,7 +207,7 @@ def load_policy_model(
         raise ConfigError(f"cannot load a model from {model}: {' '.join(str(error).split())[:300]}") from error
     if getattr(made.get_output_embeddings(), "bias", None) is not None:
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
-    policy = PolicyModel(made, temperature)
+    policy = PolicyModel(made, temperature, sequence_ranks)
     if mesh is None:
         policy.to(device)
         policy.home = Home(made.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
@@ -204,8 +237,17 @@ def _layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
-def check_trainable(config: PretrainedConfig, model: str) -> None:
+def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int) -> None:
     """ConfigError for a model whose attention or logits are not what the trainer computes."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    refuse(undivided_heads(sequence_parallel, model, heads, kv_heads))
+    rope = getattr(config, "rope_parameters", None) or {}
+    if sequence_parallel > 1 and rope.get("rope_type") in ("dynamic", "longrope"):
+        raise ConfigError(
+            f"{model}: its rotary embedding ({rope['rope_type']}) depends on the longest position, which ranks that "
+            "share a sequence do not all have: set train.sequence_parallel = 1"
+        )
     layers = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     if any(kind != "full_attention" for kind in layers) if layers else window is not None:

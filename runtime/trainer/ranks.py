@@ -15,6 +15,8 @@ from torch._C._distributed_c10d import HashStore
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
 
+from .attention import ALONE, SequenceGroup
+
 
 def device_of(config: TrainConfig) -> tuple[torch.device, torch.dtype]:
     """The device of a backend, CUDA where there is one unless it is gloo, and what the recipe computes in there.
@@ -53,6 +55,25 @@ def meet(device: torch.device, rank: int, world: int, rendezvous: str | None, ti
         raise RunError(
             f"trainer rank {rank} of {world} did not meet the others within {timeout_s:g} s: {str(error)[:200]}"
         ) from error
+
+
+def sequence_groups(
+    rank: int, world: int, size: int, timeout_s: float
+) -> tuple[SequenceGroup, dist.ProcessGroup | None]:
+    """The `size` neighbours that `rank` shares its sequences with, and the ranks in its place among theirs.
+
+    Of 4 ranks and size 2: (0, 1) and (2, 3) share sequences, (0, 2) and (1, 3) add up what is of all sequences. None
+    is all ranks. All ranks call it once they have met. ConfigError where `size` does not divide `world`.
+    """
+    if world % size:
+        raise ConfigError(f"{world} trainer ranks cannot share sequences by train.sequence_parallel = {size}")
+    if size == 1:
+        return ALONE, None
+    timeout = timedelta(seconds=timeout_s)
+    neighbours = [list(range(first, first + size)) for first in range(0, world, size)]
+    group, _ = dist.new_subgroups_by_enumeration(neighbours, timeout=timeout)
+    across, _ = dist.new_subgroups_by_enumeration([list(place) for place in zip(*neighbours, strict=True)], timeout)
+    return SequenceGroup(group=group, rank=rank % size, size=size), across
 
 
 def be_repeatable(repeatable: bool = True) -> None:

@@ -2,9 +2,10 @@
 
 Ranks share weights, gradients and optimizer state through FSDP2 and split every batch by tokens. Each gets the tokens
 of its own samples and of all others what advantages, weights and the order of mini-batches follow from: they are
-computed by each alike. What they compute is the
-same for any number of ranks and any size of micro-batches, up to rounding; the same state and samples on the same
-number of ranks give the same bits.
+computed by each alike. With `train.sequence_parallel` that many neighbours have the same samples and split each
+micro-batch (`SequenceGroup`): together they are one data rank. What they compute is the same for any number of ranks
+and any size of micro-batches, up to rounding; the same state and samples on the same number of ranks give the same
+bits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.engine.weights import Engines, WeightSender
 from tltlab.runtime.recipe.recipe import TrainConfig
 
+from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
 from .losses import (
     Mismatch,
@@ -43,7 +45,7 @@ from .losses import (
     token_weights,
 )
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
-from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of
+from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of, sequence_groups
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
@@ -115,7 +117,7 @@ def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> li
 def share_out(
     samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
 ) -> list[int]:
-    """Which rank computes each sample, so that all have as much to do in each mini-batch of the update of `rl_step`.
+    """Which data rank computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
 
     What is not trained is dealt out by itself: only its log-probs are computed.
     """
@@ -211,12 +213,17 @@ class Trainer:
         if config.deterministic:
             be_repeatable()
         mesh: DeviceMesh | None = None
+        self.sequence_ranks = ALONE
+        self._across: dist.ProcessGroup | None = None  # one rank of each data rank; None: all ranks
         if world > 1 or self.dtype == torch.bfloat16:
             meet(self.device, rank, world, rendezvous, timeout_s)
             mesh = init_device_mesh(self.device.type, (world,))
+        self.sequence_ranks, self._across = sequence_groups(rank, world, config.sequence_parallel, timeout_s)
 
         def load() -> PolicyModel:
-            return load_policy_model(model, temperature, device=self.device, mesh=mesh, dtype=self.dtype)
+            return load_policy_model(
+                model, temperature, device=self.device, mesh=mesh, dtype=self.dtype, sequence_ranks=self.sequence_ranks
+            )
 
         self.policy = load()
         self.reference = load().requires_grad_(False) if config.kl_coef else None
@@ -232,13 +239,23 @@ class Trainer:
         )
         self.steps = 0
         self._samples: list[Sample] = []
-        self._rank_of: list[int] = []  # which rank computes each of them
+        self._rank_of: list[int] = []  # which data rank computes each of them
         self._old: list[Tensor] = []  # this rank's log-probs of its own before the policy moves, [0] of others
+
+    @property
+    def data_ranks(self) -> int:
+        """How many sets of ranks there are of which each computes its own samples."""
+        return self.world // self.sequence_ranks.size
+
+    @property
+    def data_rank(self) -> int:
+        """The set that this rank is one of."""
+        return self.rank // self.sequence_ranks.size
 
     def old_logprobs(self, samples: Sequence[Sample], rank_of: Sequence[int] | None = None) -> Mismatch:
         """Recompute the log-probs of `samples` under the policy before it moves, and keep both for `update`.
 
-        `rank_of` says which rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
+        `rank_of` says which data rank computes each (`share_out`); this one needs no tokens of the others'. Returns the
         distance to what the engine recorded. Engine and trainer hold the same weights, so on-policy it should be near
         0.
         """
@@ -246,14 +263,14 @@ class Trainer:
         config = self.config
         if rank_of is None:
             most = self.max_response_tokens
-            rank_of = share_out(samples, config, self.world, seed=self.seed, rl_step=0, max_response_tokens=most)
+            rank_of = share_out(samples, config, self.data_ranks, seed=self.seed, rl_step=0, max_response_tokens=most)
         self._rank_of = list(rank_of)
         self._old = self._own_logprobs(self.policy, list(range(len(samples))))
         old, behaviour = (torch.cat([torch.empty(0), *parts]) for parts in (self._old, self._behaviour()))
         sums, largest = mismatch_sums(old, behaviour, cap=config.correction_cap)
         self._sum(sums)
-        of_ranks = torch.zeros(self.world, dtype=torch.float64)
-        of_ranks[self.rank] = largest
+        of_ranks = torch.zeros(self.data_ranks, dtype=torch.float64)
+        of_ranks[self.data_rank] = largest
         self._sum(of_ranks)
         return mismatch(sums, float(of_ranks.max()))
 
@@ -394,7 +411,8 @@ class Trainer:
             kl_coef=config.kl_coef,
             ref_logp=None if batch.reference is None else self._joined(batch.reference, rows),
         )
-        # FSDP2 takes the mean of gradients over ranks; the loss is a sum over them.
+        # FSDP2 takes the mean of gradients over ranks; the loss is a sum over data ranks, and of a rank's neighbours
+        # each has the gradient of its own tokens.
         (terms.loss * self.world).backward()
         corrected = float((token_weight * correction).sum())
         loss = float(terms.loss.detach())
@@ -430,7 +448,7 @@ class Trainer:
     def _behaviour(self) -> list[Tensor]:
         """[n] of the samples that this rank computes, [0] of the others."""
         computed = zip(self._samples, self._rank_of, strict=True)
-        return [torch.from_numpy(np.array(s.logprobs if n == self.rank else (), np.float32)) for s, n in computed]
+        return [torch.from_numpy(np.array(s.logprobs if n == self.data_rank else (), np.float32)) for s, n in computed]
 
     def _own_logprobs(self, model: PolicyModel, rows: Sequence[int]) -> list[Tensor]:
         """Of the kept samples `rows`: [n] of those that this rank computes, on the host, [0] of the others."""
@@ -450,7 +468,7 @@ class Trainer:
         logprobs = torch.zeros(starts[-1], *width, device=self.device)
         with torch.no_grad():
             lengths = [sum(map(len, pair)) for pair in pairs]
-            for rows in micro_batches(lengths, self.world, self.config.tokens_per_microbatch)[self.rank]:
+            for rows in micro_batches(lengths, self.data_ranks, self.config.tokens_per_microbatch)[self.data_rank]:
                 logp = model(self._packed([pairs[i] for i in rows]), whole=whole)
                 for i, part in zip(rows, logp.split([sizes[i] for i in rows]), strict=True):
                     logprobs[starts[i] : starts[i + 1]] = part
@@ -462,20 +480,20 @@ class Trainer:
         lengths = [sum(map(len, pair)) for pair in _pairs([self._samples[i] for i in rows])]
         rank_of = [self._rank_of[i] for i in rows]
         budget = self.config.tokens_per_microbatch
-        for members in own_micro_batches(lengths, rank_of, self.rank, self.world, budget):
+        for members in own_micro_batches(lengths, rank_of, self.data_rank, self.data_ranks, budget):
             yield [rows[m] for m in members]
 
     def _packed(self, pairs: Sequence[Pair]) -> PackedTokens:
-        return PackedTokens.of(pairs, self.device)
+        return PackedTokens.of(pairs, self.device, self.sequence_ranks)
 
     def _joined(self, tensors: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
         return torch.cat([tensors[i] for i in rows] or [torch.empty(0)]).to(self.device)
 
     def _sum(self, tensor: Tensor) -> None:
-        """Replace by the sum over ranks."""
-        if self.world > 1 and tensor.numel():
+        """Replace by the sum over data ranks."""
+        if self.data_ranks > 1 and tensor.numel():
             shared = tensor.to(self.device)
-            dist.all_reduce(shared)
+            dist.all_reduce(shared, group=self._across)
             tensor.copy_(shared)
 
     def _wait(self) -> None:

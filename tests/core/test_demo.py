@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,49 +13,46 @@ from typing import Any
 import pytest
 
 import tltlab
+from tltlab.cli.app import main
 from tltlab.cli.demo import make_room
 from tltlab.demo import FAST, FULL, demo_recipe
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import load_policy
+from tltlab.runtime.recipe.recipe import Recipe
 
 pytestmark = pytest.mark.timeout(800)
-SHORTER = """
-from dataclasses import replace
-from tltlab import demo
-from tltlab.runtime.models.runs import Sizes
-from tltlab.cli.app import main
-from tltlab.runtime.models.make import SIZES
-
-whole = demo.demo_recipe
-
-def smaller(*args):
-    recipe = whole(*args)
-    rollout = recipe.rollout.model_copy(update={"num_workers": 1, "prompts_per_step": 10})
-    return recipe.model_copy(update={"rollout": rollout})
-
-demo.demo_recipe = smaller
-demo.FAST = replace(
-    demo.FAST,
-    size=replace(SIZES["tiny"], steps=200, measured_prompts=4),
-    plain_steps=1,
-    tuned_steps=1,
-    heldout=48,
-    drafter=Sizes(
-        workers=2, prompts_per_step=8, max_response_tokens=256, tokens_per_update=512, steps=3, heldout=0,
-        warm_up_texts=64, warm_up_length=1.8, warm_up_updates=100,
-    ),
-)
-main()
-"""
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    out = tmp_path_factory.mktemp("demo") / "out"
-    command = [sys.executable, "-c", SHORTER, "demo", "--fast", "--out", str(out), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=700, check=False, env=os.environ)
-    assert done.returncode == 0, done.stderr[-3000:]
-    shown = json.loads(done.stdout)
+    """Its folder and its summary, with one engine where it has two, and fewer prompts and steps."""
+    from tltlab.runtime.models.make import SIZES
+    from tltlab.runtime.models.runs import Sizes
+
+    def smaller(*args: Any) -> Recipe:
+        recipe = demo_recipe(*args)
+        rollout = recipe.rollout.model_copy(update={"num_workers": 1, "prompts_per_step": 10})
+        return recipe.model_copy(update={"rollout": rollout})
+
+    setting = replace(
+        FAST,
+        size=replace(SIZES["tiny"], steps=200, measured_prompts=4),
+        plain_steps=1,
+        tuned_steps=1,
+        heldout=48,
+        drafter=Sizes(
+            workers=2, prompts_per_step=8, max_response_tokens=256, tokens_per_update=512, steps=3, heldout=0,
+            warm_up_texts=64, warm_up_length=1.8, warm_up_updates=100,
+        ),
+    )  # fmt: skip
+    out, printed = tmp_path_factory.mktemp("demo") / "out", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr("tltlab.demo.demo_recipe", smaller)
+        patch.setattr("tltlab.demo.FAST", setting)
+        with pytest.raises(SystemExit) as ended:
+            main(["demo", "--fast", "--out", str(out), "--json"])
+    assert not ended.value.code
+    shown = json.loads(printed.getvalue())
     assert shown == json.loads((out / "summary.json").read_text())
     return out, shown
 

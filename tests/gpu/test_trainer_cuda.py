@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,6 +131,36 @@ def test_updates_would_go_astray_if_the_policys_loss_in_bfloat16_were_not_that_o
     exact, rounded = found
     assert rounded.loss == pytest.approx(exact.loss, abs=0.02)
     assert rounded.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
+
+
+def shared(rank: int, model: Path, meeting: Path) -> tuple[list[np.ndarray], float]:
+    """Log-probs and an update's gradient norm by one of two ranks that share sequences, each on its GPU."""
+    torch.cuda.set_device(rank)
+    config = TrainConfig(tokens_per_microbatch=1024, lr=1e-4, minibatches=1, ranks=2, sequence_parallel=2)
+    place = {"rank": rank, "world": 2, "rendezvous": f"file://{meeting}", "timeout_s": 120.0}
+    made = Trainer(str(model), config, temperature=1.0, max_response_tokens=512, seed=0, **place)
+    try:
+        scores = made.score(PAIRS)
+        made.old_logprobs(samples())
+        return scores, made.update(0).grad_norm
+    finally:
+        made.close()
+
+
+def test_long_responses_would_be_learned_wrong_if_ranks_that_share_them_were_not_as_one(
+    model: Path, on_cpu: list[np.ndarray], tmp_path: Path
+):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    with trainer(model, minibatches=1) as made:
+        made.old_logprobs(samples())
+        expected_norm = made.update(0).grad_norm
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        answers = [pool.submit(shared, rank, model, tmp_path / "meeting") for rank in range(2)]
+        for scores, norm in (answer.result(300) for answer in answers):
+            assert norm == pytest.approx(expected_norm, rel=0.05)
+            for found, expected in zip(scores, on_cpu, strict=True):
+                assert np.abs(found - expected).mean() < 0.02
 
 
 @pytest.mark.parametrize("kind", ["eagle", "hass", "eagle3"])

@@ -242,7 +242,7 @@ def smalls(draw: st.DrawFn) -> Small:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(smalls(), st.sampled_from(list(RULES)), st.sampled_from(PLACEMENTS[:4]))
 def test_the_optimum_lies_between_the_bound_and_every_simulation(instance: Small, rule: str, placement: str):
     best = optimum(instance)
@@ -340,7 +340,7 @@ def test_an_uneven_split_leaves_the_optimum_above_the_area():
 PER_REQUEST = FREE.model_copy(update={"base_s": 1.0, "per_request_s": 0.5})
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=20),
     st.integers(1, 4),

@@ -7,7 +7,6 @@ weights and the target's own final norm.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +19,7 @@ from tltlab.runtime.trainer.packing import PackedBatch
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head, default_aux_layers
 from .head import DrafterHead, layer_config
+from .layouts import read_checkpoint
 from .target import FINAL_NORM, FrozenTarget, read_config, read_weights
 
 GAIN = 0.5
@@ -84,15 +84,33 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
         )
 
 
-def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> DrafterHead:
-    """The head in a checkpoint folder, of whichever kind. ConfigError where there is none that we can read."""
-    try:
-        said = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
-    kind = said.get("speculators_model_type") if isinstance(said, dict) else None
-    if kind == "eagle3":
-        return Eagle3Head.load(folder, dtype)
-    if kind is not None:
-        raise ConfigError(f"{folder}: a drafter of kind {kind!r} is not one we can read; eagle and eagle3 are")
-    return EagleHead.load(folder, dtype)
+def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: str | Path | None = None) -> DrafterHead:
+    """The head in a checkpoint folder or of the Hugging Face Hub, of whichever kind; `layouts` says which can be read.
+
+    With `target`, its folder or id, what the checkpoint has of it is shared with it again, and an EAGLE-3 head that
+    does not say which of its layers it reads reads the default ones. ConfigError where there is none that we can read.
+    """
+    found = read_checkpoint(name, target)
+    head: DrafterHead
+    if found.method == "eagle":
+        head = EagleHead(found.config)
+    else:
+        verifier = found.verifier if target is None else str(target)
+        if found.qk_norm and found.config.attention_bias:
+            raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
+        layers = found.aux_layers
+        if layers is None:
+            if verifier is None:
+                raise ConfigError(f"{name} does not say which layers of its target it reads: name the target")
+            layers = default_aux_layers(read_config(verifier).num_hidden_layers)
+        head = Eagle3Head(
+            found.config,
+            layers,
+            found.draft_vocabulary,
+            verifier,
+            own_lm_head=found.own_lm_head,
+            norms=found.norms,
+            qk_norm=found.qk_norm,
+        )
+    head.take_weights(name, found.weights)
+    return head.to(dtype)

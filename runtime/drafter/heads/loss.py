@@ -127,7 +127,7 @@ class Chains:
         else:
             own_k, own_v = torch.stack(self.keys[1:], 3), torch.stack(self.values[1:], 3)
             attended = chain_attention(q, self.keys[0], self.values[0], own_k, own_v, batch.lengths)
-        self.states = layer.finish(residual, attended)[0]
+        self.states = self.head.finish(residual, attended)[0]
         self.num_steps += 1
         return self.states, at, inside
 

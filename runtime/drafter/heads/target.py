@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
@@ -54,6 +55,22 @@ class FrozenTarget:
         return FrozenTarget(embedding=embedding, lm_head=embedding if tied else self.lm_head.to(device, dtype))
 
 
+def local_folder(name: str | Path) -> Path:
+    """A model's folder: `name` itself, or what the Hugging Face Hub's cache has of that model, fetched where it may be.
+
+    ConfigError where there is none.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except ValueError as error:
+        raise ConfigError(f"{name}: no such folder") from error
+    except OSError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{name}: no such folder, and the Hugging Face Hub's is not to be had: {cause}") from error
+
+
 def read_config(folder: str | Path) -> PretrainedConfig:
     """The config of a model in a folder. ConfigError where there is none."""
     try:
@@ -64,7 +81,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
     """Those of the named weights that a checkpoint folder holds, and no others. ConfigError where it is unreadable."""
-    folder = Path(folder)
+    folder = local_folder(folder)
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():

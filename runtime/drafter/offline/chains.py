@@ -82,7 +82,7 @@ class _Run:
         own_k = own_v = self.keys.new_zeros(len(at), self.keys.shape[0], 0, self.keys.shape[2])
         for step in range(max_depth):
             attended = two_part_attention(q, self.keys, self.values, seen[alive], own_k, own_v)
-            states = layer.finish(residual[:, None], attended[:, :, None])[:, 0]
+            states = self.head.finish(residual[:, None], attended[:, :, None])[:, 0]
             here = at[alive] + 2 + step
             hit = self.head.greedy(states, self.frozen) == text[here]
             kept[alive[hit]] += 1

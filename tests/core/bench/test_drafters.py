@@ -74,7 +74,7 @@ def test_the_benchmark_has_a_row_for_each_drafter():
 
 def test_a_long_run_costs_no_more_memory_nor_state_than_a_short_one():
     pytest.importorskip("arctic_inference")
-    run = LongRun(rl_steps=12, step_tokens=6_400, response_tokens=400, repeat_every=4, history_mib=4)
+    run = LongRun(rl_steps=12, step_tokens=3_200, response_tokens=200, repeat_every=4, history_mib=2)
     found = bench_history(run, unbounded_steps=8)
     rows = {row["case"]: row for row in found["rows"]}
     kinds = ("unbounded", "bounded", "recalled")

@@ -25,6 +25,7 @@ from tltlab.report.origin import command_line
 from tltlab.report.page import Absent, Section, Table, render
 from tltlab.report.rollout import graphs_part
 from tltlab.report.speculation import acceptance_part, strategy_names
+from tltlab.report.verify import verify_part
 from tltlab.report.write import report
 from tltlab.traces.schema import Manifest
 from tltlab.traces.trace import Trace, read
@@ -258,11 +259,10 @@ def test_an_experiments_folder_is_shown_with_its_picture_and_how_to_repeat_it(tm
 
 def test_a_summary_that_tltlab_did_not_write_costs_its_part_only(tmp_path):
     trace = read(TINY).select([0])
-    trace.write(tmp_path / "trace")
     for steps in ([1], {"a": 1}, [{"measured_s": "x"}]):
-        write_json(tmp_path / "summary.json", {"verify": {"steps": steps, "median_error": 0.1}})
-        reasons = {part.title: part.reason for part in report(tmp_path).absent}
-        assert "summary.json" in reasons["Predicted against measured"]
+        part = verify_part(tmp_path, trace, {"verify": {"steps": steps, "median_error": 0.1}}, compute=True)
+        assert isinstance(part, Absent)
+        assert "summary.json" in part.reason
 
 
 def test_what_is_no_run_and_no_comparison_ends_with_two_and_writes_nothing(tmp_path, capsys):
@@ -299,11 +299,13 @@ def test_the_command_says_what_it_wrote(run, capsys):
     assert "The trained drafter" in told["left_out"]
 
 
-def test_without_a_summary_predictions_are_computed_or_left_out(tmp_path):
-    made = report(TINY, verify=False)
-    assert Absent(title="Predicted against measured", reason="left out by --no-verify") in made.absent
-    made = report(TINY)
-    assert "Predicted against measured" in [section.title for section in made.sections]
+def test_without_a_summary_predictions_are_computed_or_left_out():
+    trace = read(TINY)
+    absent = Absent(title="Predicted against measured", reason="left out by --no-verify")
+    assert verify_part(TINY, trace, {}, compute=False) == absent
+    computed = verify_part(TINY, trace, {}, compute=True)
+    assert isinstance(computed, Section)
+    assert computed.title == "Predicted against measured"
 
 
 def test_commands_are_told_as_a_shell_takes_them():

@@ -70,6 +70,8 @@ def train(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str
         ('rollout.drafters={"x":{"kind":"learned","method":"eagle","model":"./head"}}', "x.model = ./head: there"),
         ("drafter.checkpoint=./head", "drafter.checkpoint = ./head: there is no such folder"),
         ('cluster={"placement":"colocated","gpus_per_node":2}', "train.ranks = 1: set it to 2"),
+        ("train.sequence_parallel=2", "train.ranks = 1 is no multiple of it"),
+        ('train={"ranks":4,"sequence_parallel":4}', "does not divide the 2 heads and 2 KV heads of m: choose a div"),
         ("--out=t.jsonl/run", "t.jsonl is a file; name another folder with --out"),
         ("--replay-decisions=m", "m: no manifest.json"),
     ],

@@ -104,6 +104,18 @@ def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
     assert training(ranks=4) < plain < training(ranks=2, kl_coef=0.1)
 
 
+def test_ranks_that_share_sequences_share_activations_and_nothing_else():
+    def parts(**train: Any) -> dict[str, float]:
+        train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True} | train
+        cluster = {"gpus_per_node": 8, "gpu": "H100"}
+        plan = plan_of(recipe(rollout={"num_workers": 1, "max_response_tokens": 31744}, train=train, cluster=cluster))
+        return {part.name: part.num_bytes for part in plan.memory[1].parts}
+
+    own, shared = parts(), parts(sequence_parallel=4)
+    assert shared.pop("activations") == own.pop("activations") / 4
+    assert shared == own
+
+
 def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
     plan = plan_of(
         recipe(

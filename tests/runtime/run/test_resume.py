@@ -83,7 +83,8 @@ def assert_equal_bitwise(run: Path, other: Path) -> None:
 def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An unbroken run that always drafts four tokens from suffix trees, on two engines, and cuts what is too long.
 
-    Engines and two trainer ranks share the devices. Of few prompts, which come again within the run.
+    Engines and two trainer ranks share the devices, and the ranks each response. Of few prompts, which come again
+    within the run.
     """
     folder = tmp_path_factory.mktemp("fixed")
     prompts = (recipe_file.parent / "train.jsonl").read_text().splitlines(keepends=True)
@@ -96,6 +97,7 @@ def fixed(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"data.train={folder / 'train.jsonl'}",
         "cluster.placement=colocated",
         "train.ranks=2",
+        "train.sequence_parallel=2",
         'rollout.partial={"concurrency": 8}',
         "rollout.max_response_tokens=64",
     )

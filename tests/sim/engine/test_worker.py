@@ -92,7 +92,7 @@ def assert_agree(
     assert result.makespan_s == pytest.approx(makespan, rel=1e-9, abs=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(requests(), costs(), st.integers(1, 3), st.sampled_from(PLACEMENTS[:4]))
 def test_plain_decoding_takes_the_time_of_its_iterations(req, cost, workers, placement):
     found = Regimes([NO_SPECULATION], cost, None)
@@ -107,14 +107,14 @@ class Plain(Selector):
         return NO_SPECULATION
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(1, 3))
 def test_fluid_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, workers):
     found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
     assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), workers, "round_robin")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.floats(0, 1), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
 def test_sampled_speculation_takes_the_time_of_its_iterations(req, cost, alpha, deep, shallow, memoryless, seed):
     found = Regimes((NO_SPECULATION, *CHAINS), cost, GeometricAcceptance(alpha=alpha))
@@ -154,7 +154,7 @@ def test_acceptance_that_differs_by_batch_takes_the_time_of_its_iterations(
     assert_agree(req, cost, found, FluidBatch, lambda: Threshold(deep, shallow, memoryless), 2, "contiguous")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(requests(), costs(), st.integers(0, 6), st.integers(0, 12), st.booleans(), st.integers(0, 9))
 def test_replayed_acceptance_takes_the_time_of_its_iterations(req, cost, deep, shallow, memoryless, seed):
     table = counterfactuals(req, seed)

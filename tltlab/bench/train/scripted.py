@@ -26,6 +26,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import packed
 from tltlab.runtime.run.actors import RunActors
+from tltlab.runtime.trainer.attention import ALONE
 from tltlab.runtime.trainer.group import TrainerGroup
 from tltlab.runtime.trainer.model import PackedTokens
 from tltlab.runtime.trainer.trainer import Trainer
@@ -261,7 +262,7 @@ class ScriptedTrainer(Trainer):
     def __init__(self, recipe: Recipe) -> None:
         self.config = recipe.train
         self.max_response_tokens = recipe.rollout.max_response_tokens
-        self.seed, self.rank, self.world = recipe.seed, 0, recipe.train.ranks
+        self.seed, self.rank, self.world, self.sequence_ranks = recipe.seed, 0, recipe.train.ranks, ALONE
         self.device, self.dtype = torch.device("cpu"), torch.float32
         self.policy: Any = ScriptedPolicy()
         self.reference = None

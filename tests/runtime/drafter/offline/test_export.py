@@ -134,14 +134,14 @@ def test_rounding_is_forgiven_and_a_shortfall_is_not():
     assert "commonest token" in comparison(first_kept=0.1).fault
 
 
-def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, heads: dict[str, Path], tmp_path: Path):
+def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, tmp_path: Path):
     run = tmp_path / "run"
     run.mkdir()
     recipe = {"model": str(target), "data": {"train": "train.jsonl", "heldout": "heldout.jsonl", "chat": True}}
     (run / "run.json").write_text(json.dumps({"recipe": recipe}))
     with pytest.raises(ConfigError, match="trained no drafter"):
         find_source(run)
-    load_head(heads["eagle"]).save(run / "drafter" / "final")
+    new_head(target, "eagle", 0).save(run / "drafter" / "final")
     found = find_source(run)
     assert found == Source(head=run / "drafter" / "final", target=target, prompts=Path("heldout.jsonl"), chat=True)
     (run / "checkpoints" / "final").mkdir(parents=True)
@@ -150,8 +150,8 @@ def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, head
     assert mine == Source(head=found.head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
 
 
-def test_wrong_input_is_refused_and_nothing_is_written(target: Path, heads: dict[str, Path], tmp_path: Path):
-    load_head(heads["eagle"]).save(tmp_path / "bare")
+def test_wrong_input_is_refused_and_nothing_is_written(target: Path, tmp_path: Path):
+    new_head(target, "eagle", 0).save(tmp_path / "bare")
     (tmp_path / "nothing").mkdir()
     for path, model, said in (
         (tmp_path / "nowhere", None, "no such folder"),

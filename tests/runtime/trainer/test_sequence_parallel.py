@@ -1,0 +1,162 @@
+"""Ranks that share their sequences compute what one rank does, alone and beside others that have their own."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+
+from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.trainer.attention import ALONE, SequenceGroup
+from tltlab.runtime.trainer.model import PackedTokens, check_trainable
+from tltlab.runtime.trainer.ranks import sequence_groups
+from tltlab.runtime.trainer.trainer import Trainer
+
+from .test_trainer import samples, tied_model, updated
+
+__all__ = ["tied_model"]
+
+SETTINGS: dict[str, Any] = {"tokens_per_microbatch": 64, "kl_coef": 0.1, "minibatches": 3}
+PAIRS = [(s.prompt_token_ids, s.token_ids) for s in samples()]
+
+
+def made(model: Path, *ranks: Any, **config: Any) -> Trainer:
+    """One rank, alone without its number, how many there are, and where they meet."""
+    rank, world, rendezvous = ranks or (0, 1, None)
+    return Trainer(
+        str(model),
+        TrainConfig(**SETTINGS | config),
+        temperature=0.8,
+        max_response_tokens=64,
+        seed=0,
+        rank=rank,
+        world=world,
+        rendezvous=rendezvous,
+        timeout_s=60.0,
+    )
+
+
+def learned(trainer: Trainer) -> list[Any]:
+    """What a trainer measures and is after updates of all samples, and of one: most ranks then have none."""
+    found: list[Any] = []
+    for rl_step, drawn in enumerate((samples(), [samples()[5]])):
+        found.append(asdict(trainer.old_logprobs(drawn)) | asdict(trainer.update(rl_step)))
+        weights = trainer.weights()  # of all ranks; the first alone gets them
+        found.append(torch.cat([tensor.flatten() for tensor in weights.values()]).numpy() if weights else None)
+    for whole in (False, True):
+        found += trainer.score(PAIRS, distributions=whole)
+    return found
+
+
+@contextmanager
+def kept_bytes() -> Iterator[dict[int, int]]:
+    """Bytes of what autograd keeps for the backward passes that begin in here, by storage."""
+    kept: dict[int, int] = {}
+    held = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        held.append(tensor)  # or its storage's address would come again
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield kept
+    held.clear()
+
+
+def of_rank(rank: int, world: int, model: Path, folder: Path, config: dict[str, Any]) -> list[Any]:
+    """In its own process: what `learned` says; whether it goes on bit by bit from a checkpoint; what autograd keeps."""
+    trainer = made(model, rank, world, f"file://{folder}/meeting", **config)
+    try:
+        found = learned(trainer)
+        trainer.save_checkpoint(str(folder / "saved"))
+        ends = []
+        for _ in range(2):
+            trainer.load_checkpoint(str(folder / "saved"))
+            updated(trainer, rl_step=2)
+            ends.append(trainer.weights())
+        same = all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+        with kept_bytes() as kept:
+            trainer.policy(trainer._packed([([5], [6] * 4095)])).sum().backward()
+        return [*found, same, sum(kept.values())]
+    finally:
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Four, forked from one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with ProcessPoolExecutor(4, mp_context=context) as pool:
+        yield pool
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("world", "config"), [(2, {}), (4, {"activation_checkpointing": True})], ids=["two ranks", "two by two"]
+)
+def test_ranks_that_share_sequences_learn_what_one_does_and_keep_their_share_of_activations(
+    tied_model: Path, tmp_path: Path, processes: ProcessPoolExecutor, world: int, config: dict[str, Any]
+):
+    shared = {"sequence_parallel": 2} | config
+    answers: list[Future[list[Any]]] = [
+        processes.submit(of_rank, rank, world, tied_model, tmp_path, shared) for rank in range(world)
+    ]
+    alone = made(tied_model, **config)
+    expected = learned(alone)
+    with kept_bytes() as kept:
+        alone.policy(alone._packed([([5], [6] * 4095)])).sum().backward()
+    for rank, answer in enumerate(answers):
+        *found, same, num_bytes = answer.result(120)
+        assert same
+        for one, other in zip(found, expected, strict=True):
+            if isinstance(other, dict):
+                assert one == pytest.approx(other, abs=1e-4, rel=1e-4)
+            elif one is not None or rank == 0:
+                assert one == pytest.approx(other, abs=1e-4)
+        # Weights and the whole log-probs are no activations.
+        assert num_bytes < 0.6 * sum(kept.values())
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [2, 5], [3, 3, 1], [11]])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_have_equal_parts_of_all_tokens_and_each_row_is_one_ranks(lengths: list[int], size: int):
+    pairs = [([10 * n], list(range(10 * n + 1, 10 * n + length))) for n, length in enumerate(lengths)]
+    parts = [PackedTokens.of(pairs, torch.device("cpu"), SequenceGroup(rank=r, size=size)) for r in range(size)]
+    whole = PackedTokens.of(pairs, torch.device("cpu"), ALONE)
+    assert len({part.token_ids.shape for part in parts}) == 1
+    joined = torch.cat([part.token_ids[0] for part in parts])
+    assert 0 < len(joined) <= max(sum(lengths), 1) + size - 1
+    assert joined[: sum(lengths)].tolist() == whole.token_ids[0, : sum(lengths)].tolist()
+    for part in parts:
+        assert part.boundaries[-1] == len(joined)
+        assert part.boundaries[: len(lengths) + 1].tolist() == [0, *np.cumsum(lengths)]
+    starts = [r * parts[0].token_ids.shape[1] for r in range(size)]
+    rows = torch.cat([part.rows + start for part, start in zip(parts, starts, strict=True)])
+    assert rows.tolist() == whole.rows.tolist()
+    assert torch.cat([part.next_tokens for part in parts]).tolist() == whole.next_tokens.tolist()
+    assert torch.cat([torch.arange(whole.num_rows)[part.own] for part in parts]).tolist() == list(range(len(rows)))
+
+
+def test_what_cannot_be_shared_is_refused(tied_model: Path):
+    config = AutoConfig.from_pretrained(tied_model)
+    check_trainable(config, "it", 2)
+    with pytest.raises(ConfigError, match="sequence_parallel = 4 does not divide the 4 heads and 2 KV heads of it"):
+        check_trainable(config, "it", 4)
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    check_trainable(config, "it", 1)
+    with pytest.raises(ConfigError, match="longest position"):
+        check_trainable(config, "it", 2)
+    with pytest.raises(ConfigError, match="3 trainer ranks cannot share"):
+        sequence_groups(0, 3, 2, 1.0)
