@@ -27,6 +27,7 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.ray.actors import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
@@ -52,7 +53,7 @@ class DrafterRun:
         self.out = Path(out).resolve()
         self.head = self.out / "initial"
         self.drafts = True
-        self.schedule = TrainingSchedule(config.schedule, pretrained=config.checkpoint is not None)
+        self.schedule = TrainingSchedule(config.schedule, pretrained=config.pretrained)
         self.served = ServedDrafter()
         self.watch = CanaryWatch(config.name, events)
         self.training: SpotTraining | None = None
@@ -64,10 +65,10 @@ class DrafterRun:
     @property
     def specs(self) -> dict[str, DrafterSpec]:
         config = self.config
-        trained = config.checkpoint is not None
-        learned = LearnedSpec(
-            method=config.loss.method, model=str(self.head), trained=trained, fallback=config.fallback
-        )
+        method = config.loss.method
+        # Engines find MTP layers where the target is.
+        head = "" if method == "mtp" else str(self.head)
+        learned = LearnedSpec(method=method, model=head, trained=config.pretrained, fallback=config.fallback)
         return {config.name: learned}
 
     def prepare(self) -> None:
@@ -221,6 +222,9 @@ class DrafterRun:
         self.schedule.rollout_done(rl_step, self.watch.accept_length, drift_kl, drafts=self.watch.drafts)
         rows, self._rows = self._rows, {}
         return rows | {"steps": [self._in_service]}
+
+    def memory(self) -> list[ProcessMemory]:
+        return [] if self.training is None else list(self.training.processes.answers("memory").values())
 
     def summary(self) -> dict[str, Any] | None:
         drift = {

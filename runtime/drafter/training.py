@@ -16,6 +16,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.head import DrafterHead, host_copies
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.run.memory import tensor_bytes
 from tltlab.runtime.trainer.packing import pack
 
 from .heads.loss import drafter_loss
@@ -213,6 +214,14 @@ class DrafterTraining:
     def state_dict(self) -> dict[str, Tensor]:
         """What training goes on from, copied to the host: `live_state`."""
         return host_copies(self.live_state())
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of its tensors, by the names of a dry run's parts."""
+        return {
+            "drafter, training": tensor_bytes([*self._tensors().values(), self._message.flat]),
+            "drafter, kept state": tensor_bytes(self._kept.values()),
+            "drafter's target": tensor_bytes([self.frozen.embedding, self.frozen.lm_head]),
+        }
 
     def live_state(self) -> dict[str, Tensor]:
         """What is trained, its moments and the counters, and nothing that is the target's; they move with updates.

@@ -26,6 +26,7 @@ from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
 from tltlab.runtime.coordinator.client import CoordinatorClient
 from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
 from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
 from .checkpoint import DrafterCheckpoint
@@ -260,6 +261,17 @@ class SpotTrainer:
     def seen(self) -> int:
         """Responses of this RL step that the engine handed over."""
         return len(self._seen)
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds."""
+        with self._lock, self._data:
+            published = [value for _, head in self._published.values() for value in head.parameters()]
+            parts = self.training.held_bytes() | {
+                "drafter, heads served": tensor_bytes(published),
+                "drafter buffer": self.buffer.nbytes,
+                "drafter, held out": _nbytes(self._heldout) + self._prompt_bytes,
+            }
+            return ProcessMemory.now("drafter trainer", self.place.worker, parts)
 
     def take_rows(self) -> list[Row]:
         """The rows of `spot_training` since the last call."""

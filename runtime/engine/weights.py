@@ -174,7 +174,7 @@ class Slots(SharedMemory):
 
 
 class Mapped:
-    """The memory of buckets of other processes, mapped once for as long as they come from the same."""
+    """The memory of buckets of another process, mapped once for as long as they come from the same."""
 
     def __init__(self) -> None:
         self._token = ""

@@ -69,7 +69,7 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     """The recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
     specs, trained = drafters_of(recipe, policy), recipe.drafter
     for name, spec in specs.items():
-        if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name):
+        if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name or not spec.model):
             if spec.model:
                 yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)

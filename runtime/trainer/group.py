@@ -19,6 +19,7 @@ from tltlab.errors import RunError, TltlabError
 from tltlab.runtime.engine.weights import Engines, Way
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 
 from .losses import Mismatch
 from .trainer import Pair, Sample, Trainer, UpdateMetrics, share_out
@@ -111,6 +112,11 @@ class TrainerGroup:
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """See `Trainer.score`."""
         return list(self._all("score", ray.put(list(pairs)), distributions=distributions)[0])
+
+    def memory(self) -> ProcessMemory:
+        """See `Trainer.memory`; of rank 0."""
+        held: ProcessMemory = self._all("memory")[0]
+        return held
 
     def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
         """Bring the policy's weights to rollout workers as `version`; those that fail in it say so when they are asked.

@@ -33,7 +33,7 @@ class EagleHead(DrafterHead):
     def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
         return hidden
 
-    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         joined = self.fc(torch.cat([embeddings, states], -1))
         return joined, joined
 

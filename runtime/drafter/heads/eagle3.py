@@ -100,7 +100,7 @@ class Eagle3Head(DrafterHead):
         states: Tensor = self.fc(aux)
         return states
 
-    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer
         assert isinstance(layer, NormedLayer)
         normed = layer.hidden_norm(states)

@@ -74,7 +74,7 @@ class DrafterHead(nn.Module, ABC):
     reads the last hidden state. `draft_ids` (D) are the tokens it can draft, None for all.
     """
 
-    method: ClassVar[Literal["eagle", "eagle3"]]
+    method: ClassVar[Literal["eagle", "eagle3", "mtp"]]
     aux_layers: tuple[int, ...] = ()
 
     @property
@@ -98,8 +98,11 @@ class DrafterHead(nn.Module, ABC):
         """The states (..., H) of the first step, of the target's hidden states (..., H) or of its `aux` (..., A H)."""
 
     @abstractmethod
-    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Of embeddings of tokens t + 1 and states at t, both (..., H): attention's inputs, and the residual."""
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of embeddings of tokens t + 1 and states at t, both (..., H): attention's inputs, and the residual.
+
+        `positions` (...) are the states'.
+        """
 
     @abstractmethod
     def features(self, states: Tensor) -> Tensor:
@@ -139,10 +142,10 @@ class DrafterHead(nn.Module, ABC):
         `lengths` are the rows of each sequence packed in it, by default one sequence; `positions` (1, T) are counted
         from 0 in each where not given.
         """
-        x, residual = self.inputs(embeddings, states)
-        lengths = (x.shape[1],) if lengths is None else lengths
+        lengths = (states.shape[1],) if lengths is None else lengths
         if positions is None:
-            positions = torch.cat([torch.arange(length, device=x.device) for length in lengths])[None]
+            positions = torch.cat([torch.arange(length, device=states.device) for length in lengths])[None]
+        x, residual = self.inputs(embeddings, states, positions)
         q, k, v = self.layer.self_attn.project(x, self.rotation(positions))
         return self.finish(residual, causal_attention(q, k, v, lengths))
 

@@ -8,30 +8,38 @@ weights and the target's own final norm.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.drafter import Method
 from tltlab.runtime.trainer.packing import PackedBatch
 
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head, default_aux_layers
 from .head import DrafterHead, layer_config
 from .layouts import read_checkpoint
-from .target import FINAL_NORM, FrozenTarget, read_config, read_weights
+from .mtp import brought_along, read_mtp
+from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5
 """Random weights have this standard deviation times 1 / sqrt(inputs)."""
 
 
-def new_head(target_folder: str | Path, method: Literal["eagle", "eagle3"], seed: int) -> DrafterHead:
-    """A head to train for the target in a folder; the same seed makes the same head.
+def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHead:
+    """A head to train for the target in a folder; the same seed makes the same head. For "mtp" it is the target's own.
 
     ConfigError for a folder without a model, or a model without what a head needs.
     """
+    if method == "mtp":
+        return brought_along(target_folder)
     target = read_config(target_folder)
+    if method == "eagle" and is_mimo(target):
+        raise ConfigError(
+            f"{target_folder} is a MiMo, whose states come before its final norm, and an EAGLE head reads those after "
+            'it: take loss.kind = "eagle3", or "mtp" for the layer that it brings along'
+        )
     config = layer_config(target)
     head: DrafterHead
     if method == "eagle":
@@ -90,6 +98,9 @@ def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: s
     With `target`, its folder or id, what the checkpoint has of it is shared with it again, and an EAGLE-3 head that
     does not say which of its layers it reads reads the default ones. ConfigError where there is none that we can read.
     """
+    mtp = read_mtp(Path(name))
+    if mtp is not None:
+        return mtp.to(dtype)
     found = read_checkpoint(name, target)
     head: DrafterHead
     if found.method == "eagle":

@@ -112,10 +112,7 @@ class Eagle(TeacherForced):
             )
         self.head = head.to(target.device, target.dtype).eval()
         self.target = target
-        self.frozen = FrozenTarget(
-            embedding=target.get_input_embeddings().weight.detach(),
-            lm_head=target.get_output_embeddings().weight.detach(),
-        )
+        self.frozen = FrozenTarget.of(target)
         self.vocabulary = target.config.vocab_size
 
     def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:

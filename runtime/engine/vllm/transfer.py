@@ -123,6 +123,8 @@ def local_weight_transfer() -> type:
                 self._device.finish_weight_update()
             else:
                 finalize_layerwise_reload(self.model, self.model_config)
+            # Else it would keep the memory of a trainer that has ended.
+            self._mapped = Mapped()
 
         def shutdown(self) -> None:
             if self._device is not None:

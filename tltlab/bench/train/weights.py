@@ -67,6 +67,9 @@ class Reader:
             assert isinstance(info, Bucket)
             for name, tensor in self.mapped.tensors(info):
                 self.own[name].copy_(tensor)
+        elif call == "finish":
+            # As an engine does.
+            self.mapped = Mapped()
         return True
 
     def sums(self) -> list[int]:
