@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +12,15 @@ import typer
 from tltlab.console import Json, emit, progress
 
 
+class Layout(StrEnum):
+    speculators = "speculators"
+    eagle = "eagle"
+
+
 def export_drafter(
-    source: Annotated[Path, typer.Argument(metavar="RUN|HEAD", help="A run that trained a drafter, or a head.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN|HEAD", help="A run that trained a drafter, or a head: a folder or a hub id.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
     model: Annotated[
         Path | None, typer.Option(help="The target's folder; default: what the run or the head's training says.")
@@ -31,6 +39,9 @@ def export_drafter(
     chat: Annotated[
         bool | None, typer.Option(help="Prompts go through the model's chat template; default: as in the run.")
     ] = None,
+    layout: Annotated[
+        Layout, typer.Option(help="Of an EAGLE-3 head's checkpoint: speculators', or EAGLE's and SpecForge's.")
+    ] = Layout.speculators,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     json: Json = False,
 ) -> None:
@@ -48,6 +59,7 @@ def export_drafter(
             max_response_tokens=max_response_tokens,
             temperature=temperature,
             depth=depth,
+            layout=layout.value,
             seed=seed,
         )
     drafter = find_source(source, model, prompts, prompt_column=prompt_column, chat=chat)

@@ -30,7 +30,7 @@ def train_drafter(
         Kind,
         typer.Option(help="eagle (one step), hass (three, a like head) or eagle3 (seven, a head of its own kind)."),
     ] = Kind.eagle,
-    head: Annotated[Path | None, typer.Option("--from", help="A head to go on from.")] = None,
+    head: Annotated[Path | None, typer.Option("--from", help="A head to go on from: a folder or a hub id.")] = None,
     updates: Annotated[int, typer.Option(min=0, help="Optimizer steps, at most.")] = 500,
     tokens_per_update: Annotated[int, typer.Option(min=2, help="Tokens of one of them.")] = 4096,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW, after 20 updates of warm-up.")] = 1e-3,

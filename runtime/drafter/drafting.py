@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from tltlab.drafters.specs import DrafterSpec
 from tltlab.errors import ConfigError
+from tltlab.runtime.run.memory import ProcessMemory
 
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -63,6 +64,9 @@ class Drafting(Protocol):
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         """Rows for the trace's tables of the RL step that has just ended; of `steps` only some columns."""
 
+    def memory(self) -> list[ProcessMemory]:
+        """What the processes that train it hold."""
+
     def summary(self) -> dict[str, Any] | None:
         """What became of it, for the run's summary."""
 
@@ -110,6 +114,9 @@ class NullDrafting:
 
     def rows(self, rl_step: int, drift_kl: float | None) -> Rows:
         return {}
+
+    def memory(self) -> list[ProcessMemory]:
+        return []
 
     def summary(self) -> dict[str, Any] | None:
         return None

@@ -1,86 +1,164 @@
 """A few idle workers that train one drafter together, for as long as none of them is needed elsewhere.
 
 Built straight on a store and a process group, without torch.distributed's default group: a worker joins and leaves many
-groups in its life, and the engine beside the trainer may have a default group of its own.
+groups in its life, and the engine beside the trainer may have a default group of its own. The store is the run's, at a
+`MeetingPoint` on the driver's machine; members may be on any machine that reaches it and each other.
+
+What an update costs in a group of n, with S bytes in its one message (4 per trained parameter), B bytes a second
+between neighbours and a latency of a: a ring sends 2 (n - 1) / n S bytes per member in 2 (n - 1) rounds,
+
+    t(n) = t(1) + 2 (n - 1) / n S / B + 2 (n - 1) a
+
+so the bytes of a member stay below 2 S however many join. That updates do not become fewer when one joins, members
+take fewer tokens by as much as the exchange costs (`tokens_of_member`), unless even one's tokens between them took
+longer: over a link that slow updates do become fewer, and larger.
+`tltlab bench drafter --parts members` counts bytes and rounds, and has t(n) on paper for heads of 7B and 32B models.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed.distributed_c10d import is_nccl_available
 
 from tltlab.errors import ConfigError, RunError
 
 LOOPBACK = "127.0.0.1"
 LEADER = 0
+POLL_S = 0.0002
+"""How often a member looks whether NCCL has done a step's exchange, which takes milliseconds."""
+
+Backend = Literal["auto", "gloo", "nccl"]
 
 
 class GroupLost(RunError):
     """A member died, hangs or never came. Nothing of the step under way was applied; the rest may go on without it."""
 
 
+class MeetingPoint:
+    """Where members of a run's groups find each other: a store at `address`, HOST:PORT, until `close`.
+
+    It listens at `host` alone, at a free port unless one is given. RunError where it cannot. What groups leave there,
+    a few hundred bytes each, goes with it.
+    """
+
+    def __init__(self, host: str = LOOPBACK, port: int = 0) -> None:
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            raise RunError(f"drafter trainers cannot meet at {host}:{port}: {error.strerror}") from error
+        port = listener.getsockname()[1]
+        # Left to itself the store would listen at every address of the machine.
+        self._store: TCPStore | None = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        self.address = f"{host}:{port}"
+
+    def close(self) -> None:
+        self._store = None
+
+
+def meeting(address: str, name: str, timeout_s: float) -> Store:
+    """What the members of group `name` tell each other at a `MeetingPoint`; a key is waited for `timeout_s` at most.
+
+    Raises GroupLost where nobody answers there.
+    """
+    host, _, port = address.rpartition(":")
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        store = PrefixStore(name, TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
+        store.set_timeout(timeout)
+    except RuntimeError as error:
+        raise GroupLost(f"drafter trainers cannot meet at {address}: {_first_line(error)}") from error
+    return store
+
+
+def gather(store: Store, worker: int, members: Sequence[int], updates: int, withdrawn: Callable[[], bool]) -> list[int]:
+    """The members in the order of their ranks, once all are here; nobody where `withdrawn()` before that.
+
+    Members first show that they are there: whoever is told to stop while others are still missing just goes. They show
+    how far they are, too: who made most updates is rank 0, whose state all take, so that what a trainer that died had
+    saved is not lost when it comes back into a group. `withdrawn` is asked again and again, and takes its time. Raises
+    GroupLost where the store is out of reach.
+    """
+    try:
+        store.set(f"here-{worker}", str(updates))
+        while not store.check([f"here-{member}" for member in members]):
+            if withdrawn():
+                store.delete_key(f"here-{worker}")
+                return []
+        done = {member: int(store.get(f"here-{member}")) for member in members}
+    except RuntimeError as error:
+        raise GroupLost(f"the members of a training group cannot meet: {_first_line(error)}") from error
+    return sorted(members, key=lambda member: (-done[member], member))
+
+
 class DrafterGroup:
     """Members `rank` 0 to `world` - 1; rank 0 leads. After a `GroupLost` the group is closed.
 
-    >>> group = DrafterGroup.join(Path("/run/groups"), "term-7", rank=0, world=2, timeout_s=20.0)   # doctest: +SKIP
+    >>> store = meeting(point.address, "term-7", 20.0)                                              # doctest: +SKIP
+    >>> group = DrafterGroup.join(store, rank=0, world=2, timeout_s=20.0)                           # doctest: +SKIP
     >>> group.sum(gradients)                                                                        # doctest: +SKIP
     """
 
-    def __init__(self, backend: Any, rank: int, world: int, *, on_host: bool) -> None:
+    def __init__(self, connection: Any, rank: int, world: int, timeout_s: float, *, on_host: bool) -> None:
         self.rank, self.world = rank, world
-        self._backend = backend
-        self._on_host = on_host
+        self._connection, self._timeout_s, self._on_host = connection, timeout_s, on_host
 
     @classmethod
     def join(
-        cls,
-        folder: Path,
-        name: str,
-        rank: int,
-        world: int,
-        timeout_s: float,
-        *,
-        backend: Literal["gloo", "nccl"] = "gloo",
+        cls, store: Store, rank: int, world: int, timeout_s: float, *, host: str = LOOPBACK, backend: Backend = "auto"
     ) -> DrafterGroup:
         """Meet the others and wait for them, at most about `timeout_s` seconds; so long may a step's exchange take too.
 
-        Members are processes of one machine that share `folder`. `name` is used once: two groups of one name would
-        mix. nccl wants a device per member. Raises GroupLost where somebody does not come.
+        `store` is used for one group: two would mix. Members reach this one at `host`, its machine's address (over
+        gloo; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface instead). "auto" is nccl where every member
+        has a CUDA device of its own and gloo elsewhere. Raises GroupLost where somebody does not come.
         """
         if not 0 <= rank < world:
             raise ConfigError(f"rank {rank} of a group of {world} members: ranks go from 0 to {world - 1}")
+        own = _device()
+        if backend == "nccl" and not own:
+            raise ConfigError("a training group over nccl needs a CUDA device: take gloo, or auto")
         timeout = timedelta(seconds=timeout_s)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # The last member to leave deletes the file; after one that was killed it stays, a few hundred bytes.
-            store = FileStore(str(folder / name), world)
-            store.set_timeout(timeout)
-            connect = _gloo if backend == "gloo" else _nccl
-            return cls(connect(store, rank, world, timeout), rank, world, on_host=backend == "gloo")
+            store.set(f"device-{rank}", f"{backend} {own}")
+            told = [store.get(f"device-{other}").decode().split(" ", 1) for other in range(world)]
+            devices = {device for _, device in told}
+            separate = len(devices) == world and "" not in devices
+            if any(wanted == "gloo" for wanted, _ in told) or not separate:
+                return cls(_gloo(store, rank, world, timeout, host), rank, world, timeout_s, on_host=True)
+            return cls(_nccl(store, rank, world, timeout), rank, world, timeout_s, on_host=False)
         except RuntimeError as error:
             raise GroupLost(
-                f"training group {name!r}: {world} members did not meet within {timeout_s:g} s: {_first_line(error)}"
+                f"a training group's {world} members did not meet within {timeout_s:g} s: {_first_line(error)}"
             ) from error
 
     def sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by the sum over members, bit by bit the same for all. After a GroupLost it is undefined."""
-        self._exchange("allreduce", tensor)
+        self._exchange(tensor, lambda connection, shared: connection.allreduce([shared]))
 
     def broadcast(self, tensor: Tensor) -> None:
         """Replace `tensor` by the leader's. After a GroupLost it is undefined."""
-        self._exchange("broadcast", tensor)
+        self._exchange(tensor, lambda connection, shared: connection.broadcast(shared, LEADER))
 
     def close(self) -> None:
         """Leave; the others notice at their next exchange."""
-        self._backend = None
+        self._part(lost=False)
 
     def __enter__(self) -> DrafterGroup:
         return self
@@ -90,13 +168,15 @@ class DrafterGroup:
     ) -> None:
         self.close()
 
-    def _exchange(self, what: Literal["allreduce", "broadcast"], tensor: Tensor) -> None:
-        if self._backend is None:
+    def _exchange(self, tensor: Tensor, start: Callable[[Any, Tensor], Any]) -> None:
+        if self._connection is None:
             raise GroupLost("this training group is closed: join another one")
         shared = tensor.cpu() if self._on_host else tensor
         work = None
         try:
-            work = self._backend.allreduce([shared]) if what == "allreduce" else self._backend.broadcast(shared, LEADER)
+            work = start(self._connection, shared)
+            if not self._on_host:
+                self._await(work)
             work.wait()
         except RuntimeError as error:
             lost = GroupLost(f"a member of the training group died or hangs: {_first_line(error)}")
@@ -106,28 +186,66 @@ class DrafterGroup:
             return
         # The connections close with the group, so that the members still waiting notice now and not at their timeout.
         del work
-        self.close()
+        self._part(lost=True)
         raise lost
 
+    def _part(self, *, lost: bool) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None and not self._on_host:
+            # A communicator whose members are gone is only ended by force.
+            with suppress(RuntimeError):
+                connection.abort() if lost else connection.shutdown()
 
-def _gloo(store: Store, rank: int, world: int, timeout: timedelta) -> ProcessGroupGloo:
+    def _await(self, work: Any) -> None:
+        """Wait for NCCL, whose kernels wait for a lost member for ever unless the communicator is aborted."""
+        deadline = time.monotonic() + self._timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"an exchange took more than {self._timeout_s:g} s")
+            time.sleep(POLL_S)
+
+
+def tokens_of_member(tokens: int, members: int, pass_s: float, exchange_s: float) -> int:
+    """The tokens that each of a group's members trains in an update, of the `tokens` that take one alone `pass_s`.
+
+    So many that with the exchange an update takes as long as alone; all of them where even their share of `tokens`
+    would be too many for that.
+
+    >>> [tokens_of_member(4096, 4, 0.050, exchange_s) for exchange_s in (0.0, 0.005, 0.030, 0.5)]
+    [4096, 3686, 1638, 4096]
+    """
+    share = 1 - exchange_s / pass_s if pass_s > 0 else 1.0
+    return int(tokens * share) if share >= 1 / members else tokens
+
+
+def _device() -> str:
+    """This process's CUDA device by a name that no other has; empty where there is none, or no NCCL."""
+    if not (torch.cuda.is_available() and is_nccl_available()):
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _gloo(store: Store, rank: int, world: int, timeout: timedelta, host: str) -> ProcessGroupGloo:
     # torch's stubs know neither of both options.
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
     options._timeout = timeout
-    options._devices = [ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    where = {"interface": interface} if interface else {"hostname": host}
+    options._devices = [ProcessGroupGloo.create_device(**where)]
     return ProcessGroupGloo(store, rank, world, options)
 
 
 def _nccl(store: Store, rank: int, world: int, timeout: timedelta) -> Any:
-    # Else a member that dies would take this whole process with it, and a rollout worker's engine may live here.
+    # Else torch's watchdog would end this whole process when a member dies or an abort takes long.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
-    if not (torch.cuda.is_available() and is_nccl_available()):
-        raise ConfigError("a training group over nccl needs a CUDA device: take gloo")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
+    # For connecting, which does not block then, as an exchange has the time-out of the group.
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, round(timeout.total_seconds()))))
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
+    options.config.blocking = 0
     return ProcessGroupNCCL(store, rank, world, options)
 
 

@@ -27,13 +27,14 @@ from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.ray.actors import get
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.runtime.run.state import RunEvents
 from tltlab.state import DrafterState
 
 from .drafting import Drafting, NullDrafting, Rows
 from .heads.kinds import check_fit, load_head, new_head
 from .service import CanaryWatch, ServedDrafter
-from .spot import SpotTraining, check_machines
+from .spot import SpotTraining, coordinator_endpoint, machine_addresses
 from .worker import SpotPlace
 
 MOST_LETTERS = 85
@@ -50,9 +51,9 @@ class DrafterRun:
     def __init__(self, config: DrafterConfig, recipe: Recipe, out: Path, events: RunEvents) -> None:
         self.config, self.recipe, self.events = config, recipe, events
         self.out = Path(out).resolve()
-        self.head = self.out / "initial" if config.checkpoint is None else Path(config.checkpoint).resolve()
+        self.head = self.out / "initial"
         self.drafts = True
-        self.schedule = TrainingSchedule(config.schedule, pretrained=config.checkpoint is not None)
+        self.schedule = TrainingSchedule(config.schedule, pretrained=config.pretrained)
         self.served = ServedDrafter()
         self.watch = CanaryWatch(config.name, events)
         self.training: SpotTraining | None = None
@@ -64,18 +65,23 @@ class DrafterRun:
     @property
     def specs(self) -> dict[str, DrafterSpec]:
         config = self.config
-        trained = config.checkpoint is not None
-        learned = LearnedSpec(
-            method=config.loss.method, model=str(self.head), trained=trained, fallback=config.fallback
-        )
+        method = config.loss.method
+        # Engines find MTP layers where the target is.
+        head = "" if method == "mtp" else str(self.head)
+        learned = LearnedSpec(method=method, model=head, trained=config.pretrained, fallback=config.fallback)
         return {config.name: learned}
 
     def prepare(self) -> None:
         self._sockets = Path(tempfile.mkdtemp(prefix="tltlab-drafter-"))
         if len(str(self._sockets)) > MOST_LETTERS:
             raise ConfigError(f"{self._sockets} is too long for a socket's address: set TMPDIR to a shorter folder")
-        if self.config.checkpoint is None:
-            new_head(self.recipe.model, self.config.loss.method, self.recipe.seed).save(self.head)
+        checkpoint, model = self.config.checkpoint, self.recipe.model
+        if checkpoint is None:
+            head = new_head(model, self.config.loss.method, self.recipe.seed)
+        else:
+            # Engines get the layout that vLLM loads, whatever the checkpoint's.
+            head = load_head(checkpoint, target=model)
+        head.save(self.head)
         if not self.drafts:
             name = self.config.name
             self.events.note(
@@ -93,23 +99,26 @@ class DrafterRun:
     def _start_training(self) -> None:
         self._stop_training()
         where = self._ask_engines("place")
-        check_machines(self.config, [node for node, _ in where], ray.get_runtime_context().get_node_id())
-        endpoint = self.config.endpoint or f"ipc://{self._sockets}/coordinator"
-        self.training = SpotTraining(self.config, endpoint, where, self._place, self.events)
+        here = ray.get_runtime_context().get_node_id()
+        of_ray = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = machine_addresses([node for node, _ in where], here, of_ray)
+        endpoint = coordinator_endpoint(self.config, f"ipc://{self._sockets}/coordinator", addresses, here)
+        self.training = SpotTraining(self.config, endpoint, where, here, addresses, self._place, self.events)
         self.training.begin(self._frozen(), self.served, self._data)
 
     def _stop_training(self) -> None:
         if self.training is not None:
             self.training.close()
 
-    def _place(self, worker: int, coordinator: str, keys: ClientKeys | None) -> SpotPlace:
+    def _place(self, worker: int, coordinator: str, rendezvous: str, host: str, keys: ClientKeys | None) -> SpotPlace:
         assert self._sockets is not None
         return SpotPlace(
             worker=worker,
             coordinator=coordinator,
             feed=f"ipc://{self._sockets}/feed-{worker}",
             folder=self.out / f"worker-{worker}",
-            rendezvous=self._sockets / "groups",
+            rendezvous=rendezvous,
+            host=host,
             head=self.head,
             seed=self.recipe.seed,
             max_depth=self.recipe.rollout.max_draft_depth,
@@ -214,6 +223,9 @@ class DrafterRun:
         rows, self._rows = self._rows, {}
         return rows | {"steps": [self._in_service]}
 
+    def memory(self) -> list[ProcessMemory]:
+        return [] if self.training is None else list(self.training.processes.answers("memory").values())
+
     def summary(self) -> dict[str, Any] | None:
         drift = {
             name: None if isinstance(value, float) and math.isnan(value) else value
@@ -270,7 +282,7 @@ def drafter_of(recipe: Recipe, policy: Policy, out: Path, events: RunEvents) -> 
     if config is None:
         return NullDrafting()
     if config.checkpoint is not None:
-        head = load_head(config.checkpoint)
+        head = load_head(config.checkpoint, target=recipe.model)
         if head.method != config.loss.method:
             raise ConfigError(
                 f"{config.checkpoint} is an {head.method} head, and drafter.loss trains one of method "

@@ -15,6 +15,7 @@ from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.run.state import RunEvents
 
+from .group import LOOPBACK, MeetingPoint
 from .processes import Places, TrainerProcesses
 from .service import ServedDrafter
 from .worker import SpotPlace
@@ -23,7 +24,8 @@ from .worker import SpotPlace
 class SpotTraining:
     """One coordinator and a trainer per worker, whose machines and devices are `where`, until `close`.
 
-    `place(worker, coordinator, keys)` says where a trainer stands. Coordinator and trainers know RL steps that only
+    `here` is the driver's machine, by Ray's name, and `addresses` are all machines'. `place(worker, coordinator,
+    rendezvous, host, keys)` says where a trainer stands. Coordinator and trainers know RL steps that only
     grow: a run that goes back begins with another one.
     """
 
@@ -32,22 +34,32 @@ class SpotTraining:
         config: DrafterConfig,
         endpoint: str,
         where: Places,
-        place: Callable[[int, str, ClientKeys | None], SpotPlace],
+        here: str,
+        addresses: Mapping[str, str],
+        place: Callable[[int, str, str, str, ClientKeys | None], SpotPlace],
         events: RunEvents,
     ) -> None:
         self.config, self.events = config, events
         self.num_workers = len(where)
         self._server_keys: ServerKeys | None = None
         keys: tuple[ClientKeys, ...] = ()
-        if config.endpoint is not None:
+        if endpoint.startswith("tcp://"):
             self._server_keys, keys = make_keys(self.num_workers)
+        self._meeting = MeetingPoint(*_host_and_port(config.rendezvous or f"{addresses[here]}:0"))
         self._lock = threading.Lock()
         self._trains_in: int | None = None
         self._began = time.perf_counter()
         self._died: set[int] = set()
         self.server: CoordinatorServer | None = self._new_server(endpoint)
         places = [
-            place(worker, self.server.endpoint, keys[worker] if keys else None) for worker in range(self.num_workers)
+            place(
+                worker,
+                self.server.endpoint,
+                self._meeting.address,
+                addresses[where[worker][0]],
+                keys[worker] if keys else None,
+            )
+            for worker in range(self.num_workers)
         ]
         self.processes = TrainerProcesses(places, where, config, events, self._gone)
 
@@ -91,6 +103,7 @@ class SpotTraining:
 
     def close(self) -> None:
         self.processes.close()
+        self._meeting.close()
         with self._lock:
             server, self.server = self.server, None
         if server is not None:
@@ -179,21 +192,35 @@ def _lost_row(period: PeriodRecord, member: Membership, began: float) -> dict[st
     }
 
 
-def check_machines(config: DrafterConfig, nodes: Sequence[str], here: str) -> None:
-    """Raise ConfigError where workers on other machines than the driver's could not be reached, or not together.
+def machine_addresses(nodes: Sequence[str], here: str, addresses: Mapping[str, str]) -> dict[str, str]:
+    """Where the trainers on machines `nodes` are found, and the driver on `here`: this machine's own where that is all.
 
-    `nodes` are the workers' machines by Ray's names, `here` is the driver's.
+    All machines by Ray's names; `addresses` are Ray's.
     """
     if set(nodes) <= {here}:
-        return
-    host = "" if config.endpoint is None else config.endpoint.removeprefix("tcp://").rpartition(":")[0]
-    if config.endpoint is None or not config.endpoint.startswith("tcp://") or host in ("*", "0.0.0.0", "[::]"):
+        return {here: LOOPBACK}
+    return {node: addresses[node] for node in {*nodes, here}}
+
+
+def coordinator_endpoint(config: DrafterConfig, private: str, addresses: Mapping[str, str], here: str) -> str:
+    """Where the coordinator listens: as the recipe says, at `private` on one machine, else at Ray's address of `here`.
+
+    Raises ConfigError where the recipe says what workers on other machines could not reach.
+    """
+    if addresses[here] == LOOPBACK:
+        return config.endpoint or private
+    endpoint = config.endpoint or f"tcp://{addresses[here]}:*"
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if not endpoint.startswith("tcp://") or host in ("*", "0.0.0.0", "[::]"):
         raise ConfigError(
-            "there are rollout workers on other machines than the driver: set drafter.endpoint to tcp://HOST:PORT, an "
-            "address of the driver's machine that they can reach"
+            f"there are rollout workers on other machines than the driver, which do not reach {endpoint}: leave "
+            "drafter.endpoint out, or set it to tcp://HOST:PORT, an address of the driver's machine"
         )
-    if len(set(nodes)) > 1 and config.coordinator.max_members != 1:
-        raise ConfigError(
-            "the rollout workers are on several machines, and trainers of one machine only train together: set "
-            "drafter.coordinator.max_members to 1"
-        )
+    return endpoint
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"drafter.rendezvous = {address} is no HOST:PORT")
+    return host, int(port)

@@ -16,13 +16,14 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.heads.head import DrafterHead, host_copies
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.run.memory import tensor_bytes
 from tltlab.runtime.trainer.packing import pack
 
 from .heads.loss import drafter_loss
 from .sequences import TrainingSequence
 
-KEEP_EVERY = 16
-"""Updates between copies of the state to go back to."""
+KEEP_S = 20.0
+"""Seconds between copies of the state to go back to; a 7B model's head has 3 GB of it."""
 MAX_BAD = 3
 """Updates in a row that may fail before training goes back and stops."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -46,7 +47,8 @@ class UpdateReport:
     `loss` and `accept` (`DrafterLoss`'s, by unrolled step) are means over all members' rows; `tokens`, those that
     counted, and `sequences` are sums. All are 0, and `accept` is empty, where nothing was applied: no member had data,
     or the update was `skipped`, since some loss, gradient or new weight was not finite. `grad_norm` is the gradient's
-    before clipping. `leave`: some member wants to leave, so all do now.
+    before clipping. `leave`: some member wants to leave, so all do now. `pass_s` are this member's seconds for its own
+    part of `seconds`, before the exchange.
     """
 
     loss: float
@@ -58,6 +60,7 @@ class UpdateReport:
     seconds: float
     skipped: bool
     leave: bool
+    pass_s: float = 0.0
 
 
 class DrafterTraining:
@@ -80,13 +83,15 @@ class DrafterTraining:
         device: torch.device | str = "cpu",
         *,
         temperature: float = 1.0,
+        keep_s: float = KEEP_S,
     ) -> None:
         self.device = torch.device(device)
-        self.temperature = temperature
+        self.temperature, self.keep_s = temperature, keep_s
         self.head = head.to(self.device, torch.float32)
         self.loss, self.optim = loss, optim
         self.updates = 0
         self.skipped = 0
+        self.exchange_s = 0.0
         self._bad = 0
         self._named = {name: value for name, value in self.head.named_parameters() if value.requires_grad}
         self._params = list(self._named.values())
@@ -100,7 +105,8 @@ class DrafterTraining:
             }
         self._message = _Message(self._params, loss.num_unrolled, self.device)
         self.set_target(frozen)
-        self._kept = self.state_dict()
+        self._kept = self._room_to_keep()
+        self._keep()
 
     def set_target(self, frozen: FrozenTarget) -> None:
         """From now on the target's embedding and LM head are these."""
@@ -119,15 +125,18 @@ class DrafterTraining:
         steps have fewer tokens than the first and are weighed by the first's. A member without data has no weight.
         `leave` says whether this one has to go; it is asked just before the exchange, so that all leave with the update
         under way. Where a loss or gradient of any member is not finite, nobody applies anything; where the step makes
-        such weights, all go back to the last state kept, at most 16 updates old. After three such updates in a row all
-        go back and raise RunError. Raises GroupLost where a member is lost: nothing was applied.
+        such weights, all go back to the last state kept, `keep_s` seconds old or a little more. After three such
+        updates in a row all go back and raise RunError. Raises GroupLost where a member is lost: nothing was applied.
         """
         began = time.perf_counter()
         message = self._message
         message.clear()
         self._own_part(sequences)
         message.leave.fill_(leave())
+        # By vote, since all have to go back to the same state.
+        message.keep.fill_(not self.updates or time.monotonic() - self._kept_at >= self.keep_s)
         message.members.fill_(1.0)
+        pass_s = time.perf_counter() - began
         if group is not None:
             group.sum(message.flat)
         tokens, members = int(message.tokens), int(message.members)
@@ -149,6 +158,7 @@ class DrafterTraining:
             seconds=time.perf_counter() - began,
             skipped=bad,
             leave=bool(message.leave > 0),
+            pass_s=pass_s,
         )
         if bad:
             self._note_failure()
@@ -168,6 +178,8 @@ class DrafterTraining:
 
     def share(self, group: Group) -> None:
         """Take the leader's weights, moments and counters; all members call it when a group has formed.
+
+        Afterwards `exchange_s` says how long an update's exchange takes in this group.
 
         Raises RunError, at all members, where their drafters are not of one shape, and GroupLost where a member is
         lost; this one's state is then what it was.
@@ -189,6 +201,11 @@ class DrafterTraining:
                 value.copy_(part.view_as(value))
         self._set_counters(counters)
         self._keep()
+        # Now that all are here: in an update a member also waits for those that train more.
+        began = time.perf_counter()
+        self._message.clear()
+        group.sum(self._message.flat)
+        self.exchange_s = time.perf_counter() - began
 
     def serving_weights(self) -> dict[str, Tensor]:
         """The head's weights under the names that vLLM loads, copied to the host."""
@@ -197,6 +214,14 @@ class DrafterTraining:
     def state_dict(self) -> dict[str, Tensor]:
         """What training goes on from, copied to the host: `live_state`."""
         return host_copies(self.live_state())
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of its tensors, by the names of a dry run's parts."""
+        return {
+            "drafter, training": tensor_bytes([*self._tensors().values(), self._message.flat]),
+            "drafter, kept state": tensor_bytes(self._kept.values()),
+            "drafter's target": tensor_bytes([self.frozen.embedding, self.frozen.lm_head]),
+        }
 
     def live_state(self) -> dict[str, Tensor]:
         """What is trained, its moments and the counters, and nothing that is the target's; they move with updates.
@@ -240,7 +265,7 @@ class DrafterTraining:
 
     def _apply(self, norm: float) -> bool:
         """Clip and step; False, and the state kept is back, where the step made weights that are not finite."""
-        if self.updates % KEEP_EVERY == 0:
+        if bool(self._message.keep > 0):
             self._keep()
         self._message.gradient.mul_(min(1.0, self.optim.max_grad_norm / (norm + 1e-6)))
         warm = min(1.0, (self.updates + 1) / max(1, self.optim.warmup))
@@ -270,6 +295,15 @@ class DrafterTraining:
     def _keep(self) -> None:
         for name, value in self.live_state().items():
             self._kept[name].copy_(value)
+        self._kept_at = time.monotonic()
+
+    def _room_to_keep(self) -> dict[str, Tensor]:
+        """Tensors for a copy of the state: beside it if that leaves as much of the device free, else on the host."""
+        state, cuda = self.live_state(), self.device.type == "cuda"
+        size = sum(value.numel() * value.element_size() for value in state.values())
+        if cuda and torch.cuda.mem_get_info(self.device)[0] < 2 * size:
+            return {name: torch.empty_like(value, device="cpu", pin_memory=True) for name, value in state.items()}
+        return {name: torch.empty_like(value) for name, value in state.items()}
 
     def _go_back(self) -> None:
         bad, skipped = self._bad, self.skipped
@@ -306,10 +340,10 @@ class _Message:
 
     def __init__(self, params: Sequence[torch.nn.Parameter], num_unrolled: int, device: torch.device) -> None:
         size = sum(value.numel() for value in params)
-        self.flat = torch.zeros(size + 2 * num_unrolled + 6, device=device)
+        self.flat = torch.zeros(size + 2 * num_unrolled + 7, device=device)
         self.gradient, rest = self.flat[:size], self.flat[size:]
-        self.accept, self.reached, single = torch.split(rest, [num_unrolled, num_unrolled, 6])
-        self.loss, self.tokens, self.sequences, self.bad, self.leave, self.members = single.unbind()
+        self.accept, self.reached, single = torch.split(rest, [num_unrolled, num_unrolled, 7])
+        self.loss, self.tokens, self.sequences, self.bad, self.leave, self.keep, self.members = single.unbind()
         begin = 0
         for value in params:
             value.grad = self.gradient[begin : begin + value.numel()].view_as(value)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ from tltlab.coordination.agent import TrainIn
 from tltlab.errors import RunError
 from tltlab.runtime.coordinator.client import CoordinatorClient
 from tltlab.runtime.recipe.drafter import DrafterConfig
+from tltlab.runtime.run.memory import ProcessMemory, tensor_bytes
 
 from .buffer import DataBuffer, TrainerData, data_path, read_data, write_data
 from .checkpoint import DrafterCheckpoint
 from .feed import FeedReceiver
-from .group import DrafterGroup, GroupLost
+from .group import LOOPBACK, DrafterGroup, GroupLost, gather, meeting, tokens_of_member
 from .heads.head import DrafterHead
 from .heads.kinds import load_head
 from .heads.target import FrozenTarget
@@ -60,17 +61,21 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpotPlace:
-    """Where a trainer stands: its worker, the coordinator's and its engine's addresses, folders, and the head's."""
+    """Where a trainer stands: its worker, the coordinator's and its engine's addresses, its folder and the head's.
+
+    `rendezvous` is the address of the run's `MeetingPoint`, and members of a group find this one at `host`.
+    """
 
     worker: int
     coordinator: str
     feed: str
     folder: Path
-    rendezvous: Path
+    rendezvous: str
     head: Path
     seed: int
     max_depth: int
     temperature: float
+    host: str = LOOPBACK
     keys: Any = None
 
 
@@ -142,6 +147,7 @@ class SpotTrainer:
         self._most_beside = config.buffer.max_bytes // BESIDE
         self._published: OrderedDict[int, tuple[int, DrafterHead]] = OrderedDict()
         self._rows: list[Row] = []
+        self._token_s = 0.0
 
     def start(
         self,
@@ -176,7 +182,7 @@ class SpotTrainer:
                 self.training.load_state_dict(in_service)
         self._told_failures = 0
         # On another machine than the driver's it is not there yet.
-        place.rendezvous.mkdir(parents=True, exist_ok=True, mode=0o700)
+        Path(place.feed.removeprefix("ipc://")).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._client = CoordinatorClient(place.coordinator, place.worker, keys=place.keys)
         self._feed = FeedReceiver(place.feed, self._on_status, self._on_sequence)
         return os.getpid()
@@ -255,6 +261,17 @@ class SpotTrainer:
     def seen(self) -> int:
         """Responses of this RL step that the engine handed over."""
         return len(self._seen)
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds."""
+        with self._lock, self._data:
+            published = [value for _, head in self._published.values() for value in head.parameters()]
+            parts = self.training.held_bytes() | {
+                "drafter, heads served": tensor_bytes(published),
+                "drafter buffer": self.buffer.nbytes,
+                "drafter, held out": _nbytes(self._heldout) + self._prompt_bytes,
+            }
+            return ProcessMemory.now("drafter trainer", self.place.worker, parts)
 
     def take_rows(self) -> list[Row]:
         """The rows of `spot_training` since the last call."""
@@ -396,6 +413,8 @@ class SpotTrainer:
             period.setup_s += time.perf_counter() - begin
         except GroupLost as error:
             period.detail = str(error)
+            # Until the coordinator, which may take a lost member for alive for a while, has another order.
+            self._train(order, None, period)
         if self._enough():
             period.ended = "declined"
             return None
@@ -413,7 +432,7 @@ class SpotTrainer:
                 return
             begin = time.perf_counter()
             with self._data:
-                sequences = [] if leaves else self.buffer.sample(self.config.tokens_per_update, self.rng)
+                sequences = [] if leaves else self.buffer.sample(self._tokens(group), self.rng)
             if not sequences and group is None:
                 self._closed.wait(POLL_S)
                 period.wait_s += time.perf_counter() - begin
@@ -421,6 +440,8 @@ class SpotTrainer:
             with self._lock:
                 report = self.training.update(sequences, group, leave=has_to_leave)
             period.train_s += time.perf_counter() - begin
+            if sequences:
+                self._token_s = report.pass_s / sum(sequence.num_rows for sequence in sequences)
             if report.tokens:
                 period.learned(report, sequences)
                 if order.leader == self.place.worker and period.unsaved >= self.config.checkpoint_every:
@@ -431,36 +452,33 @@ class SpotTrainer:
             if report.leave:
                 return
 
+    def _tokens(self, group: DrafterGroup | None) -> int:
+        tokens = self.config.tokens_per_update
+        if group is None:
+            return tokens
+        return tokens_of_member(tokens, group.world, self._token_s * tokens, self.training.exchange_s)
+
     @contextmanager
     def _meet(self, order: TrainIn) -> Iterator[DrafterGroup | None]:
-        """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came.
-
-        Members first show that they are there: whoever is told to stop while others are still missing just goes. They
-        show how far they are, too: who made most updates is rank 0, whose state all take, so that what a trainer that
-        died had saved is not lost when it comes back into a group.
-        """
+        """The group of an order, None for a member alone. Raises Withdrawn where the order is gone before all came."""
         if len(order.members) == 1:
             yield None
             return
-        name = f"{order.term}-{order.group}"
-        hall = self.place.rendezvous / f"{name}.here"
-        hall.mkdir(parents=True, exist_ok=True)
-        own = hall / f"{self.training.updates}-{self.place.worker}"
-        own.touch()
-        while len(here := [path.name for path in hall.iterdir()]) < len(order.members):
-            if self._client.order != order or self._closed.is_set():
-                own.unlink()
-                raise Withdrawn
-            self._closed.wait(MEET_S)
-        ranks = sorted(here, key=_furthest_first)
         timeout_s = self.config.coordinator.yield_timeout_s / 2
+        store = meeting(self.place.rendezvous, f"{order.term}-{order.group}", timeout_s)
+        ranks = gather(
+            store,
+            self.place.worker,
+            order.members,
+            self.training.updates,
+            lambda: self._client.order != order or self._closed.wait(MEET_S),
+        )
+        if not ranks:
+            raise Withdrawn
+        rank, config = ranks.index(self.place.worker), self.config
         with DrafterGroup.join(
-            self.place.rendezvous, name, ranks.index(own.name), len(ranks), timeout_s, backend=self.config.backend
+            store, rank, len(ranks), timeout_s, host=self.place.host, backend=config.backend
         ) as group:
-            # All have seen all.
-            own.unlink()
-            with suppress(OSError):
-                hall.rmdir()
             yield group
 
     def _next_order(self, order: TrainIn) -> TrainIn | None:
@@ -487,12 +505,6 @@ class SpotTrainer:
 
 class Withdrawn(Exception):
     """The order to train in a group was taken back before the group met."""
-
-
-def _furthest_first(name: str) -> tuple[int, int]:
-    """Sorts the files UPDATES-WORKER of members: most updates first, then by worker."""
-    updates, worker = map(int, name.split("-"))
-    return -updates, worker
 
 
 def _nbytes(sequences: Iterable[TrainingSequence]) -> int:

@@ -304,6 +304,11 @@ class DrafterPool(Mapping[str, DrafterState]):
         self._lately = {}
         self._counts.clear()
 
+    @property
+    def memory_bytes(self) -> int:
+        """What the drafters in use remember takes, by their own estimate; it walks all of it."""
+        return sum(getattr(fed.drafter, "memory_bytes", 0) for fed in self._fed.values())
+
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """What the drafters in use know between rollouts, and how well all did.
 

@@ -461,6 +461,11 @@ class Engine:
         """How the drafters do, and what the canary found."""
         return cast(DrafterReport, self._call("drafters.report"))
 
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes of what the engine holds, by the names of a dry run's parts; of weights and caches on each device."""
+        beside = {"captured states": self.captured.peak_bytes, "drafter history": self._call("drafters.memory_bytes")}
+        return cast(dict[str, int], self._call("held_bytes")) | beside
+
     def captured_graphs(self) -> CapturedGraphs:
         """The CUDA graphs that vLLM captured when the engine started."""
         return cast(CapturedGraphs, self._call("captured_graphs"))

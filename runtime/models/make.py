@@ -20,11 +20,16 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from tltlab.errors import ConfigError
 from tltlab.files import marked_folder
+from tltlab.runtime.drafter.heads.mtp import MtpHead, fresh_mtp, save_with_mtp
+from tltlab.runtime.drafter.heads.target import MIMO, FrozenTarget, hidden_states_of
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.muon import Muon
 
 from .measure import measure
@@ -43,6 +48,7 @@ _LOSS_WINDOW_STEPS = 50
 _EMBEDDING_STD = 0.3
 _EMBEDDED_WAVE = 0.5
 _OUTPUT_WAVE = 0.1
+_MTP_LR = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +75,14 @@ SIZES = {
 }
 
 
-def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def make_model(
+    out: Path, *, size: str | Size, task: str, seed: int, progress: Callable[[str], None], mtp: bool = False
+) -> dict[str, Any]:
     """Train a model on `task`, write its folder to `out` in one move, and return the report.
 
     `out` is an ordinary Hugging Face model (Llama architecture, float32, a tokenizer of one token a word) with
-    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json beside it. An earlier
+    train.jsonl and heldout.jsonl (prompt_id, prompt, answer; no prompt in both) and report.json beside it. With `mtp`
+    it is a MiMo (a Qwen2 to transformers) with an MTP layer, trained for half as many steps after it. An earlier
     model there is replaced; anything else is a ConfigError, as is an unknown size or task. The work takes one thread
     whatever torch is set to, so that the weights depend on the seed and the machine alone.
     """
@@ -89,10 +98,12 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
         started = time.perf_counter()
         train, heldout = draw_problems(TASKS[task], seed)
         tokenizer = make_tokenizer(TASKS[task])
-        model = LlamaForCausalLM(_config(shape, tokenizer))
+        config = _config(shape, tokenizer)
+        model = Qwen2ForCausalLM(_as_qwen2(config)) if mtp else LlamaForCausalLM(config)
         num_parameters = sum(p.numel() for p in model.parameters())
         progress(f"training {num_parameters:,} parameters on {task}")
         loss = pretrain(model, tokenizer, TASKS[task], train, shape, seed, progress)
+        layer = teach_mtp(model, tokenizer, TASKS[task], train, shape, seed, progress) if mtp else None
         trained_s = time.perf_counter() - started
         progress(f"trained in {trained_s:.0f} s; sampling it")
         sampled = measure(
@@ -118,7 +129,10 @@ def make_model(out: Path, *, size: str | Size, task: str, seed: int, progress: C
             "sampled": sampled,
         }
         disable_progress_bar()
-        model.save_pretrained(folder)
+        if layer is None:
+            model.save_pretrained(folder)
+        else:
+            save_with_mtp(model, folder, model.state_dict(), layer.serving_weights())
         tokenizer.save_pretrained(folder)
         _write_problems(folder / "train.jsonl", "train", train)
         _write_problems(folder / "heldout.jsonl", "heldout", heldout)
@@ -175,8 +189,18 @@ def _config(size: Size, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
     )
 
 
+def _as_qwen2(config: LlamaConfig) -> Qwen2Config:
+    """The same shape, and biases of queries, keys and values."""
+    fields = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+        "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings", "pad_token_id", "bos_token_id",
+        "eos_token_id",
+    )  # fmt: skip
+    return Qwen2Config(architectures=[MIMO], **{field: getattr(config, field) for field in fields})
+
+
 def pretrain(
-    model: LlamaForCausalLM,
+    model: LlamaForCausalLM | Qwen2ForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
     task: Task,
     problems: Sequence[Problem],
@@ -223,8 +247,49 @@ def _schedule(step: int, num_steps: int) -> float:
     return min(1.0, (step + 1) / _WARMUP_STEPS, (num_steps - step) / (0.6 * num_steps))
 
 
+def teach_mtp(
+    model: LlamaForCausalLM | Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    task: Task,
+    problems: Sequence[Problem],
+    size: Size,
+    seed: int,
+    progress: Callable[[str], None],
+) -> MtpHead:
+    """An MTP layer for a model that stays as it is: it learns the model's distributions along fresh traces."""
+    training = DrafterTraining(
+        fresh_mtp(model.config, seed),
+        FrozenTarget.of(model),
+        LossConfig(kind="mtp", unroll=2),
+        OptimConfig(lr=_MTP_LR),
+    )
+    batches = _batches(tokenizer, task, problems, size.tokens_per_batch, np.random.default_rng(seed + 1))
+    accept: list[float] = []
+    for _ in range(max(size.steps // 2, 1)):
+        ids, labels = next(batches)
+        accept = training.update(list(_sequences(model, ids, labels))).accept
+    progress(f"its MTP layer: {', '.join(f'{share:.2f}' for share in accept)} of its drafted tokens would be kept")
+    assert isinstance(training.head, MtpHead)
+    return training.head
+
+
+def _sequences(
+    model: LlamaForCausalLM | Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor
+) -> Iterator[TrainingSequence]:
+    """The rows of a batch with the model's states."""
+    for number, (row, targets) in enumerate(zip(ids, labels, strict=True)):
+        scored = (targets != _IGNORED).nonzero()[:, 0]
+        num_rows = int(scored[-1]) + 1
+        yield TrainingSequence(
+            key=(0, "text", number, 0),
+            token_ids=torch.cat([row[:num_rows], targets[num_rows - 1 : num_rows]]),
+            hidden=hidden_states_of(model, row[:num_rows], ())[0],
+            prompt_tokens=int(scored[0]) + 1,
+        )
+
+
 @torch.no_grad()
-def initialise(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+def initialise(model: LlamaForCausalLM | Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Start `model` where it learns fastest: blocks that add nothing yet, and numbers that lie in order.
 
     Embeddings are wide (standard deviation .3) and the last matrix of each block branch is 0, so depth costs no steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -69,12 +69,12 @@ def policy_on_engines(recipe: Recipe, policy: Policy) -> Iterator[str]:
     """The recipe's engines lack what `policy` may choose: a drafter, or a draft that deep."""
     specs, trained = drafters_of(recipe, policy), recipe.drafter
     for name, spec in specs.items():
-        if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name):
+        if isinstance(spec, LearnedSpec) and (trained is None or name != trained.name or not spec.model):
             if spec.model:
                 yield from model_folder(spec.model, f"rollout.drafters.{name}.model")
             check_drafter(recipe.model, name, spec)
     if trained is not None and trained.checkpoint is not None:
-        yield from model_folder(trained.checkpoint, "drafter.checkpoint")
+        yield from model_folder(trained.checkpoint, "drafter.checkpoint", weights=(".safetensors", ".bin"))
     check_sampled_drafts(specs, recipe.rollout.vllm.get("speculative_config"))
     pool = DrafterPool(specs, recipe.rollout.max_draft_depth)
     for strategy in policy.strategies:
@@ -90,7 +90,7 @@ def model(recipe: Recipe) -> Iterable[str]:
     return model_folder(recipe.model, "model")
 
 
-def model_folder(name: str, field: str) -> Iterator[str]:
+def model_folder(name: str, field: str, weights: Sequence[str] = (".safetensors",)) -> Iterator[str]:
     """A folder of this machine that holds no model with weights."""
     folder = Path(name)
     if not name:
@@ -100,7 +100,7 @@ def model_folder(name: str, field: str) -> Iterator[str]:
             yield f"{field} = {name}: there is no such folder"
     elif not (folder / "config.json").is_file():
         yield f"{field} = {name} is no model: it has no config.json"
-    elif not any(folder.glob("*.safetensors")):
+    elif not any(file.suffix in weights for file in folder.iterdir()):
         yield f"{field} = {name} has no weights: it needs a .safetensors file"
 
 

@@ -15,7 +15,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Method = Literal["eagle", "eagle3"]
+Method = Literal["eagle", "eagle3", "mtp"]
 
 
 class LossConfig(FrozenModel):
@@ -25,9 +25,10 @@ class LossConfig(FrozenModel):
     against the target's distribution, one step, on the target's states. "hass" (arXiv 2408.15766): the same over
     `unroll` steps, each reading the states that the step before it made. "eagle3" (arXiv 2503.01840): cross-entropy
     alone over `unroll` steps of training-time test, step i weighing `decay` ** i. None: 1, 3 and 7 steps, as in TLT.
+    "mtp": the same loss, over 3 steps, for the MTP layer that the model brings along.
     """
 
-    kind: Literal["eagle", "hass", "eagle3"] = "eagle"
+    kind: Literal["eagle", "hass", "eagle3", "mtp"] = "eagle"
     hidden_weight: Weight = 1.0
     token_weight: Weight = 0.1
     unroll: Annotated[int, Field(ge=1)] | None = None
@@ -35,12 +36,12 @@ class LossConfig(FrozenModel):
 
     @property
     def num_unrolled(self) -> int:
-        return self.unroll or {"eagle": 1, "hass": 3, "eagle3": 7}[self.kind]
+        return self.unroll or {"eagle": 1, "hass": 3, "eagle3": 7, "mtp": 3}[self.kind]
 
     @property
     def method(self) -> Method:
         """The kind of head that is trained, by vLLM's name."""
-        return "eagle3" if self.kind == "eagle3" else "eagle"
+        return "eagle" if self.kind == "hass" else self.kind
 
 
 class OptimConfig(FrozenModel):
@@ -68,17 +69,21 @@ class BufferConfig(FrozenModel):
 class DrafterConfig(FrozenModel):
     """A recipe's `[drafter]`: the learned drafter named `name`, trained on rollout workers while others still generate.
 
-    `checkpoint` is a head's folder; without one it starts from random weights and `fallback` serves until it was
-    trained. An update trains `tokens_per_update` tokens per member; None updates a rollout are no limit. Every
-    `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per worker and
-    RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the trace.
+    `checkpoint` is a head's folder, or its name on the Hugging Face Hub, in a layout that `drafter.heads.layouts`
+    reads; without one it starts from random weights and `fallback` serves until it was trained, but for an MTP layer,
+    which the model brings along. An update trains `tokens_per_update` tokens per member; None updates a rollout are no
+    limit. Every `checkpoint_every` updates, and when it stops, a trainer saves what it trains. `annotate` responses per
+    worker and RL step are annotated with the drafter in service and with those of the last `ages` trainings, for the
+    trace.
 
     Engines keep the hidden states of running responses in `capture_bytes` of host memory each; by default those of a
     machine share a quarter of what is free there. When that is full, responses likely to be in the tail stay.
 
-    A trainer runs on `threads` CPU threads at priority `nice`; those of one machine train together over `backend`, so
-    a run on several machines sets `coordinator.max_members = 1`. Then `endpoint` says where the coordinator is found
-    (tcp://HOST:PORT, with keys made for the run); by default only this user's processes on this machine find it.
+    A trainer runs on `threads` CPU threads at priority `nice`. Members of a group train over `backend`; "auto" is nccl
+    where each has a CUDA device of its own and gloo elsewhere. `endpoint` (tcp://HOST:PORT, with keys made for the run)
+    and `rendezvous` (HOST:PORT) say where the coordinator is found and where members meet, on the driver's machine. By
+    default only this machine's processes find them, and with workers on other machines those do, at Ray's address of
+    the driver's machine and free ports.
     """
 
     name: str = "learned"
@@ -98,5 +103,12 @@ class DrafterConfig(FrozenModel):
     ages: Annotated[int, Field(ge=0)] = 3
     threads: Annotated[int, Field(ge=1)] = 1
     nice: Annotated[int, Field(ge=0, le=19)] = 19
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
     endpoint: str | None = None
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether it serves before the run has trained it: it comes from a checkpoint, or with the model."""
+        return self.checkpoint is not None or self.loss.method == "mtp"
+
+    rendezvous: str | None = None

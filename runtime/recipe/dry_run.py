@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
 from tltlab.console import table
 from tltlab.errors import ConfigError
-from tltlab.hardware import Gpu
+from tltlab.files import found_in
+from tltlab.hardware import Gpu, ModelShape
 from tltlab.hardware import gpu as gpu_by_name
+from tltlab.policies.policy import load_policy
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.graphs import plan_graphs
 
 from .gpus import Bundles, bundles_of, places_of
-from .graphs import engines_of
-from .memory import Part, context_tokens, drafter_training, engine_memory, shape_of, trainer_states, trainer_work
+from .graphs import EngineBuild, engines_of
+from .memory import (
+    PHASES,
+    RANK,
+    REWARDS,
+    SPOT,
+    WORKER,
+    Device,
+    Holdings,
+    Part,
+    Sizes,
+    context_tokens,
+    drafter_memory,
+    driver_memory,
+    engine_memory,
+    requests_per_engine,
+    shape_of,
+    times,
+    trainer_memory,
+)
 from .recipe import Recipe
 
 Place = tuple[int, tuple[int, ...]]
@@ -36,9 +60,10 @@ class Actor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What one GPU holds at the fullest moment of a phase; without GPUs, one process."""
+    """What a GPU, a host or, without GPUs, one process holds at the fullest moment of a phase."""
 
     where: str
+    device: Device
     phase: str
     parts: tuple[Part, ...]
 
@@ -92,11 +117,7 @@ class Plan:
                         "prompt included"),
         ]  # fmt: skip
         lines = [table((), run, left=2), "actors", table((), _actor_rows(self.actors), left=4, indent=2)]
-        limit = f" of {self.gpu_bytes / 1e9:.0f}" if self.gpu_bytes else ""
-        for memory in self.memory:
-            lines.append(f"memory of {memory.where}, {memory.phase}: {memory.total_bytes / 1e9:.2f}{limit} GB")
-            parts = [(part.name, part.formula, f"{part.num_bytes / 1e9:.3f} GB") for part in memory.parts]
-            lines.append(table((), parts, left=2, indent=2))
+        lines += ["memory, GB by phase", *_memory_tables(self.memory, self.gpu_bytes)]
         if self.fits is not None:
             lines.append("it fits" if self.fits else "it DOES NOT FIT")
         options = [("on-policy" if o.on_policy else "OFF-POLICY", f"{o.name}: {o.why}") for o in self.options]
@@ -117,10 +138,9 @@ def plan_of(recipe: Recipe) -> Plan:
     if gpu is not None and not on_gpu:
         raise ConfigError(f"cluster.gpu = {gpu.name!r}, but nothing takes a GPU: set cluster.gpus_per_node")
     build = engines_of(recipe)
-    engine = engine_memory(recipe, shape, gpu, on_gpu=on_gpu, graph_bytes=build.graph_bytes)
-    states, work = trainer_states(recipe, shape), trainer_work(recipe, shape, on_gpu=on_gpu)
-    worker_parts = engine.parts + drafter_training(recipe, shape, on_gpu=on_gpu)
-    memory = _phases(recipe, bundles, worker_parts, states, work)
+    sizes = _sizes(recipe, shape, gpu, bundles, build)
+    engine, actors = engine_memory(sizes), _actors(recipe, bundles)
+    memory = _memory(sizes, bundles, engine.held, actors)
     fits = None if gpu is None else _fits(bundles, memory, gpu)
     notes = []
     if engine.at_once < engine.running:
@@ -132,6 +152,11 @@ def plan_of(recipe: Recipe) -> Plan:
         notes.append(
             f"train.sampling_rounds = {recipe.train.sampling_rounds}: an RL step rolls out up to as many times, for "
             "prompts whose rewards do not differ"
+        )
+    if on_gpu:
+        notes.append(
+            "when trainers start, rank 0 reads the whole model in float32 on its host: "
+            f"{4e-9 * shape.stored_params:.1f} GB beside what is counted"
         )
     if build.graphs is not None:
         notes += [f"CUDA graphs: {note}" for note in (build.graphs.summary(), *build.graphs.shortfalls())]
@@ -147,7 +172,7 @@ def plan_of(recipe: Recipe) -> Plan:
         gpu_bytes=gpu.memory_bytes if gpu else None,
         responses_per_step=recipe.rollout.prompts_per_step * recipe.rollout.group_size,
         tokens_per_response=context_tokens(recipe),
-        actors=_actors(recipe, bundles),
+        actors=actors,
         memory=memory,
         fits=fits,
         options=_options(recipe),
@@ -176,32 +201,81 @@ def _actors(recipe: Recipe, bundles: Bundles) -> tuple[Actor, ...]:
     )
 
 
-def _phases(
-    recipe: Recipe, bundles: Bundles, worker: tuple[Part, ...], states: tuple[Part, ...], work: tuple[Part, ...]
-) -> tuple[Memory, ...]:
-    if not bundles.colocated:
-        device = "GPU" if bundles.all else "process"
-        return (
-            Memory(where=f"a rollout worker's {device}", phase="rollout", parts=worker),
-            Memory(where=f"a trainer rank's {device}", phase="training", parts=states + work),
-        )
-    asleep = tuple(part for part in worker if part.name in ("engine runtime", "CUDA graphs"))
-    offload = recipe.train.offload
-    return (
-        Memory(
-            where="a GPU",
-            phase="rollout, trainer on the host" if offload else "rollout",
-            parts=worker if offload else worker + states,
-        ),
-        Memory(where="a GPU", phase="training, engine asleep", parts=asleep + states + work),
+def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles, build: EngineBuild) -> Sizes:
+    """What memory follows from."""
+    with found_in(recipe.code):
+        policy = load_policy(recipe.rollout.policy)
+    in_use = DrafterPool(build.drafters, build.max_draft_depth).needed(policy.strategies)
+    running = requests_per_engine(recipe)
+    rows = running * (1 + build.max_draft_depth)
+    with suppress(ConfigError):  # of a policy that does not say what it may choose at which batch
+        rows = max(batch * (k + 1) for batch, k in plan_graphs(policy, running).may_run)
+    return Sizes(
+        recipe=recipe,
+        shape=shape,
+        gpu=gpu,
+        on_gpu=bool(bundles.all),
+        colocated=bundles.colocated,
+        drafters={name: spec for name, spec in build.drafters.items() if name in in_use},
+        drafted_rows=rows,
+        graph_bytes=build.graph_bytes,
     )
+
+
+def _memory(sizes: Sizes, bundles: Bundles, worker: Holdings, actors: tuple[Actor, ...]) -> tuple[Memory, ...]:
+    """By place and phase: a GPU of each kind, or a process of each kind without GPUs, then the fullest host."""
+    rank, spot, others = trainer_memory(sizes), drafter_memory(sizes), driver_memory(sizes)
+    if bundles.colocated:
+        places = [("a GPU", [worker, rank, spot])]
+    elif sizes.on_gpu:
+        places = [("a rollout worker's GPU", [worker, spot]), ("a trainer rank's GPU", [rank])]
+    else:
+        places = [(f"a {held.process}'s process", [held]) for held in (worker, rank, spot) if held]
+    found = [
+        Memory(where=where, device=sizes.device, phase=phase, parts=tuple(parts))
+        for where, holders in places
+        for phase in PHASES
+        if (parts := [part for held in holders for part in held.of(sizes.device, phase)])
+    ]
+    # The driver's, which is the first: ranks and workers fill nodes in order.
+    counts = Counter(actor.kind for actor in actors if actor.node == 0)
+    counts[REWARDS] = sizes.recipe.reward_pool.processes
+    for phase in PHASES:
+        on_host = [
+            times(part, counts[held.process] if held.process in (WORKER, RANK, SPOT, REWARDS) else 1)
+            for held in (worker, rank, spot, *others)
+            for part in held.of("host", phase)
+        ]
+        there = tuple(part for part in on_host if part.num_bytes)
+        found.append(Memory(where="the driver's host", device="host", phase=phase, parts=there))
+    return tuple(found)
+
+
+def _memory_tables(memory: Sequence[Memory], gpu_bytes: float | None) -> Iterator[str]:
+    """A table for each place: a row for each part, a column for each phase."""
+    for where, group in groupby(memory, key=lambda found: found.where):
+        phases = list(group)
+        parts = {(part.process, part.name): part for found in phases for part in found.parts}
+        sizes = [{(part.process, part.name): part.num_bytes for part in found.parts} for found in phases]
+        rows = [
+            (*name, *(f"{size[name] / 1e9:.3f}" if name in size else "-" for size in sizes), part.formula)
+            for name, part in parts.items()
+        ]
+        limit = f"of {gpu_bytes / 1e9:.0f} GB" if gpu_bytes and phases[0].device == "GPU" else ""
+        rows.append(("", "total", *(f"{found.total_bytes / 1e9:.3f}" for found in phases), limit))
+        yield table((where, "", *(found.phase for found in phases), ""), rows, left=2, words=True, indent=2)
 
 
 def _fits(bundles: Bundles, memory: tuple[Memory, ...], gpu: Gpu) -> bool:
     """Whether each phase fits; actors that share a GPU must fit into it together."""
-    shares = (1.0, 1.0) if bundles.colocated else (min(bundles.workers[0] or 1, 1), min(bundles.ranks[0] or 1, 1))
+    share_of = {
+        "a rollout worker's GPU": min(bundles.workers[0] or 1, 1.0),
+        "a trainer rank's GPU": min((*bundles.ranks, 1.0)[0] or 1, 1.0),
+    }
     return all(
-        phase.total_bytes <= gpu.memory_bytes * share + 1e-3 for phase, share in zip(memory, shares, strict=True)
+        found.total_bytes <= gpu.memory_bytes * share_of.get(found.where, 1.0) + 1e-3
+        for found in memory
+        if found.device == "GPU"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
@@ -46,6 +46,21 @@ class EngineBuild:
     graphs: GraphPlan | None = None
     graph_bytes: float | None = None
 
+    def told(self, captured: CapturedGraphs) -> Iterator[str]:
+        """What an engine has captured, in sentences, and whether that is what was planned."""
+        if captured.mode == "NONE":
+            return
+        memory = "" if captured.num_bytes is None else f" in {captured.num_bytes / GIB:.2f} GiB"
+        yield (
+            f"an engine has {len(captured.full)} full and {len(captured.piecewise)} piecewise CUDA graphs{memory} "
+            f"({captured.runner} runner, {captured.mode})"
+        )
+        if self.graphs is not None and self.graphs.any_lengths and captured.mode != "FULL":
+            yield (
+                f"attention here takes no full graphs of any lengths: but for drafts of {self.graphs.deepest} tokens "
+                "iterations run in piecewise graphs, plain ones too"
+            )
+
     def as_json(self, captured: Iterable[CapturedGraphs]) -> dict[str, Any]:
         """What a run's graphs.json says: the plan, None where there is none, and what each engine has captured."""
         planned = None
@@ -65,7 +80,7 @@ def drafters_of(recipe: Recipe, policy: Policy) -> dict[str, DrafterSpec]:
     """All drafters of a recipe by name, the one that it trains included."""
     specs: dict[str, DrafterSpec] = DEFAULT_DRAFTERS | policy.drafters | recipe.rollout.drafters
     if (trained := recipe.drafter) is not None:
-        head = trained.checkpoint or "its own"
+        head = "" if trained.loss.method == "mtp" else trained.checkpoint or "its own"
         specs[trained.name] = LearnedSpec(method=trained.loss.method, model=head, fallback=trained.fallback)
     return specs
 

@@ -1,14 +1,21 @@
-"""How much GPU memory a recipe's engines, trainers and drafter need, part by part, each with its formula."""
+"""What a recipe's processes hold on GPUs and hosts, part by part and phase by phase, each with its formula.
+
+A run tells what it held by the same names (`tltlab.runtime.run.memory`), which a test holds against this.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
+from typing import Literal, get_args
 
 from pydantic import ValidationError
 
+from tltlab.drafters.specs import DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.suffix import TREE_BYTES_PER_TOKEN
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.hardware import RESERVED_BYTES, Gpu, ModelShape, per_gpu_heads
@@ -21,28 +28,162 @@ PROMPT_TOKENS = 1024
 GRAPH_BYTES = 2 << 30
 """For CUDA graphs that are not planned, flat."""
 LOGITS = 1 << 26
-"""That lie in memory at once, as in `token_logprobs`."""
+"""That lie in memory at once, as in `token_logprobs` and `drafter_loss`."""
+CONTEXT_BYTES = 1e9
+"""Of a process on a GPU that computes nothing: CUDA context, NCCL's and cuBLAS's buffers."""
+BESIDE = 8
+"""Held-out sequences, and prompts kept for siblings, take a part of the drafter's buffer each."""
+
+Phase = Literal["rollout", "idle training", "training", "sync"]
+"""Of an RL step: engines generate; those that are done lend their devices to drafter trainers; trainers have the
+samples; new weights go to the engines."""
+PHASES: tuple[Phase, ...] = get_args(Phase)
+GENERATING: tuple[Phase, ...] = ("rollout", "idle training")
+Device = Literal["GPU", "host"]
+
+WORKER, RANK, RANK_0, SPOT, DRIVER = "rollout worker", "trainer rank", "trainer rank 0", "drafter trainer", "driver"
+STORE, REWARDS, RAY = "Ray's object store", "reward process", "Ray"
+
+HOST_RUNTIME = {WORKER: 0.95e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.65e9, REWARDS: 0.35e9, RAY: 0.6e9}
+"""Resident bytes of a process before it holds anything: Python, torch, vLLM, and what glibc keeps of freed tensors."""
+
 _VLLM_UTILIZATION = 0.92
 _CPU_KV_BYTES = 256 << 20
-
-Row = tuple[str, float, str]
-"""The fields of a `Part`, in order."""
+_BATCHED_TOKENS = 8192
+_TREE_BYTES = {"suffix": TREE_BYTES_PER_TOKEN, "ngram": 500}
+"""Of a running response's token, by kind of drafter."""
+_VLLM_TEXT_BYTES = 160
+"""What vLLM and the ledger keep of a generated token: ids and log-probs in several lists of Python's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Something that takes memory on one GPU (without GPUs: in one process), and how its size was reckoned."""
+    """Something that takes memory, the process whose it is, and how its size was reckoned."""
 
     name: str
     num_bytes: float
     formula: str
+    process: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A part, where it lies and in which phases; of each process on a host, on each of its GPUs."""
+
+    part: Part
+    device: Device
+    phases: tuple[Phase, ...]
+
+
+class Holdings(list[Held]):
+    """What one kind of process holds; `device` is where it computes."""
+
+    def __init__(self, process: str, device: Device) -> None:
+        super().__init__()
+        self.process, self.device = process, device
+
+    def add(
+        self, name: str, num_bytes: float, formula: str, phases: Iterable[Phase] = PHASES, device: Device | None = None
+    ) -> None:
+        """Nothing where it takes nothing."""
+        if num_bytes > 0:
+            part = Part(name=name, num_bytes=float(num_bytes), formula=formula, process=self.process)
+            self.append(Held(part=part, device=device or self.device, phases=tuple(phases)))
+
+    def of(self, device: Device, phase: Phase) -> list[Part]:
+        """The parts there and then."""
+        return [held.part for held in self if held.device == device and phase in held.phases]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What sizes follow from: the recipe, its model, its GPU if one is named, and what its policy drafts with.
+
+    `drafters` are those that the policy may end up with, `drafted_rows` the most tokens that an iteration verifies,
+    `graph_bytes` those of planned CUDA graphs, None where none are planned.
+    """
+
+    recipe: Recipe
+    shape: ModelShape
+    gpu: Gpu | None
+    on_gpu: bool
+    colocated: bool  # on GPUs: without, nobody sleeps
+    drafters: Mapping[str, DrafterSpec]
+    drafted_rows: int
+    graph_bytes: float | None = None
+
+    @property
+    def device(self) -> Device:
+        return "GPU" if self.on_gpu else "host"
+
+    @property
+    def tokens(self) -> int:
+        """Of the longest prompt and response."""
+        return context_tokens(self.recipe)
+
+    @property
+    def engine_value(self) -> int:
+        return value_bytes(self.recipe.rollout.vllm.get("dtype"), on_gpu=self.on_gpu)
+
+    @property
+    def max_num_seqs(self) -> int:
+        return int(self.recipe.rollout.vllm.get("max_num_seqs", vllm_batch(self.gpu)))
+
+    @property
+    def running(self) -> int:
+        """Requests that an engine runs at a time."""
+        return min(requests_per_engine(self.recipe), self.max_num_seqs)
+
+    @property
+    def responses(self) -> int:
+        """Of one rollout."""
+        return self.recipe.rollout.prompts_per_step * self.recipe.rollout.group_size
+
+    @property
+    def learned(self) -> bool:
+        """Whether engines have a learned drafter."""
+        return any(isinstance(spec, LearnedSpec) for spec in self.drafters.values()) or self.recipe.drafter is not None
+
+    @property
+    def head_params(self) -> int:
+        """Of an EAGLE head, or the recipe's: a decoder layer and what joins its inputs, norms included.
+
+        An EAGLE-3 head's attention reads inputs twice as wide, and three of the target's states come in.
+        """
+        shape = self.shape
+        params = shape.layer_params + 2 * shape.hidden**2 + shape.hidden
+        if self.recipe.drafter is None or self.recipe.drafter.loss.method == "eagle":
+            return params
+        wider = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
+        return params + wider + shape.hidden**2 + 3 * shape.hidden
+
+    @property
+    def row_bytes(self) -> int:
+        """Hidden states of one token, as they are captured: with EAGLE-3 those of three more layers."""
+        method = self.recipe.drafter.loss.method if self.recipe.drafter is not None else "eagle"
+        return self.engine_value * self.shape.hidden * (4 if method == "eagle3" else 1)
+
+    @property
+    def shared_params(self) -> int:
+        """Of embedding and LM head."""
+        return self.shape.stored_params - self.shape.layers * self.shape.layer_params
+
+    @property
+    def loaded(self) -> tuple[Phase, ...]:
+        """The phases in which engines have their weights on their device; colocated they sleep while trainers train."""
+        return tuple(phase for phase in PHASES if not (self.colocated and phase == "training"))
+
+    @property
+    def generating(self) -> tuple[Phase, ...]:
+        """Those in which they have their caches there; colocated, new weights come before these do."""
+        return GENERATING if self.colocated else PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """One engine's share of one GPU. `at_once` responses of full length fit into its KV cache, of `running`."""
+    """What a rollout worker holds. `at_once` responses of full length fit into its KV cache, of `running`."""
 
-    parts: tuple[Part, ...]
+    held: Holdings
     at_once: int
     running: int
 
@@ -82,43 +223,51 @@ def shape_of(model: str) -> ModelShape:
         raise ConfigError(f"{path} is not of a dense decoder: {type(error).__name__}: {error}") from error
 
 
-def engine_memory(
-    recipe: Recipe, shape: ModelShape, gpu: Gpu | None, *, on_gpu: bool, graph_bytes: float | None = None
-) -> EngineMemory:
-    """Weights, KV cache and graphs. With a known GPU the KV cache is what vLLM takes: the rest of its share.
+def engine_memory(sizes: Sizes) -> EngineMemory:
+    """Weights, KV cache, graphs, drafters, captured states. With a known GPU vLLM's KV cache is the rest of its share.
 
-    `graph_bytes` are those of planned CUDA graphs; None where none are planned.
-
-    ConfigError where tensor parallelism does not divide the heads, or no response of full length fits.
+    Asleep (level 1) an engine keeps its weights on the host, pinned: torch keeps that memory for good once it was
+    used. ConfigError where tensor parallelism does not divide the heads, or no response of full length fits.
     """
+    recipe, shape = sizes.recipe, sizes.shape
     rollout, tp = recipe.rollout, recipe.rollout.tensor_parallel_size
     try:
         _, kv_heads = per_gpu_heads(shape, tp)
     except ConfigError as error:
         raise ConfigError(f"rollout.tensor_parallel_size: {error}") from error
-    value = value_bytes(rollout.vllm.get("dtype"), on_gpu=on_gpu)
-    per_token = 2 * shape.layers * kv_heads * shape.head_dim * value
-    tokens = context_tokens(recipe)
-    running = min(requests_per_engine(recipe), rollout.vllm.get("max_num_seqs", vllm_batch(gpu)))
-    parts: list[Row] = [("engine weights", shape.stored_params * value / tp, f"{value} bytes x parameters / TP")]
-    if on_gpu:
-        parts.append(("engine runtime", RESERVED_BYTES, "flat: context, activations"))
-    if on_gpu and not rollout.vllm.get("enforce_eager", False):
-        planned = "planned: graphs x layers x 1 MB, and buffers"
-        parts.append(
-            ("CUDA graphs", GRAPH_BYTES, "flat") if graph_bytes is None else ("CUDA graphs", graph_bytes, planned)
-        )
-    if recipe.drafter is not None:
-        formula = "one decoder layer and 2 hidden x hidden (EAGLE); embedding and LM head are the target's"
-        parts.append(("drafter, serving", _head_params(shape) * value, formula))
-    kv_bytes = rollout.vllm.get("kv_cache_memory_bytes", None if on_gpu else _CPU_KV_BYTES)
+    value, tokens, loaded, generating = sizes.engine_value, sizes.tokens, sizes.loaded, sizes.generating
+    held = Holdings(WORKER, sizes.device)
+    # vLLM pads the vocabulary to a multiple of 64.
+    padding = -shape.vocab % 64 * shape.hidden * (1 if shape.tied_embeddings else 2)
+    weights = (shape.stored_params + padding) * value / tp
+    held.add("engine weights", weights, f"{value} bytes x parameters / TP", loaded)
+    if sizes.learned:
+        formula = "its head; embedding and LM head are the target's"
+        held.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
+    if sizes.on_gpu:
+        held.add("engine runtime", CONTEXT_BYTES, "flat: context, communication")
+        batched = int(rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)
+        layer = value * batched * (3 * shape.intermediate / tp + 4 * shape.hidden)
+        rows = max(sizes.max_num_seqs, sizes.drafted_rows)
+        # bfloat16, float32, its log-softmax and its softmax.
+        sampling = 14 * rows * shape.vocab
+        formula = f"the larger of a layer ({batched} tokens) and 14 bytes x {rows} rows x vocabulary"
+        held.add("engine activations", max(layer, sampling), formula, generating)
+        if not rollout.vllm.get("enforce_eager", False):
+            planned = "planned: graphs x layers x 1 MB, and buffers"
+            graphs = (GRAPH_BYTES, "flat") if sizes.graph_bytes is None else (sizes.graph_bytes, planned)
+            held.add("CUDA graphs", *graphs)
+    layers = shape.layers + sizes.learned
+    per_token = 2 * layers * kv_heads * shape.head_dim * value
+    kv_bytes = rollout.vllm.get("kv_cache_memory_bytes", None if sizes.on_gpu else _CPU_KV_BYTES)
     if kv_bytes is not None:
         kv, formula = float(kv_bytes), "kv_cache_memory_bytes"
-    elif gpu is None:
-        kv, formula = float(running * tokens * per_token), "2 x layers x KV heads x head size x tokens x requests"
+    elif sizes.gpu is None:
+        formula = "2 x layers x KV heads x head size x tokens x requests"
+        kv = float(sizes.running * tokens * per_token)
     else:
         share = rollout.vllm.get("gpu_memory_utilization", _VLLM_UTILIZATION)
-        kv = gpu.memory_bytes * share - sum(num_bytes for _, num_bytes, _ in parts)
+        kv = sizes.gpu.memory_bytes * share - sum(part.num_bytes for part in held.of("GPU", "rollout"))
         formula = f"what gpu_memory_utilization = {share:g} leaves"
     if kv < tokens * per_token:
         raise ConfigError(
@@ -126,76 +275,189 @@ def engine_memory(
             f"({tokens} tokens) takes {tokens * per_token / 1e9:.2f} GB: raise rollout.tensor_parallel_size or "
             "rollout.vllm.gpu_memory_utilization, or lower rollout.max_response_tokens"
         )
-    parts.append(("KV cache", kv, formula))
-    return EngineMemory(parts=_parts(parts), at_once=int(kv // (tokens * per_token)), running=running)
+    held.add("KV cache", kv * shape.layers / layers, formula, generating)
+    if sizes.learned:
+        held.add("KV cache, drafter", kv / layers, f"{formula}; one layer of {layers}", generating)
+    if sizes.colocated:
+        formula = "weights and the drafter's, kept for it while it sleeps, pinned"
+        asleep = tp * (weights + sizes.learned * sizes.head_params * value)
+        held.add("engine asleep", asleep, formula, device="host")
+    _engine_host(sizes, held)
+    return EngineMemory(held=held, at_once=int(kv // (tokens * per_token)), running=sizes.running)
 
 
-def trainer_states(recipe: Recipe, shape: ModelShape) -> tuple[Part, ...]:
-    """What a rank keeps between updates: float32 weights and Adam's moments, and a reference model with KL.
+def _engine_host(sizes: Sizes, held: Holdings) -> None:
+    """What a rollout worker holds on the host whatever it computes on."""
+    recipe, tokens, running = sizes.recipe, sizes.tokens, sizes.running
+    tp = recipe.rollout.tensor_parallel_size
+    processes = 1 + tp if tp > 1 else 1
+    held.add(
+        "rollout worker runtime", processes * HOST_RUNTIME[WORKER], f"measured, x {processes} processes", device="host"
+    )
+    text = _VLLM_TEXT_BYTES * running * tokens
+    formula = f"{_VLLM_TEXT_BYTES} bytes x {running} running responses x {tokens} tokens"
+    held.add("texts", text, formula, GENERATING, device="host")
+    held.add("drafter history", history_bytes(sizes), "history_mib of the drafters in use", device="host")
+    growing = sum(_TREE_BYTES.get(spec.kind, 0) for spec in sizes.drafters.values())
+    formula = f"{growing} bytes x {running} running responses x {tokens} tokens"
+    held.add("drafter trees", growing * running * tokens, formula, GENERATING, device="host")
+    if recipe.drafter is None:
+        return
+    captured = min(recipe.drafter.capture_bytes or math.inf, running * tokens * sizes.row_bytes)
+    formula = f"hidden states of {running} running responses; at most drafter.capture_bytes"
+    held.add("captured states", captured, formula, device="host")
+    if sizes.on_gpu:
+        batched = int(recipe.rollout.vllm.get("max_num_batched_tokens") or _BATCHED_TOKENS)
+        formula = "2 x hidden states of max_num_batched_tokens, pinned"
+        held.add("captured states, on their way", 2 * batched * (sizes.row_bytes + 8), formula, device="host")
+    held.add("fed states", 2 * tokens * sizes.row_bytes, "a response's states, sent and received", device="host")
 
-    With the gradients of an update these are the 16 bytes per parameter of ZeRO (arXiv 1910.02054, section 3.1),
-    shared by all ranks (its stage 3, which is FSDP2); here float32 master weights, gradients and two moments, 4 each.
+
+def history_bytes(sizes: Sizes) -> float:
+    """Most that the model-free drafters in use remember of finished responses; no more than all of them take."""
+    model_free = [spec for spec in sizes.drafters.values() if isinstance(spec, NgramSpec | SuffixSpec)]
+    bounds = [spec.arguments()["history_mib"] for spec in model_free]
+    most = float(sizes.recipe.train.steps * sizes.responses * sizes.tokens * (TREE_BYTES_PER_TOKEN + 4))
+    return sum(most if bound is None else min(bound * 2**20, most) for bound in bounds)
+
+
+def trainer_memory(sizes: Sizes) -> Holdings:
+    """What a rank keeps between updates, and what an update and a sync add.
+
+    Float32 master weights, gradients and Adam's two moments are the 16 bytes per parameter of ZeRO (arXiv 1910.02054,
+    section 3.1), shared by all ranks (its stage 3, which is FSDP2). Activations are counted as in arXiv 2205.05198,
+    section 4.1, for a gated MLP, RMSNorm in float32 and attention that keeps no scores; with checkpointing each layer
+    keeps its input, and one at a time all of it. Ranks that share sequences have that share of their tokens.
     """
-    share = shape.stored_params / recipe.train.ranks
-    parts: list[Row] = [
+    shape, train = sizes.shape, sizes.recipe.train
+    value = value_bytes(train.dtype, on_gpu=sizes.on_gpu)
+    held = Holdings(RANK, sizes.device)
+    share = shape.stored_params / train.ranks
+    states = [
         ("master weights", 4 * share, "4 bytes x parameters / ranks (ZeRO 3)"),
         ("Adam moments", 8 * share, "8 bytes x parameters / ranks (ZeRO 3)"),
+        ("reference model", 4 * share * bool(train.kl_coef), "4 bytes x parameters / ranks"),
     ]
-    if recipe.train.kl_coef:
-        parts.append(("reference model", 4 * share, "4 bytes x parameters / ranks"))
-    return _parts(parts)
-
-
-def trainer_work(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Part, ...]:
-    """What an update adds: gradients, gathered weights, activations and a chunk of logits.
-
-    Activations are counted as in arXiv 2205.05198, section 4.1, for a gated MLP, RMSNorm in float32 and attention that
-    keeps no scores; with checkpointing each layer keeps its input, and one at a time all of it. Ranks that share
-    sequences have that share of their tokens.
-    """
-    train = recipe.train
-    value = value_bytes(train.dtype, on_gpu=on_gpu)
-    parts: list[Row] = [("gradients", 4 * shape.stored_params / train.ranks, "4 bytes x parameters / ranks")]
+    offloads = sizes.colocated and train.offload
+    own: tuple[Phase, ...] = ("training", "sync") if offloads else PHASES
+    for name, num_bytes, formula in states:
+        held.add(name, num_bytes, formula, own)
+        if offloads:
+            held.add(name, num_bytes, f"{formula}, offloaded", GENERATING, device="host")
+    training: tuple[Phase, ...] = ("training",)
+    held.add("gradients", 4 * share, "4 bytes x parameters / ranks", training)
     if train.ranks > 1 or value == 2:
-        gathered = shape.stored_params - shape.layers * shape.layer_params + 2 * shape.layer_params
+        gathered = sizes.shared_params + 2 * shape.layer_params
         formula = f"{value} bytes x (embedding, LM head, a layer and the next) (FSDP2)"
-        parts.append(("gathered weights", value * gathered, formula))
-    tokens = ceil(max(train.tokens_per_microbatch, context_tokens(recipe)) / train.sequence_parallel)
+        held.add("gathered weights", value * gathered, formula, training)
+    tokens = ceil(max(train.tokens_per_microbatch, sizes.tokens) / train.sequence_parallel)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    layer = value * (4 * shape.hidden + 2 * queries + 2 * keys + 4 * shape.intermediate) + 4 * 2 * shape.hidden
+    # On a CPU attention goes sequence by sequence, and what it gave is joined.
+    attended = 2 if sizes.on_gpu else 3
+    width = 4 * shape.hidden + attended * queries + 2 * keys + 4 * shape.intermediate
+    layer = value * width + 4 * 2 * shape.hidden
     if train.activation_checkpointing:
         activations = tokens * (shape.layers * shape.hidden * value + layer)
         formula = "tokens x (layers x hidden + one layer's activations)"
     else:
         activations = tokens * shape.layers * layer
-        formula = "tokens x layers x (4 hidden + 2 queries + 2 keys + 4 MLP, norms in float32)"
-    parts.append(("activations", activations, f"{formula}, {tokens} tokens"))
-    logits = 4 * (3 * min(tokens * shape.vocab, LOGITS) + shape.head_params)
-    parts.append(("logits", logits, "4 bytes x (3 x the logits of a chunk + the LM head's gradient)"))
-    if on_gpu:
-        parts.append(("trainer runtime", RESERVED_BYTES, "flat: context, workspaces"))
-    return _parts(parts)
+        formula = f"tokens x layers x (4 hidden + {attended} queries + 2 keys + 4 MLP, norms in float32)"
+    held.add("activations", activations, f"{formula}, {tokens} tokens", training)
+    logits = min(tokens * shape.vocab, LOGITS)
+    # The logits and one copy in float32, beside them the same in bfloat16 where that is what is computed in.
+    chunk = (8 if value == 4 else 10) * logits + 4 * shape.head_params
+    held.add("logits", chunk, f"{8 if value == 4 else 10} bytes x a chunk's, and the LM head's gradient", training)
+    if sizes.on_gpu:
+        held.add("trainer runtime", RESERVED_BYTES, "flat: context, workspaces", ("training", "sync"))
+        held.add("trainer runtime", CONTEXT_BYTES, "flat: context", GENERATING)
+    held.add("trainer rank runtime", HOST_RUNTIME[RANK], "measured", device="host")
+    samples = 28 * sizes.responses * sizes.tokens / train.data_ranks
+    held.add("samples", samples, "28 bytes x responses x tokens / ranks of other sequences", training, device="host")
+    if sizes.on_gpu:
+        size = (4 + value) * shape.head_params
+        held.add("gathered tensor", size, "the largest in float32, and cast", ("sync",))
+    return held
 
 
-def drafter_training(recipe: Recipe, shape: ModelShape, *, on_gpu: bool) -> tuple[Part, ...]:
-    """What training a drafter takes beside an engine that has nothing left to do; nothing without [drafter]."""
+def sync_memory(sizes: Sizes) -> list[Holdings]:
+    """New weights on their way by the host: what rank 0 has gathered and pickled, and Ray's copy."""
+    value = value_bytes(sizes.recipe.train.dtype, on_gpu=sizes.on_gpu)
+    whole = value * sizes.shape.stored_params
+    sender, store = Holdings(RANK_0, "host"), Holdings(STORE, "host")
+    sender.add("weights sent", 2 * whole, f"2 x {value} bytes x parameters: gathered and pickled", ("sync",))
+    store.add("weights, stored", whole, f"{value} bytes x parameters", ("sync",))
+    return [sender, store]
+
+
+def drafter_memory(sizes: Sizes) -> Holdings:
+    """What trains the drafter beside each engine, whoever has its GPU; nothing without [drafter].
+
+    Weights, gradients and moments stay on the device between periods; so do the heads that served before, for
+    annotations, and embedding and LM head of the target. The state to go back to and the checkpoint's are copies.
+    """
+    recipe, shape = sizes.recipe, sizes.shape
+    held = Holdings(SPOT, sizes.device)
     if recipe.drafter is None:
-        return ()
-    frozen = shape.stored_params - shape.layers * shape.layer_params
-    tokens = recipe.drafter.tokens_per_update * recipe.drafter.loss.num_unrolled
-    value = value_bytes(None, on_gpu=on_gpu)
-    activations = tokens * (3 * 4 * shape.vocab + 4 * (12 * shape.hidden + 4 * shape.intermediate))
-    return _parts(
-        [
-            ("drafter, training", 16 * _head_params(shape), "16 bytes x the head's parameters (ZeRO 3.1)"),
-            ("drafter's target", value * frozen, f"{value} bytes x embedding and LM head"),
-            ("drafter activations", activations, "tokens x unrolled steps x (3 logits + layer), float32"),
-        ]
+        return held
+    config, head = recipe.drafter, sizes.head_params
+    value = value_bytes(None, on_gpu=sizes.on_gpu)
+    held.add("drafter, training", 16 * head, "16 bytes x the head's parameters (ZeRO 3.1)")
+    held.add("drafter, kept state", 12 * head, "12 bytes x the head's parameters")
+    held.add("drafter, heads served", 4 * head * (config.ages + 1), f"4 bytes x the head's x {config.ages + 1}")
+    held.add("drafter's target", value * sizes.shared_params, f"{value} bytes x embedding and LM head")
+    rows, steps = config.tokens_per_update, config.loss.num_unrolled
+    layer = value * (8 * shape.hidden + 4 * shape.heads * shape.head_dim + 4 * shape.intermediate) + 8 * shape.hidden
+    # States that come in, in float32; beyond a chunk logits are computed twice instead of kept.
+    states = 4 * rows * (2 * shape.hidden + sizes.row_bytes / sizes.engine_value)
+    logits = rows * shape.vocab
+    kept = 8 * steps * logits + 16 * logits if logits <= LOGITS else 24 * LOGITS
+    # Unrolled steps keep the weights of their attention, which goes 256 queries at a time.
+    keys = min(rows, sizes.tokens) / 2 + 128
+    attended = 6 * (steps - 1) * shape.heads * rows * keys
+    activations = rows * steps * layer + states + kept + attended
+    formula = f"{rows} tokens x {steps} steps: a layer's, logits' and unrolled attention's"
+    held.add("drafter activations", activations, formula, ("idle training",))
+    if sizes.on_gpu:
+        held.add("drafter trainer runtime", CONTEXT_BYTES, "flat: context")
+    held.add("drafter trainer process", HOST_RUNTIME[SPOT], "measured", device="host")
+    per_step = ceil(sizes.responses / recipe.rollout.num_workers) * sizes.tokens * (sizes.row_bytes + 8)
+    buffer = min(config.buffer.max_bytes, per_step * config.buffer.rl_steps)
+    held.add("drafter buffer", buffer, "drafter.buffer.max_bytes, or all states of its RL steps", device="host")
+    beside = 2 * min(config.buffer.max_bytes / BESIDE, per_step)
+    held.add(
+        "drafter, held out", beside, f"held-out sequences and prompts: an {BESIDE}th of the buffer each", device="host"
     )
+    sampled = config.annotate * sizes.tokens * (sizes.row_bytes + 8)
+    held.add("drafter, annotated", min(sampled, per_step), f"{config.annotate} responses' states", device="host")
+    held.add("drafter checkpoint", 12 * head, "12 bytes x the head's parameters, staged", device="host")
+    return held
 
 
-def _parts(rows: Sequence[Row]) -> tuple[Part, ...]:
-    return tuple(Part(name=name, num_bytes=num_bytes, formula=formula) for name, num_bytes, formula in rows)
+def driver_memory(sizes: Sizes) -> list[Holdings]:
+    """What the driver holds, Ray's object store, Ray itself and a reward process: all on hosts."""
+    recipe, texts = sizes.recipe, sizes.responses * sizes.tokens
+    driver, store, ray, rewards = (Holdings(process, "host") for process in (DRIVER, STORE, RAY, REWARDS))
+    driver.add("driver runtime", HOST_RUNTIME[DRIVER], "measured")
+    driver.add("rollout, collected", 40 * texts, "40 bytes x responses x tokens: texts, log-probs, rows")
+    store.add("rollout, returned", 8 * texts, "8 bytes x responses x tokens", (*GENERATING, "training"))
+    store.add("samples, sent", 12 * texts, "12 bytes x responses x tokens", ("training", "sync"))
+    remembered = min(history_bytes(sizes), 4.0 * recipe.train.steps * texts)
+    store.add("history", remembered, "4 bytes x tokens of responses that drafters draft from, at most history_mib")
+    if recipe.drafter is not None:
+        value = value_bytes(recipe.train.dtype, on_gpu=sizes.on_gpu)
+        store.add("drafter served", 16 * sizes.head_params, "weights and training state: 16 bytes x the head's")
+        store.add("drafter's target, sent", value * sizes.shared_params, f"{value} bytes x embedding and LM head")
+        driver.add("drafter served, driver", 4 * sizes.head_params, "4 bytes x the head's parameters")
+    ray.add("Ray runtime", HOST_RUNTIME[RAY], "measured: raylet, GCS, agents")
+    rewards.add("reward process runtime", HOST_RUNTIME[REWARDS], "measured")
+    return [driver, store, *sync_memory(sizes), ray, rewards]
+
+
+def times(part: Part, count: float) -> Part:
+    """The same of so many processes."""
+    if count == 1:
+        return part
+    return replace(part, num_bytes=count * part.num_bytes, formula=f"{count:g} x ({part.formula})")
 
 
 def context_tokens(recipe: Recipe) -> int:
@@ -222,7 +484,3 @@ def requests_per_engine(recipe: Recipe) -> int:
     if rollout.partial is not None:
         return ceil(rollout.partial.concurrency / rollout.num_workers)
     return ceil(rollout.prompts_per_step * rollout.group_size / rollout.num_workers)
-
-
-def _head_params(shape: ModelShape) -> int:
-    return shape.layer_params + 2 * shape.hidden * shape.hidden

@@ -45,6 +45,8 @@ def drafting(recipe: Recipe) -> Iterator[str]:
         yield "rollout.min_p needs rollout.max_draft_depth = 0: vLLM does not speculate with it"
     if drafter is not None and not rollout.max_draft_depth:
         yield "a recipe with a [drafter] needs rollout.max_draft_depth above 0"
+    if drafter is not None and drafter.loss.method == "mtp" and drafter.checkpoint is not None:
+        yield "drafter.checkpoint with drafter.loss.kind = 'mtp': an MTP layer comes with the model, so leave it out"
     if drafter is not None and drafter.name in rollout.drafters:
         yield (
             f"drafter {drafter.name!r} is in both rollout.drafters and [drafter]: leave it out of "

@@ -23,6 +23,7 @@ from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, 
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 from tltlab.traces.recorder import ColumnRows
 
 
@@ -96,6 +97,10 @@ class RolloutWorker:
 
     def drafter_report(self) -> DrafterReport:
         return self.engine.drafter_report()
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds."""
+        return ProcessMemory.now("rollout worker", self.number, self.engine.held_bytes())
 
     def went_back(self, rl_step: int) -> None:
         """Let who trains from here on hear of no RL step after the one before `rl_step`."""

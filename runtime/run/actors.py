@@ -81,7 +81,10 @@ class RunActors:
 
     def _start_engines(self) -> None:
         self.pool.start()
-        self.graphs = self.pool.build.as_json(self.pool.captured_graphs())
+        build, captured = self.pool.build, self.pool.captured_graphs()
+        self.graphs = build.as_json(captured)
+        for sentence in build.told(captured[0]):
+            self._events.note(sentence)
 
     def _start_drafting(self) -> None:
         # Engines that sleep neither answer nor take draft weights.

@@ -36,6 +36,7 @@ from .actors import RunActors
 from .checkpoints import RunCheckpoints, step_of
 from .data import RunData
 from .logging import RunLog
+from .memory import ProcessMemory
 from .metrics import step_metrics
 from .recovery import Recovery
 from .rows import StepReport, run_manifest, step_rows
@@ -396,6 +397,17 @@ class GrpoRun:
         end = time.perf_counter()
         report = replace(report, record_s=end - start, step_s=end - t_step)
         return replace(report, measures=step_metrics(report, rows))
+
+    def memory(self) -> list[ProcessMemory]:
+        """What each process of the run holds; of trainer ranks rank 0. `memory.json` has the newest answer."""
+
+        def asked() -> list[ProcessMemory]:
+            driver = ProcessMemory.now("driver", 0, {"history": self.pool.history.num_bytes})
+            return [*self.pool.ask("memory"), self.trainers.memory(), *self.drafting.memory(), driver]
+
+        held = self._through(asked)
+        write_json(self.out / "memory.json", {"processes": [asdict(process) for process in held]})
+        return held
 
     def checkpoint(self) -> Path:
         """Save all that the run needs to go on from here; returns the checkpoint's folder, `checkpoints/step-N`."""

@@ -17,6 +17,7 @@ from ray.exceptions import RayActorError, RayError
 from tltlab.errors import RunError, TltlabError
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.memory import ProcessMemory
 
 from .losses import Mismatch
 from .trainer import Pair, Sample, Trainer, UpdateMetrics, share_out
@@ -108,6 +109,11 @@ class TrainerGroup:
     def score(self, pairs: Sequence[Pair], *, distributions: bool = False) -> list[np.ndarray]:
         """See `Trainer.score`."""
         return list(self._all("score", ray.put(list(pairs)), distributions=distributions)[0])
+
+    def memory(self) -> ProcessMemory:
+        """See `Trainer.memory`; of rank 0."""
+        held: ProcessMemory = self._all("memory")[0]
+        return held
 
     def weights(self) -> Any:
         """A reference to the policy's weights on the host, whole, by Hugging Face name."""

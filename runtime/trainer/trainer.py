@@ -27,8 +27,10 @@ from transformers import AutoTokenizer
 
 from tltlab.arrays import Tokens
 from tltlab.errors import RunError
-from tltlab.runtime.drafter.heads.target import FrozenTarget
+from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
+from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
 from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
 from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
@@ -205,6 +207,7 @@ class Trainer:
         torch.manual_seed(seed)
         torch.set_num_threads(config.threads)
         self.config = config
+        self._origin = model
         self.max_response_tokens = max_response_tokens
         self.seed = seed
         self.rank, self.world = rank, world
@@ -234,6 +237,7 @@ class Trainer:
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
         )
         self.steps = 0
+        self._work = Peak(self.device)
         self._samples: list[Sample] = []
         self._rank_of: list[int] = []  # which data rank computes each of them
         self._old: list[Tensor] = []  # this rank's log-probs of its own before the policy moves, [0] of others
@@ -277,6 +281,10 @@ class Trainer:
         do not count where they are filtered. Without a token left nothing moves. The learning rate grows linearly over
         the first `warmup_steps` optimizer steps. RunError where a gradient is not finite.
         """
+        with self._work.measured():
+            return self._update(rl_step)
+
+    def _update(self, rl_step: int) -> UpdateMetrics:
         config, batch = self.config, self._batch()
         minibatches = minibatches_of(len(batch.pairs), config, self.seed, rl_step)
         minibatches = [rows for rows in minibatches if batch.trained[rows].any()]
@@ -314,20 +322,31 @@ class Trainer:
         return full_tensors(self.policy.model, keep=self.rank == 0, dtype=self.dtype)
 
     def frozen(self) -> FrozenTarget | None:
-        """Copies on the host of what a drafter shares with the policy: embedding and LM head. None on other ranks."""
+        """Copies on the host of what a drafter shares with the policy (`FrozenTarget`). None on other ranks."""
         state = self.policy.model.state_dict(keep_vars=True)
         model = self.policy.model
         shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        if is_mimo(model.config):
+            shared.append(model.base_model.norm.weight)
         names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
         tensors = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
-        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]]) if tensors else None
+        if not tensors:
+            return None
+        norm = tensors[names[2]] if len(names) > 2 else None
+        eps = getattr(model.config, "rms_norm_eps", 0.0)
+        return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]], norm=norm, eps=eps)
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""
         weights = self.weights()
         if self.rank == 0:
             Path(folder).parent.mkdir(parents=True, exist_ok=True)
-            self.policy.model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
+            model = self.policy.model
+            if is_mimo(model.config):
+                # transformers does not know of the layer, which is as it was.
+                save_with_mtp(model, folder, weights, mtp_weights(self._origin))
+            else:
+                model.save_pretrained(folder, state_dict=weights, max_shard_size="5GB")
             self.tokenizer.save_pretrained(folder)
         self._wait()
 
@@ -348,6 +367,17 @@ class Trainer:
     def onload(self) -> None:
         """Move them back."""
         self._move(self.device)
+
+    def memory(self) -> ProcessMemory:
+        """What this process holds; `update` is the most that one has taken beside it."""
+        moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        parts = {
+            "master weights": tensor_bytes(self.policy.parameters()),
+            "Adam moments": tensor_bytes(moments),
+            "reference model": 0 if self.reference is None else tensor_bytes(self.reference.parameters()),
+            "update": self._work.bytes,
+        }
+        return ProcessMemory.now("trainer rank", self.rank, parts)
 
     def close(self) -> None:
         """Leave the process group."""

@@ -14,7 +14,7 @@ from tltlab.files import write_json
 
 MODEL_FREE = "model-free"
 DRAFTER_PARTS = (
-    MODEL_FREE, "packing", "checkpoint", "recipes", "adaptive", "coordination", "reward", "by-product",
+    MODEL_FREE, "packing", "checkpoint", "members", "recipes", "adaptive", "coordination", "reward", "by-product",
 )  # fmt: skip
 
 Batches = Annotated[str, typer.Option(help="Batch sizes, with commas between them.")]
@@ -116,9 +116,10 @@ def drafter(
         typer.Option(
             help="What to measure, separated by commas: model-free (a minute on the shipped traces: index time and "
             "memory), packing (half a minute: against padding), checkpoint (half a minute: how long saving blocks), "
-            "recipes (3 minutes: EAGLE, HASS, EAGLE-3), adaptive (6: frozen against trained beside the rollout), "
-            "coordination (4: what that costs the rollout), reward (8: with and without all of it), by-product (5: on "
-            "another task). Times are of two idle cores; a model and a warm-up take 3 more."
+            "members (half a minute: bytes and rounds of trainers in a group), recipes (3 minutes: EAGLE, HASS, "
+            "EAGLE-3), adaptive (6: frozen against trained beside the rollout), coordination (4: what that costs the "
+            "rollout), reward (8: with and without all of it), by-product (5: on another task). Times are of two idle "
+            "cores; a model and a warm-up take 3 more."
         ),
     ] = ",".join(DRAFTER_PARTS),
     model: Annotated[

@@ -19,7 +19,7 @@ from tltlab.errors import ConfigError, TltlabError
 
 GROUP = "tltlab.commands"
 _INTERRUPTED = 130
-_BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers"}
+_BROUGHT_BY = {"zmq": "pyzmq", "torch": "vllm", "tokenizers": "transformers", "huggingface_hub": "transformers"}
 """The requirement that a module comes with, where it has another name."""
 
 

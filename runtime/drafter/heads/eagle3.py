@@ -5,28 +5,26 @@ what the layer gave before. Attention reads the normed embedding of token t + 1 
 the layer gives goes through a norm of its own to the LM head. This is EAGLE-3 (arXiv 2503.01840) as vLLM runs it
 (`Eagle3LlamaForCausalLM`, method "eagle3").
 
-A checkpoint is a folder in the format of `speculators` 0.9: `config.json` and `model.safetensors` with `fc.weight`
-(H, A H), `norm.weight`, `layers.0.` `self_attn.{q,k,v}_proj.weight` (.., 2 H), `self_attn.o_proj.weight`,
-`mlp.{gate,up,down}_proj.weight`, `{hidden_norm,input_layernorm,post_attention_layernorm}.weight`. A head of the whole
-vocabulary shares the target's LM head. One that drafts D tokens only has its own, `lm_head.weight` (D, H), and
-`d2t` (D), what to add to a draft's id for the token's, and `t2d` (V), which tokens it can draft.
+A checkpoint of ours is a folder in the format of `speculators` 0.9: `config.json` and `model.safetensors` with
+`fc.weight` (H, A H), `norm.weight`, `layers.0.` `self_attn.{q,k,v}_proj.weight` (.., 2 H), `self_attn.o_proj.weight`,
+their biases where `attention_bias` says so, `mlp.{gate,up,down}_proj.weight`,
+`{hidden_norm,input_layernorm,post_attention_layernorm}.weight`. A fresh head shares the target's LM head; another may
+have its own, `lm_head.weight`, of V rows, or of D for a head that drafts D tokens only. That has `d2t` (D), what to add
+to a draft's id for the token's, and `t2d` (V), which tokens it can draft. `layouts` reads others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tltlab.errors import ConfigError
-
-from .head import WEIGHTS_FILE, DrafterHead, Layer, read_layer_config
+from .head import DrafterHead, Layer
+from .layouts import AUX_LAYERS, NORMS, Norm
 from .target import FrozenTarget
 
 SPECULATIVE_TOKENS = 5
@@ -36,8 +34,8 @@ SPECULATIVE_TOKENS = 5
 class NormedLayer(Layer):
     """The decoder layer with the norms of its two inputs, embedding and state."""
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__(config, 2 * config.hidden_size)
+    def __init__(self, config: LlamaConfig, *, qk_norm: bool) -> None:
+        super().__init__(config, 2 * config.hidden_size, qk_norm=qk_norm)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -46,8 +44,11 @@ class Eagle3Head(DrafterHead):
     """The head; its parameters carry the checkpoint's names.
 
     `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means what the last one
-    gives. `draft_vocabulary`: the token ids that it drafts, rising, None for all. `verifier`: the target's name or
-    folder, for who serves the checkpoint by its folder alone.
+    gives. `draft_vocabulary`: the token ids that it drafts, None for all; it has an LM head of its own for them, and
+    with `own_lm_head` for all too. `verifier`: the target's name or folder, for who serves the checkpoint by its folder
+    alone. `qk_norm`: its layer is a Qwen3's. `norms`: what it does unlike the first EAGLE-3 heads. The residual may be
+    the normed state, `fc` may read normed states, together or layer by layer, and it may go on from what the LM head
+    reads (EAGLE-3.1).
     """
 
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle3"
@@ -58,39 +59,60 @@ class Eagle3Head(DrafterHead):
         aux_layers: Sequence[int],
         draft_vocabulary: Tensor | None = None,
         verifier: str | None = None,
+        *,
+        own_lm_head: bool = False,
+        norms: frozenset[Norm] = frozenset(),
+        qk_norm: bool = False,
     ) -> None:
-        super().__init__(config, NormedLayer(config))
+        super().__init__(config, NormedLayer(config, qk_norm=qk_norm))
         # vLLM hands over the states in rising order whatever the config's.
         assert list(aux_layers) == sorted(set(aux_layers))
-        self.aux_layers, self.verifier = tuple(aux_layers), verifier
-        self.fc = nn.Linear(len(aux_layers) * config.hidden_size, config.hidden_size, bias=False)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.aux_layers, self.verifier, self.norms, self.qk_norm = tuple(aux_layers), verifier, norms, qk_norm
+        hidden, eps, num_aux = config.hidden_size, config.rms_norm_eps, len(aux_layers)
+        self.fc = nn.Linear(num_aux * hidden, hidden, bias=False)
+        self.norm = LlamaRMSNorm(hidden, eps=eps)
+        if "norm_before_fc" in norms:
+            self.input_norm = LlamaRMSNorm(num_aux * hidden, eps=eps)
+        if "fc_norm" in norms:
+            self.fc_norm = nn.ModuleList([LlamaRMSNorm(hidden, eps=eps) for _ in aux_layers])
         self.lm_head: nn.Linear | None = None
+        if own_lm_head or draft_vocabulary is not None:
+            drafted = config.vocab_size if draft_vocabulary is None else len(draft_vocabulary)
+            self.lm_head = nn.Linear(hidden, drafted, bias=False)
         if draft_vocabulary is not None:
-            self.lm_head = nn.Linear(config.hidden_size, len(draft_vocabulary), bias=False)
             self.register_buffer("d2t", draft_vocabulary - torch.arange(len(draft_vocabulary)))
             self.register_buffer("t2d", torch.zeros(config.vocab_size).index_fill(0, draft_vocabulary, 1.0).bool())
 
     @property
     def draft_ids(self) -> Tensor | None:
-        if self.lm_head is None:
+        if not hasattr(self, "d2t"):
             return None
         d2t = self.get_buffer("d2t")
         return d2t + torch.arange(len(d2t), device=d2t.device)
 
     def first_states(self, hidden: Tensor, aux: Tensor | None) -> Tensor:
         assert aux is not None, "an EAGLE-3 head reads the target's states at several depths"
+        if "norm_before_fc" in self.norms:
+            aux = self.input_norm(aux)
+        if "fc_norm" in self.norms:
+            parts = aux.chunk(len(self.fc_norm), -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         states: Tensor = self.fc(aux)
         return states
 
-    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer
         assert isinstance(layer, NormedLayer)
-        return torch.cat([layer.input_layernorm(embeddings), layer.hidden_norm(states)], -1), states
+        normed = layer.hidden_norm(states)
+        residual = normed if "norm_before_residual" in self.norms else states
+        return torch.cat([layer.input_layernorm(embeddings), normed], -1), residual
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        states = super().finish(residual, attended)
+        return self.norm(states) if "norm_output" in self.norms else states
 
     def features(self, states: Tensor) -> Tensor:
-        normed: Tensor = self.norm(states)
-        return normed
+        return states if "norm_output" in self.norms else self.norm(states)
 
     def output_weight(self, frozen: FrozenTarget) -> Tensor:
         return frozen.lm_head if self.lm_head is None else self.lm_head.weight
@@ -98,6 +120,8 @@ class Eagle3Head(DrafterHead):
     def config_dict(self) -> dict[str, Any]:
         vocabulary, hidden = self.config.vocab_size, self.config.hidden_size
         layer = self.config.to_dict() | {"num_aux_hidden_states": len(self.aux_layers)}
+        if self.qk_norm:
+            layer |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
         return {
             "architectures": ["Eagle3DraftModel"],
             "speculators_model_type": "eagle3",
@@ -119,32 +143,11 @@ class Eagle3Head(DrafterHead):
             "vocab_size": vocabulary,
             "hidden_size": hidden,
             "draft_vocab_size": vocabulary if self.lm_head is None else self.lm_head.out_features,
-            "eagle_aux_hidden_state_layer_ids": list(self.aux_layers),
-            # The residual is the state as it came, as in the first EAGLE-3 checkpoints.
-            "norm_before_residual": False,
-            "norm_before_fc": False,
-            "fc_norm": False,
-            "norm_output": False,
+            AUX_LAYERS: list(self.aux_layers),
+            **{norm: norm in self.norms for norm in NORMS},
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
         }
-
-    @classmethod
-    def load(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Eagle3Head:
-        """Read a checkpoint. Raises ConfigError for one that is missing, broken or of another layout."""
-        folder = Path(folder)
-        config, said = read_layer_config(folder, "transformer_layer_config")
-        try:
-            layers = [int(layer) for layer in said["eagle_aux_hidden_state_layer_ids"]]
-            verifier = said["speculators_config"]["verifier"]["name_or_path"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"{folder}: config.json lacks what an EAGLE-3 head's must say: {error}") from error
-        unlike = [n for n in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if said.get(n)]
-        if unlike:
-            raise ConfigError(f"{folder}: an EAGLE-3 head with {unlike[0]} is of another layout than ours")
-        head = cls(config, layers, _draft_vocabulary(folder), verifier)
-        head.take_weights(folder, "an EAGLE-3 head of one layer that shares the target's embedding")
-        return head.to(dtype)
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:
@@ -158,14 +161,3 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     if list(usual) == sorted(set(usual)):
         return usual
     return tuple(range(max(num_layers - 2, 0), num_layers + 1))
-
-
-def _draft_vocabulary(folder: Path) -> Tensor | None:
-    try:
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            if "d2t" not in set(file.keys()):
-                return None
-            d2t: Tensor = file.get_tensor("d2t")
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE}: {error}") from error
-    return d2t + torch.arange(len(d2t))

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -22,39 +21,42 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 from tltlab.errors import ConfigError
 from tltlab.runtime.trainer.attention import causal_attention
 
+from .layouts import WEIGHTS_FILE
 from .target import FrozenTarget
-
-WEIGHTS_FILE = "model.safetensors"
-SHARED = ("embed_tokens.weight", "lm_head.weight")
 
 
 class Attention(nn.Module):
-    """The projections of grouped-query attention with rotary positions, of inputs `width` wide."""
+    """The projections of grouped-query attention with rotary positions, of inputs `width` wide.
 
-    def __init__(self, config: LlamaConfig, width: int) -> None:
+    With `qk_norm` queries and keys are normed by head before they are rotated, as in Qwen3.
+    """
+
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
-        hidden, size = config.hidden_size, config.head_dim
+        hidden, size, bias = config.hidden_size, config.head_dim, config.attention_bias
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_attention_heads, config.num_key_value_heads, size
-        self.q_proj = nn.Linear(width, self.num_heads * size, bias=False)
-        self.k_proj = nn.Linear(width, self.num_kv_heads * size, bias=False)
-        self.v_proj = nn.Linear(width, self.num_kv_heads * size, bias=False)
-        self.o_proj = nn.Linear(self.num_heads * size, hidden, bias=False)
+        self.q_proj = nn.Linear(width, self.num_heads * size, bias=bias)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * size, bias=bias)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * size, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * size, hidden, bias=bias)
+        self.q_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm = LlamaRMSNorm(size, eps=config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def project(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Of x (B, T, width): queries (B, heads, T, D), keys and values (B, KV heads, T, D)."""
         q, k, v = (
             p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = apply_rotary_pos_emb(q, k, *rotation)
+        q, k = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(k), *rotation)
         return q, k, v
 
 
 class Layer(nn.Module):
     """A Llama decoder layer without its input norm, whose attention reads inputs `width` wide."""
 
-    def __init__(self, config: LlamaConfig, width: int) -> None:
+    def __init__(self, config: LlamaConfig, width: int, *, qk_norm: bool = False) -> None:
         super().__init__()
-        self.self_attn = Attention(config, width)
+        self.self_attn = Attention(config, width, qk_norm=qk_norm)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
@@ -72,7 +74,7 @@ class DrafterHead(nn.Module, ABC):
     reads the last hidden state. `draft_ids` (D) are the tokens it can draft, None for all.
     """
 
-    method: ClassVar[Literal["eagle", "eagle3"]]
+    method: ClassVar[Literal["eagle", "eagle3", "mtp"]]
     aux_layers: tuple[int, ...] = ()
 
     @property
@@ -96,12 +98,19 @@ class DrafterHead(nn.Module, ABC):
         """The states (..., H) of the first step, of the target's hidden states (..., H) or of its `aux` (..., A H)."""
 
     @abstractmethod
-    def inputs(self, embeddings: Tensor, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Of embeddings of tokens t + 1 and states at t, both (..., H): attention's inputs, and the residual."""
+    def inputs(self, embeddings: Tensor, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of embeddings of tokens t + 1 and states at t, both (..., H): attention's inputs, and the residual.
+
+        `positions` (...) are the states'.
+        """
 
     @abstractmethod
     def features(self, states: Tensor) -> Tensor:
         """What the LM head reads of states that the head has made, (..., H)."""
+
+    def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """What follows attention: of the residual (B, T, H) and attended values (B, heads, T, D), states (B, T, H)."""
+        return self.layer.finish(residual, attended)
 
     def output_weight(self, frozen: FrozenTarget) -> Tensor:
         """The LM head (V, H): the target's, or (D, H) for a head that drafts D tokens only."""
@@ -133,12 +142,12 @@ class DrafterHead(nn.Module, ABC):
         `lengths` are the rows of each sequence packed in it, by default one sequence; `positions` (1, T) are counted
         from 0 in each where not given.
         """
-        x, residual = self.inputs(embeddings, states)
-        lengths = (x.shape[1],) if lengths is None else lengths
+        lengths = (states.shape[1],) if lengths is None else lengths
         if positions is None:
-            positions = torch.cat([torch.arange(length, device=x.device) for length in lengths])[None]
+            positions = torch.cat([torch.arange(length, device=states.device) for length in lengths])[None]
+        x, residual = self.inputs(embeddings, states, positions)
         q, k, v = self.layer.self_attn.project(x, self.rotation(positions))
-        return self.layer.finish(residual, causal_attention(q, k, v, lengths))
+        return self.finish(residual, causal_attention(q, k, v, lengths))
 
     def serving_weights(self) -> dict[str, Tensor]:
         """Copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
@@ -147,6 +156,16 @@ class DrafterHead(nn.Module, ABC):
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
         """What `config.json` says, without the dtype."""
+
+    def take_weights(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
+        """Have the weights of checkpoint `name`. ConfigError where one is missing, unknown or of another shape."""
+        own = {key: value for key, value in self.state_dict().items() if key not in ("d2t", "t2d")}
+        wrong = sorted(set(own) ^ set(weights)) or sorted(n for n in own if own[n].shape != weights[n].shape)
+        if wrong:
+            raise ConfigError(
+                f"{name}: not an {self.method} head of one layer: {wrong[0]} is missing, unknown or of another shape"
+            )
+        self.load_state_dict(weights, strict=False)
 
     def save(self, folder: str | Path) -> Path:
         """Write the checkpoint, folder made; the weights are complete before `config.json` names them."""
@@ -157,41 +176,12 @@ class DrafterHead(nn.Module, ABC):
         (folder / "config.json").write_text(json.dumps(self.config_dict() | {"dtype": dtype}, indent=2) + "\n")
         return folder
 
-    def take_weights(self, folder: Path, layout: str) -> None:
-        """Read the weights of a checkpoint. ConfigError where they are missing, broken or not of this `layout`."""
-        try:
-            weights = load_file(folder / WEIGHTS_FILE)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE}: {error}") from error
-        own = self.state_dict()
-        # An exported checkpoint carries what it shares with its target too.
-        weights = {name: value for name, value in weights.items() if name in own or name not in SHARED}
-        wrong = sorted(set(own) ^ set(weights)) or sorted(n for n in own if own[n].shape != weights[n].shape)
-        if wrong:
-            raise ConfigError(f"{folder}: not {layout}: {wrong[0]} is missing, unknown or of another shape")
-        self.load_state_dict(weights)
-
 
 def host_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {
         name: value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         for name, value in tensors.items()
     }
-
-
-def read_layer_config(folder: Path, part: str | None = None) -> tuple[LlamaConfig, dict[str, Any]]:
-    """The config of a head's one layer, and all that config.json says; the layer's is under `part` where one is given.
-
-    Raises ConfigError.
-    """
-    try:
-        said: dict[str, Any] = json.loads((folder / "config.json").read_text())
-        config = LlamaConfig.from_dict(dict(said if part is None else said[part]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
-    if config.num_hidden_layers != 1:
-        raise ConfigError(f"{folder}: an EAGLE head here has one layer, its config says {config.num_hidden_layers}")
-    return config, said
 
 
 def layer_config(target: PretrainedConfig) -> LlamaConfig:

@@ -7,31 +7,39 @@ weights and the target's own final norm.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.nn import functional
 
 from tltlab.errors import ConfigError
+from tltlab.runtime.recipe.drafter import Method
 from tltlab.runtime.trainer.packing import PackedBatch
 
 from .eagle import EagleHead
 from .eagle3 import Eagle3Head, default_aux_layers
 from .head import DrafterHead, layer_config
-from .target import FINAL_NORM, FrozenTarget, read_config, read_weights
+from .layouts import read_checkpoint
+from .mtp import brought_along, read_mtp
+from .target import FINAL_NORM, FrozenTarget, is_mimo, read_config, read_weights
 
 GAIN = 0.5
 """Random weights have this standard deviation times 1 / sqrt(inputs)."""
 
 
-def new_head(target_folder: str | Path, method: Literal["eagle", "eagle3"], seed: int) -> DrafterHead:
-    """A head to train for the target in a folder; the same seed makes the same head.
+def new_head(target_folder: str | Path, method: Method, seed: int) -> DrafterHead:
+    """A head to train for the target in a folder; the same seed makes the same head. For "mtp" it is the target's own.
 
     ConfigError for a folder without a model, or a model without what a head needs.
     """
+    if method == "mtp":
+        return brought_along(target_folder)
     target = read_config(target_folder)
+    if method == "eagle" and is_mimo(target):
+        raise ConfigError(
+            f"{target_folder} is a MiMo, whose states come before its final norm, and an EAGLE head reads those after "
+            'it: take loss.kind = "eagle3", or "mtp" for the layer that it brings along'
+        )
     config = layer_config(target)
     head: DrafterHead
     if method == "eagle":
@@ -84,15 +92,36 @@ def check_fit(head: DrafterHead, folder: str | Path, target_folder: str | Path) 
         )
 
 
-def load_head(folder: str | Path, dtype: torch.dtype = torch.float32) -> DrafterHead:
-    """The head in a checkpoint folder, of whichever kind. ConfigError where there is none that we can read."""
-    try:
-        said = json.loads((Path(folder) / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
-    kind = said.get("speculators_model_type") if isinstance(said, dict) else None
-    if kind == "eagle3":
-        return Eagle3Head.load(folder, dtype)
-    if kind is not None:
-        raise ConfigError(f"{folder}: a drafter of kind {kind!r} is not one we can read; eagle and eagle3 are")
-    return EagleHead.load(folder, dtype)
+def load_head(name: str | Path, dtype: torch.dtype = torch.float32, *, target: str | Path | None = None) -> DrafterHead:
+    """The head in a checkpoint folder or of the Hugging Face Hub, of whichever kind; `layouts` says which can be read.
+
+    With `target`, its folder or id, what the checkpoint has of it is shared with it again, and an EAGLE-3 head that
+    does not say which of its layers it reads reads the default ones. ConfigError where there is none that we can read.
+    """
+    mtp = read_mtp(Path(name))
+    if mtp is not None:
+        return mtp.to(dtype)
+    found = read_checkpoint(name, target)
+    head: DrafterHead
+    if found.method == "eagle":
+        head = EagleHead(found.config)
+    else:
+        verifier = found.verifier if target is None else str(target)
+        if found.qk_norm and found.config.attention_bias:
+            raise ConfigError(f"{name}: a Qwen3 layer with biases is not one that vLLM drafts with")
+        layers = found.aux_layers
+        if layers is None:
+            if verifier is None:
+                raise ConfigError(f"{name} does not say which layers of its target it reads: name the target")
+            layers = default_aux_layers(read_config(verifier).num_hidden_layers)
+        head = Eagle3Head(
+            found.config,
+            layers,
+            found.draft_vocabulary,
+            verifier,
+            own_lm_head=found.own_lm_head,
+            norms=found.norms,
+            qk_norm=found.qk_norm,
+        )
+    head.take_weights(name, found.weights)
+    return head.to(dtype)

@@ -54,9 +54,9 @@ def drafter_loss(
     """The loss of one packed batch: a mean over rows whose token is the response's, then over steps by their weights.
 
     "eagle" and "hass" weigh steps alike, and a step is hidden_weight * SmoothL1(drafted state, target's next state) +
-    token_weight * CE(target's distribution, drafter's); "eagle3" is CE alone, step i weighing decay ** i. A drafter of
-    a part of the vocabulary learns the target's distribution within that part. `temperature`, of the sampling, only
-    counts in `accept`.
+    token_weight * CE(target's distribution, drafter's); "eagle3" and "mtp" are CE alone, step i weighing decay ** i. A
+    drafter of a part of the vocabulary learns the target's distribution within that part. `temperature`, of the
+    sampling, only counts in `accept`.
     """
     chains = Chains(head, frozen, batch)
     losses, weights = [], []
@@ -70,7 +70,7 @@ def drafter_loss(
         rows = len(chosen) if step == 0 else rows
         drafted, target = states[chosen], batch.next_hidden[at[chosen]]
         token_loss, probability, greedy = _token_loss(head, frozen, drafted, target, temperature)
-        if config.kind == "eagle3":
+        if config.kind in ("eagle3", "mtp"):
             losses.append(token_loss)
             weights.append(config.decay**step)
         else:
@@ -117,8 +117,9 @@ class Chains:
         at = torch.minimum(self.rows + self.num_steps, self.last)
         inside = self.rows + self.num_steps <= self.last
         embeddings = functional.embedding(batch.token_ids[at], self.embedding)
-        x, residual = self.head.inputs(embeddings[None], self.states[None])
-        rotation = self.head.rotation((batch.positions + self.num_steps)[None])
+        positions = (batch.positions + self.num_steps)[None]
+        x, residual = self.head.inputs(embeddings[None], self.states[None], positions)
+        rotation = self.head.rotation(positions)
         q, k, v = layer.self_attn.project(x, rotation)
         self.keys.append(k)
         self.values.append(v)
@@ -127,7 +128,7 @@ class Chains:
         else:
             own_k, own_v = torch.stack(self.keys[1:], 3), torch.stack(self.values[1:], 3)
             attended = chain_attention(q, self.keys[0], self.values[0], own_k, own_v, batch.lengths)
-        self.states = layer.finish(residual, attended)[0]
+        self.states = self.head.finish(residual, attended)[0]
         self.num_steps += 1
         return self.states, at, inside
 
@@ -140,7 +141,7 @@ def _token_loss(
 
     def part(drafted: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         with torch.no_grad():
-            wanted = (target.to(frozen.lm_head.dtype) @ frozen.lm_head.T).float()
+            wanted = frozen.logits(target.to(frozen.lm_head.dtype)).float()
             within = wanted if head.draft_ids is None else wanted[:, head.draft_ids]
             probabilities = torch.softmax(within, -1)
         logits = head.logits(drafted, frozen).float()

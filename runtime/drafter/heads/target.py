@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoConfig, PretrainedConfig
 
 from tltlab.errors import ConfigError
+
+MIMO = "MiMoForCausalLM"
+"""The architecture whose hidden states vLLM hands on before its final norm, as its MTP layer reads them."""
 
 EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
@@ -22,12 +27,16 @@ EMBEDDING, LM_HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", 
 class FrozenTarget:
     """The target's embedding (V, H) and LM head (V, H); one tensor where the target ties them. No gradient reaches it.
 
+    Of a target whose states come before its final RMSNorm it has that too: weight `norm` (H) and epsilon.
+
     >>> FrozenTarget.from_folder("my-target").lm_head.shape                                         # doctest: +SKIP
     torch.Size([24, 64])
     """
 
     embedding: Tensor
     lm_head: Tensor
+    norm: Tensor | None = None
+    eps: float = 0.0
 
     def __post_init__(self) -> None:
         assert self.embedding.shape == self.lm_head.shape
@@ -36,22 +45,69 @@ class FrozenTarget:
     def from_weights(cls, weights: Mapping[str, Tensor], config: Any) -> FrozenTarget:
         """From a target's weights by checkpoint name and its config. ConfigError where one is missing."""
         names = [EMBEDDING] if getattr(config, "tie_word_embeddings", False) else [EMBEDDING, LM_HEAD]
+        if is_mimo(config):
+            names.insert(0, FINAL_NORM)
         missing = [name for name in names if name not in weights]
         if missing:
             raise ConfigError(f"the target's weights have no {missing[0]}, which its drafter reads")
         found = [weights[name].detach() for name in names]
-        return cls(embedding=found[0], lm_head=found[-1])
+        return cls(embedding=found[names.index(EMBEDDING)], lm_head=found[-1], **_norm(found[0], config))
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> FrozenTarget:
         """Read from a checkpoint folder, one file of safetensors or several. ConfigError where that fails."""
-        return cls.from_weights(read_weights(folder, (EMBEDDING, LM_HEAD)), read_config(folder))
+        return cls.from_weights(read_weights(folder, (EMBEDDING, LM_HEAD, FINAL_NORM)), read_config(folder))
+
+    @classmethod
+    def of(cls, model: Any) -> FrozenTarget:
+        """From a Hugging Face model, whose own tensors these are."""
+        embedding, lm_head, norm = (
+            part.weight.detach()
+            for part in (model.get_input_embeddings(), model.get_output_embeddings(), model.base_model.norm)
+        )
+        return cls(embedding=embedding, lm_head=lm_head, **_norm(norm, model.config))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """What the target makes of its hidden states (..., H) as they were captured: logits (..., V)."""
+        if self.norm is not None:
+            states = functional.rms_norm(states, states.shape[-1:], self.norm, self.eps)
+        return states @ self.lm_head.T
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> FrozenTarget:
         """The same on a device, in another dtype if one is given; what is tied stays tied."""
         embedding = self.embedding.to(device, dtype)
         tied = self.lm_head is self.embedding
-        return FrozenTarget(embedding=embedding, lm_head=embedding if tied else self.lm_head.to(device, dtype))
+        return replace(
+            self,
+            embedding=embedding,
+            lm_head=embedding if tied else self.lm_head.to(device, dtype),
+            norm=None if self.norm is None else self.norm.to(device, dtype),
+        )
+
+
+def is_mimo(config: Any) -> bool:
+    """Whether a target's states are those before its final norm."""
+    return bool(getattr(config, "architectures", None) == [MIMO])
+
+
+def _norm(weight: Tensor, config: Any) -> dict[str, Any]:
+    return {"norm": weight, "eps": config.rms_norm_eps} if is_mimo(config) else {}
+
+
+def local_folder(name: str | Path) -> Path:
+    """A model's folder: `name` itself, or what the Hugging Face Hub's cache has of that model, fetched where it may be.
+
+    ConfigError where there is none.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "*.bin"]))
+    except ValueError as error:
+        raise ConfigError(f"{name}: no such folder") from error
+    except OSError as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{name}: no such folder, and the Hugging Face Hub's is not to be had: {cause}") from error
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
@@ -64,7 +120,7 @@ def read_config(folder: str | Path) -> PretrainedConfig:
 
 def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor]:
     """Those of the named weights that a checkpoint folder holds, and no others. ConfigError where it is unreadable."""
-    folder = Path(folder)
+    folder = local_folder(folder)
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
@@ -86,9 +142,9 @@ def read_weights(folder: str | Path, names: Collection[str]) -> dict[str, Tensor
 def hidden_states_of(model: Any, token_ids: Tensor, aux_layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
     """The hidden states of a Hugging Face model along `token_ids` (N), by one pass.
 
-    Returns the last ones, after the final norm, (N, H), and those that enter the layers `aux_layers`, side by side in
-    that order, (N, A H), or None for no layers. The number of layers itself means what the last layer gives, before
-    the final norm, as in vLLM.
+    Returns the last ones, after the final norm (before it, where `is_mimo`), (N, H), and those that enter the layers
+    `aux_layers`, side by side in that order, (N, A H), or None for no layers. The number of layers itself means what
+    the last layer gives, before the final norm, as in vLLM.
     """
     base = model.base_model
     entering: dict[int, Tensor] = {}
@@ -100,10 +156,13 @@ def hidden_states_of(model: Any, token_ids: Tensor, aux_layers: Sequence[int]) -
         return hook
 
     modules = [*base.layers, base.norm]
-    hooks = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in set(aux_layers)]
+    asked = {*aux_layers, *([len(base.layers)] if is_mimo(model.config) else [])}
+    hooks = [modules[layer].register_forward_pre_hook(keep(layer), with_kwargs=True) for layer in asked]
     try:
         hidden = base(input_ids=token_ids.to(model.device)[None], use_cache=False).last_hidden_state[0]
     finally:
         for hook in hooks:
             hook.remove()
+    if is_mimo(model.config):
+        hidden = entering[len(base.layers)]
     return hidden, torch.cat([entering[layer] for layer in aux_layers], -1) if aux_layers else None

@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from tltlab.arrays import Bytes
 from tltlab.errors import ConfigError
-from tltlab.runtime.drafter.heads.eagle import is_eagle_head
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head
+from tltlab.runtime.drafter.heads.layouts import is_head
 from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.traces.drafts import RecordedResponse
 
@@ -43,7 +43,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
             f"{model or 'an empty name'}: no such folder; a learned drafter is a folder with its checkpoint"
         )
     if method == "learned":
-        method = "head" if is_eagle_head(model) else "draft_model"
+        method = "head" if is_head(model) else "draft_model"
     if method == "draft_model":
         return DraftModel(load_target(model)[0])
     if method not in ("eagle", "eagle3", "head"):
@@ -52,7 +52,7 @@ def learned_annotator(method: str, model: str, target: str | None) -> TeacherFor
         )
     if target is None:
         raise ConfigError(f"{model} is an EAGLE head: give --model, the folder of its target model")
-    head = load_head(model)
+    head = load_head(model, target=target)
     if method not in ("head", head.method):
         raise ConfigError(f"{model} holds a head of method {head.method!r}, not {method!r}")
     return Eagle(head, load_target(target)[0])
@@ -112,10 +112,7 @@ class Eagle(TeacherForced):
             )
         self.head = head.to(target.device, target.dtype).eval()
         self.target = target
-        self.frozen = FrozenTarget(
-            embedding=target.get_input_embeddings().weight.detach(),
-            lm_head=target.get_output_embeddings().weight.detach(),
-        )
+        self.frozen = FrozenTarget.of(target)
         self.vocabulary = target.config.vocab_size
 
     def kept(self, text: Tensor, start: int, max_depth: int) -> Tensor:

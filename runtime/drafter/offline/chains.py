@@ -43,9 +43,10 @@ def kept_along(head: DrafterHead, frozen: FrozenTarget, sequence: TrainingSequen
     embedded = functional.embedding(text, frozen.embedding)
     states = head.first_states(hidden, aux)
     # Input t is (token t + 1, state t), its draft is for token t + 2.
-    x, residual = head.inputs(embedded[None, 1:-1], states[None])
     positions = torch.arange(len(text), device=device) + sequence.first_position
-    q, k, v = head.layer.self_attn.project(x, head.rotation(positions[None, : x.shape[1]]))
+    here = positions[None, : len(text) - 2]
+    x, residual = head.inputs(embedded[None, 1:-1], states[None], here)
+    q, k, v = head.layer.self_attn.project(x, head.rotation(here))
     run = _Run(head, frozen, text, embedded, positions, k[0], v[0])
     first = max(start - 2, 0)
     for begin in range(first, x.shape[1], CHUNK):
@@ -82,7 +83,7 @@ class _Run:
         own_k = own_v = self.keys.new_zeros(len(at), self.keys.shape[0], 0, self.keys.shape[2])
         for step in range(max_depth):
             attended = two_part_attention(q, self.keys, self.values, seen[alive], own_k, own_v)
-            states = layer.finish(residual[:, None], attended[:, :, None])[:, 0]
+            states = self.head.finish(residual[:, None], attended[:, :, None])[:, 0]
             here = at[alive] + 2 + step
             hit = self.head.greedy(states, self.frozen) == text[here]
             kept[alive[hit]] += 1
@@ -90,8 +91,10 @@ class _Run:
             alive, states, own_k, own_v, here = (part[goes_on] for part in (alive, states, own_k, own_v, here))
             if not len(alive):
                 break
-            x, residual = (part[:, 0] for part in self.head.inputs(self.embedded[here][:, None], states[:, None]))
-            rotation = self.head.rotation(self.positions[here - 1][:, None])
+            at_states = self.positions[here - 1][:, None]
+            inputs = self.head.inputs(self.embedded[here][:, None], states[:, None], at_states)
+            x, residual = (part[:, 0] for part in inputs)
+            rotation = self.head.rotation(at_states)
             q, k, v = layer.self_attn.project(x[:, None], rotation)
             q, own_k, own_v = q[:, :, 0], torch.cat([own_k, k], 2), torch.cat([own_v, v], 2)
         return kept

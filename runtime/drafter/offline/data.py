@@ -330,10 +330,7 @@ def load_target(folder: str | Path) -> tuple[Any, FrozenTarget]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder}: no language model there: {' '.join(str(error).split())[:300]}") from error
     model = model.to("cuda" if cuda else "cpu").eval().requires_grad_(False)
-    embedding, lm_head = (
-        part.weight.detach().float() for part in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
-    return model, FrozenTarget(embedding=embedding, lm_head=lm_head)
+    return model, FrozenTarget.of(model).to(model.device, torch.float32)
 
 
 def load_tokenizer(folder: str | Path) -> Any:

@@ -3,6 +3,7 @@
 A head of ours shares the target's embedding and LM head. The exported checkpoint brings its own: `embed_tokens.weight`
 and, for an EAGLE-3 head, `lm_head.weight`. vLLM's EAGLE class has no LM head of its own and refuses a checkpoint with
 one, so an EAGLE head goes on using the target's. vLLM compares both with the target's and shares those that are equal.
+EAGLE-3 heads are written in the format of speculators, or in EAGLE's and SpecForge's, without the embedding.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ from tltlab.config import FrozenModel
 from tltlab.errors import ConfigError, RunError
 from tltlab.files import marked_folder, read_json
 from tltlab.runtime.drafter.heads.eagle3 import Eagle3Head
-from tltlab.runtime.drafter.heads.head import WEIGHTS_FILE, DrafterHead
+from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import check_fit, load_head
-from tltlab.runtime.drafter.heads.target import FrozenTarget, read_config
+from tltlab.runtime.drafter.heads.layouts import WEIGHTS_FILE, eagle_layout, verifier_of
+from tltlab.runtime.drafter.heads.target import FrozenTarget, local_folder, read_config
 from tltlab.runtime.engine.vllm.stock import StockEngine, StockRun
 
 from .chains import kept_along
@@ -42,12 +44,13 @@ ROUNDING = 0.05
 
 class ExportConfig(FrozenModel):
     """How an exported drafter is checked: `prompts` prompts, responses of at most `max_response_tokens`, greedily and
-    at `temperature`, with drafts of `depth` tokens."""
+    at `temperature`, with drafts of `depth` tokens. `layout` is that of an EAGLE-3 head's checkpoint."""
 
     prompts: Annotated[int, Field(ge=1)] = 10
     max_response_tokens: Annotated[int, Field(ge=2)] = 128
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     depth: Annotated[int, Field(ge=1)] = 5
+    layout: Literal["speculators", "eagle"] = "speculators"
     seed: Annotated[int, Field(ge=0)] = 0
 
 
@@ -119,10 +122,15 @@ def export_drafter(
     out = Path(out)
     began = time.perf_counter()
     with marked_folder(out, MARKER, SafetensorError) as folder:
-        head = load_head(source.head)
+        head = load_head(source.head, target=source.target)
+        if head.method == "mtp":
+            raise ConfigError(
+                f"{source.head} is an MTP layer, which vLLM reads with its model: put the weights of its "
+                "model.safetensors in place of those that the model's own files have by these names"
+            )
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)
-        write_checkpoint(head, frozen, source.target, folder)
+        write_checkpoint(head, frozen, source.target, folder, config.layout)
         prompts = _prompts(source, config)
         progress(f"written; starting stock vLLM on {source.target} to compare {len(prompts)} prompts")
         compared = compare(folder, head, source.target, prompts, config)
@@ -140,7 +148,10 @@ def export_drafter(
             "method": head.method,
             "depth": config.depth,
             "prompts": len(prompts),
-            "embedding": "in the checkpoint",
+            "layout": "eagle" if head.method == "eagle" else config.layout,
+            "embedding": "the target's"
+            if head.method == "eagle3" and config.layout == "eagle"
+            else "in the checkpoint",
             "lm_head": "in the checkpoint" if head.method == "eagle3" else "the target's: vLLM's class has none",
             "speculative_config": {"method": head.method, "model": str(out), "num_speculative_tokens": config.depth},
             "greedy": compared[0].to_json(),
@@ -180,9 +191,9 @@ def find_source(
             raise ConfigError(f"{path} does not exist: this run trained no drafter, or has not ended")
     elif (path / TRAINED).is_file():
         said = {"model": read_json(path / TRAINED).get("model")}
-    elif not path.is_dir():
-        raise ConfigError(f"{path}: no such folder; give a run's folder or a head's")
-    target = model or said.get("model") or getattr(load_head(path), "verifier", None)
+    else:
+        path = local_folder(path)
+    target = model or said.get("model") or verifier_of(path)
     if target is None:
         raise ConfigError(f"{path} does not say which model it drafts for: give --model")
     target = Path(target)
@@ -201,7 +212,13 @@ def find_source(
     )
 
 
-def write_checkpoint(head: DrafterHead, frozen: FrozenTarget, target: Path, folder: Path) -> None:
+def write_checkpoint(
+    head: DrafterHead,
+    frozen: FrozenTarget,
+    target: Path,
+    folder: Path,
+    layout: Literal["speculators", "eagle"] = "speculators",
+) -> None:
     """Write the head, in the target's dtype, with what it shared; an EAGLE-3 head's config names its verifier."""
     if isinstance(head, Eagle3Head):
         head.verifier = str(target.resolve())
@@ -209,6 +226,9 @@ def write_checkpoint(head: DrafterHead, frozen: FrozenTarget, target: Path, fold
     weights = load_file(folder / WEIGHTS_FILE) | {"embed_tokens.weight": frozen.embedding.contiguous()}
     if head.method == "eagle3":
         weights.setdefault("lm_head.weight", frozen.lm_head.clone())
+        if layout == "eagle":
+            config, weights = eagle_layout(read_json(folder / "config.json"), weights)
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 

@@ -144,7 +144,7 @@ def _head(model: Path, config: WarmUpConfig) -> DrafterHead:
         raise ConfigError(f"{model}: no such folder; the target is a Hugging Face model in a folder")
     if config.head is None:
         return new_head(model, config.loss.method, config.seed)
-    head = load_head(config.head)
+    head = load_head(config.head, target=model)
     if head.method != config.loss.method:
         raise ConfigError(
             f"{config.head} holds an {head.method} head, and {config.loss.kind} trains {config.loss.method} heads"

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from tltlab.runtime.engine.graphs import BatchDepth, GraphPlan, Kind, Runner
+if TYPE_CHECKING:
+    from tltlab.runtime.engine.graphs import BatchDepth, GraphPlan, Kind, Runner
 
 _KINDS: Mapping[str, Kind] = {"FULL": "full", "PIECEWISE": "piecewise", "NONE": "eager"}
 

@@ -281,3 +281,37 @@ def _with_time(take: Any) -> Any:
 def _stopwatch(runner: Any) -> _Stopwatch:
     watch: _Stopwatch = runner.__dict__.setdefault("tltlab_stopwatch", _Stopwatch())
     return watch
+
+
+def held_bytes(worker: Any) -> dict[str, int]:
+    """Bytes of a rank's weights and caches, by the names of a dry run: the target's, and the draft model's own."""
+    runner = getattr(worker, "worker", worker).model_runner
+    target = _weight_bytes(runner.get_model())
+    drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
+    model = getattr(drafter, "model", None)
+    own = {} if model is None else {place: size for place, size in _weight_bytes(model).items() if place not in target}
+    caches = {name: layer.kv_cache for name, layer in runner.compilation_config.static_forward_context.items()}
+    of_drafter = getattr(drafter, "attn_layer_names", None) or getattr(drafter, "draft_attn_layer_names", None) or ()
+    sizes = {name: cache.untyped_storage().nbytes() for name, cache in caches.items() if hasattr(cache, "nbytes")}
+    return {
+        "engine weights": sum(target.values()),
+        "drafter, serving": sum(own.values()),
+        "KV cache": sum(size for name, size in sizes.items() if name not in of_drafter),
+        "KV cache, drafter": sum(size for name, size in sizes.items() if name in of_drafter),
+    }
+
+
+def _weight_bytes(model: Any) -> dict[int, int]:
+    """Bytes of a model's weights by where they lie; those that the CPU build has packed by whose they are."""
+    found: dict[int, int] = {}
+    value = next((tensor.element_size() for tensor in model.parameters() if tensor.is_floating_point()), 0)
+    for module in model.modules():
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+        # vLLM leaves no parameter behind, but a function around oneDNN's matrix.
+        cells = getattr(getattr(module, "cpu_linear", None), "__closure__", None) or ()
+        for handler in (cell.cell_contents for cell in cells):
+            if hasattr(handler, "handler_tensor"):
+                found[id(handler)] = handler.n * handler.k * value
+    return found

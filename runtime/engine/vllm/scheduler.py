@@ -39,6 +39,7 @@ from .dispatch import captured_graphs, kind_of
 from .options import Attachment
 from .plugin import speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
+from .runners import held_bytes
 
 EXTRA = "tltlab"
 """Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
@@ -389,6 +390,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "reseed": _reseed,
     "rng_state": _rng_state,
     "set_rng_state": _set_rng_state,
+    "held_bytes": lambda core: core.model_executor.collective_rpc(held_bytes)[0],
     "capture": start_capture,
     "captured": lambda core: core.scheduler.capture.captured,
     "pause_capture": pause_capture,

@@ -2,12 +2,14 @@
 where an extra is not installed; and that what ends it from outside lets it close what it holds."""
 
 import ast
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import entry_points, requires
 from pathlib import Path
 
@@ -21,15 +23,15 @@ SLOW = {
     "matplotlib", "typer", "pandas", "pyarrow", "pydantic", "scipy", "sklearn", "rich", "numpy", "torch", "vllm", "ray",
 }  # fmt: skip
 OF_EXTRAS = (
-    "datasets", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors", "simpy", "tensorboard",
-    "tokenizers", "torch", "transformers", "vllm", "zmq",
+    "datasets", "huggingface_hub", "joblib", "math_verify", "msgspec", "optuna", "pebble", "ray", "safetensors",
+    "simpy", "tensorboard", "tokenizers", "torch", "transformers", "vllm", "zmq",
 )  # fmt: skip
 COMES_WITH = {"sklearn": "scikit-learn", "markupsafe": "jinja2", "pydantic_core": "pydantic"}
 WITH_WORDS_OF_THEIR_OWN = {"mlflow", "wandb"}
 """No extra brings these: a recipe asks for them, and `RunLog` says how to install them."""
 
 WITHOUT = """
-import sys
+import contextlib, io, json, sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
@@ -38,8 +40,17 @@ class Missing:
 
 sys.meta_path.insert(0, Missing())
 from tltlab.cli.app import main
-main(sys.argv[2:])
+for argv in json.loads(sys.argv[2]):
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(argv)
+        except SystemExit as ended:
+            code = ended.code or 0
+    print(json.dumps([code, out.getvalue(), err.getvalue()]))
 """
+Done = tuple[int, str, str]
+"""Exit code, standard output, standard error."""
 
 
 def loaded_by(code: str) -> set[str]:
@@ -48,18 +59,21 @@ def loaded_by(code: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr.split())
 
 
-def without(modules: str, *argv: str) -> subprocess.CompletedProcess[str]:
-    """The command line where these modules are not installed."""
-    command = [sys.executable, "-c", WITHOUT, modules, *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def without(modules: Sequence[str], *commands: Sequence[str]) -> list[Done]:
+    """What command lines do, in turn, in a process in which these modules are not installed."""
+    program = [sys.executable, "-c", WITHOUT, ",".join(modules), json.dumps(commands)]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [(code, out, err) for code, out, err in map(json.loads, done.stdout.splitlines())]
 
 
-def says_what_to_install(done: subprocess.CompletedProcess[str], extra: str, module: str = "") -> None:
+def says_what_to_install(done: Done, extra: str, module: str = "") -> None:
     """The last line, after progress, says it; there is no traceback, and no result."""
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"tltlab: this needs {module}"), done.stderr
-    assert f", which is not installed: pip install 'tltlab[{extra}]'" in done.stderr.splitlines()[-1]
+    code, out, err = done
+    assert (code, out) == (2, ""), err
+    assert "Traceback" not in err
+    assert err.splitlines()[-1].startswith(f"tltlab: this needs {module}"), err
+    assert f", which is not installed: pip install 'tltlab[{extra}]'" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
@@ -140,45 +154,39 @@ def test_what_no_extra_brings_stays_an_error_of_python():
         app._missing_extra(ModuleNotFoundError("No module named 'of_the_users_own'", name="of_the_users_own"))
 
 
-@pytest.mark.parametrize(
-    ("argv", "extra"),
-    [
-        ("simulate traces/tiny", "sim"),
-        ("compare traces/tiny", "sim"),
-        ("verify traces/tiny", "sim"),
-        ("tune traces/tiny --out OUT", "sim"),
-        ("train qwen2.5-0.5b-gsm8k --out OUT", "runtime"),
-        ("train-drafter models/none texts.jsonl --out OUT", "runtime"),
-        ("export-drafter runs/none --out OUT", "runtime"),
-        ("make-model --out OUT", "runtime"),
-        ("audit", "runtime"),
-        ("demo --out OUT", "runtime"),
-        ("experiment lossless --out OUT", "runtime"),
-    ],
-)
-def test_with_the_core_alone_a_command_names_its_extra(argv: str, extra: str, tmp_path: Path):
+def test_with_the_core_alone_the_overview_is_there_and_a_command_names_its_extra(tmp_path: Path):
+    extras = {
+        "simulate traces/tiny": "sim",
+        "compare traces/tiny": "sim",
+        "verify traces/tiny": "sim",
+        "tune traces/tiny --out OUT": "sim",
+        "train qwen2.5-0.5b-gsm8k --out OUT": "runtime",
+        "train-drafter models/none texts.jsonl --out OUT": "runtime",
+        "export-drafter runs/none --out OUT": "runtime",
+        "make-model --out OUT": "runtime",
+        "audit": "runtime",
+        "demo --out OUT": "runtime",
+        "experiment lossless --out OUT": "runtime",
+    }
+    commands = [command.replace("OUT", str(tmp_path / "out")).split() for command in extras]
     # joblib comes with scikit-learn, so the core has it.
-    missing = ",".join(name for name in OF_EXTRAS if name != "joblib")
-    done = without(missing, *argv.replace("OUT", str(tmp_path / "out")).split())
-    says_what_to_install(done, extra)
+    overview, *found = without([name for name in OF_EXTRAS if name != "joblib"], ["--help"], *commands)
+    assert overview[0] == 0
+    assert "  train             Train with GRPO" in overview[1]
+    for done, extra in zip(found, extras.values(), strict=True):
+        says_what_to_install(done, extra)
 
 
 @pytest.mark.parametrize("module", ["pebble", "math_verify"])
 def test_a_training_run_says_before_it_starts_what_its_rewards_lack(module: str, tmp_path: Path):
     reward = "reward=tltlab.runtime.rollout.rewards:math"
-    done = without(module, "train", "qwen2.5-0.5b-gsm8k", reward, "--out", str(tmp_path / "out"))
+    (done,) = without([module], ["train", "qwen2.5-0.5b-gsm8k", reward, "--out", str(tmp_path / "out")])
     says_what_to_install(done, "runtime", module)
 
 
 def test_tuning_says_that_optuna_is_missing(tmp_path: Path):
-    done = without("optuna", "tune", "traces/tiny", "--out", str(tmp_path / "policy.json"))
+    (done,) = without(["optuna"], ["tune", "traces/tiny", "--out", str(tmp_path / "policy.json")])
     says_what_to_install(done, "sim", "optuna")
-
-
-def test_the_overview_is_there_with_the_core_alone():
-    done = without(",".join(OF_EXTRAS), "--help")
-    assert done.returncode == 0
-    assert "  train             Train with GRPO" in done.stdout
 
 
 def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch, capsys):

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from tltlab.bench import app as bench
 from tltlab.bench.drafter import adaptive as bench_adaptive
 from tltlab.bench.drafter import coordination as bench_coordination
+from tltlab.bench.drafter import members as bench_members
 from tltlab.bench.drafter import recipes as bench_recipes
 from tltlab.bench.drafter import reward as bench_reward
 from tltlab.bench.drafter.intervals import as_text
@@ -341,3 +342,23 @@ def test_sizes_change_where_they_are_given_and_make_recipes(random_model: Path, 
     plain = recipe_of(model, sizes, seed=4, policy=None, drafter=None)
     assert (plain.rollout.policy, plain.rollout.max_draft_depth, plain.seed) == ("none", 0, 4)
     assert plain.data == DataConfig(train=str(model / "train.jsonl"), heldout=str(model / "heldout.jsonl"))
+
+
+def test_a_member_sends_what_a_ring_needs_and_no_more(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_members, "MEMBERS", (1, 3))
+    found = bench_members.bench_members(1, progress=quiet)
+    alone, three = found["rows"]
+    assert alone["bytes_sent"] == 0
+    assert three["bytes_sent"] == pytest.approx(three["ring_bytes"], rel=0.03)
+    assert three["messages"] >= three["ring_rounds"]
+    assert "400 Gb/s" in bench_members.text(found)
+
+
+def test_on_paper_updates_do_not_become_fewer_where_a_link_can_keep_up():
+    rows = bench_members.on_paper()
+    assert {row["parameters"] // 10**6 for row in rows} == {258, 540}
+    for row in rows:
+        kept_up = row["tokens_of_member"] < bench_members.PAPER_TOKENS
+        assert (row["updates"] > 0.999) == kept_up
+        assert row["tokens"] > 1 or row["link"] == "100 Gb/s"
+    assert all(row["tokens_of_member"] > 3000 for row in rows if row["link"] == "NVLink")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.drafter.group import DrafterGroup, GroupLost
+from tltlab.runtime.drafter.group import DrafterGroup, GroupLost, MeetingPoint, meeting
 from tltlab.runtime.drafter.training import DrafterTraining
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 
@@ -31,6 +32,13 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tltlab.runtime.drafter.training", "tltlab.runtime.drafter.heads.kinds"])
 
 
+@pytest.fixture
+def point() -> Iterator[MeetingPoint]:
+    made = MeetingPoint()
+    yield made
+    made.close()
+
+
 def _run(member: Callable[..., Any], rank: int, args: tuple[Any, ...], out: Any) -> None:
     torch.set_num_threads(1)
     try:
@@ -41,7 +49,8 @@ def _run(member: Callable[..., Any], rank: int, args: tuple[Any, ...], out: Any)
 
 def run(member: Callable[..., Any], world: int, *args: Any, dying: int = -1) -> dict[int, Any]:
     """What each member returned, in processes of their own; the one that dies returns nothing."""
-    out = CONTEXT.Queue()
+    out, point = CONTEXT.Queue(), MeetingPoint()
+    (args[0] / "address").write_text(point.address)
     processes = [CONTEXT.Process(target=_run, args=(member, rank, args, out), daemon=True) for rank in range(world)]
     for process in processes:
         process.start()
@@ -51,6 +60,7 @@ def run(member: Callable[..., Any], world: int, *args: Any, dying: int = -1) -> 
         for process in processes:
             process.kill()
             process.join()
+        point.close()
     for one in found.values():
         assert not (isinstance(one, str) and one.startswith("Traceback")), one
     return found
@@ -62,6 +72,12 @@ def made(folder: Path, seed: int = 0, kind: str = "eagle") -> DrafterTraining:
     )
 
 
+def joined(folder: Path, name: str, rank: int, world: int, timeout_s: float = TIMEOUT_S) -> DrafterGroup:
+    """In the group `name` of the meeting point that `run` opened; each member at an address of its own."""
+    store = meeting((folder / "address").read_text(), name, timeout_s)
+    return DrafterGroup.join(store, rank, world, timeout_s, host=f"127.0.0.{2 + rank}")
+
+
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -69,7 +85,7 @@ def open_files() -> int:
 def joins_and_leaves(rank: int, folder: Path) -> dict[str, Any]:
     files, sums = [], []
     for term in range(5):
-        with DrafterGroup.join(folder, f"term-{term}", rank, 3, PATIENT_S) as group:
+        with joined(folder, f"term-{term}", rank, 3, PATIENT_S) as group:
             values = torch.full((1000,), float(rank + term))
             group.sum(values)
             sums.append(float(values[0]))
@@ -91,7 +107,7 @@ def trains_with_others(rank: int, folder: Path, kind: str) -> tuple[dict[str, An
     if rank == 0:
         training.update([text.sequence(77)])
     losses = []
-    with DrafterGroup.join(folder, "term-1", rank, 2, PATIENT_S) as group:
+    with joined(folder, "term-1", rank, 2, PATIENT_S) as group:
         training.share(group)
         for n in range(3):
             texts = [text.sequence(4 * n + i, rows=12) for i in range(4)]
@@ -118,7 +134,7 @@ def test_two_members_with_half_the_data_each_end_where_one_with_all_of_it_does(t
 def shares_another_drafter(rank: int, folder: Path) -> str:
     training = made(folder / str(rank), kind=["eagle", "hass"][rank])
     before = training.state_dict()
-    with DrafterGroup.join(folder, "term-1", rank, 2, PATIENT_S) as group, pytest.raises(RunError) as caught:
+    with joined(folder, "term-1", rank, 2, PATIENT_S) as group, pytest.raises(RunError) as caught:
         training.share(group)
     assert same(training.state_dict(), before)
     return str(caught.value)
@@ -150,11 +166,11 @@ class Large:
 def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
     """Rank 1 dies or stops once its part is on the way; the others go on, first alone and then in a new group."""
     training = made(folder / str(rank))
-    group = DrafterGroup.join(folder, "term-1", rank, 3, TIMEOUT_S)
+    group = joined(folder, "term-1", rank, 3, TIMEOUT_S)
     training.share(group)
     training.update([text.sequence(rank)], group)
     if rank == 1:
-        group._backend.allreduce([torch.zeros(Large.SIZE)])
+        group._connection.allreduce([torch.zeros(Large.SIZE)])
         os.kill(os.getpid(), how)
     before = training.state_dict()
     began = time.perf_counter()
@@ -167,7 +183,7 @@ def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
     with pytest.raises(GroupLost, match="closed"):
         group.sum(torch.zeros(1))
     alone = training.update([text.sequence(20)])
-    with DrafterGroup.join(folder, "term-2", rank // 2, 2, PATIENT_S) as again:
+    with joined(folder, "term-2", rank // 2, 2, PATIENT_S) as again:
         training.share(again)
         report = training.update([text.sequence(30 + rank)], again)
     return {
@@ -190,13 +206,32 @@ def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded
         assert (one["alone"], one["members"], one["updates"]) == (1, 2, 3)
 
 
-def test_a_group_that_never_fills_is_lost_in_time(tmp_path: Path):
+def test_a_group_that_never_fills_is_lost_in_time(point: MeetingPoint):
     began = time.perf_counter()
-    with pytest.raises(GroupLost, match="'term-1': 2 members did not meet within 1 s"):
-        DrafterGroup.join(tmp_path, "term-1", 0, 2, 1.0)
+    with pytest.raises(GroupLost, match="2 members did not meet within 1 s"):
+        DrafterGroup.join(meeting(point.address, "term-1", 1.0), 0, 2, 1.0)
     assert time.perf_counter() - began < 30
 
 
-def test_a_rank_that_cannot_be_is_a_mistake_of_the_caller(tmp_path: Path):
+def test_members_whose_driver_is_gone_are_lost_and_not_stuck(point: MeetingPoint):
+    point.close()
+    began = time.perf_counter()
+    with pytest.raises(GroupLost, match="cannot meet at 127"):
+        meeting(point.address, "term-1", 1.0)
+    assert time.perf_counter() - began < 30
+
+
+def test_a_meeting_point_listens_at_one_address_and_says_when_it_cannot(point: MeetingPoint):
+    host, port = point.address.split(":")
+    with socket.create_connection((host, int(port))), pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.9", int(port)))
+    with pytest.raises(RunError, match=f"cannot meet at 127.0.0.1:{port}: Address already in use"):
+        MeetingPoint(port=int(port))
+
+
+def test_what_cannot_be_is_a_mistake_of_the_caller(point: MeetingPoint):
+    store = meeting(point.address, "term-1", 1.0)
     with pytest.raises(ConfigError, match="ranks go from 0 to 1"):
-        DrafterGroup.join(tmp_path, "term-1", 2, 2, 1.0)
+        DrafterGroup.join(store, 2, 2, 1.0)
+    with pytest.raises(ConfigError, match="nccl needs a CUDA device"):
+        DrafterGroup.join(store, 0, 2, 1.0, backend="nccl")

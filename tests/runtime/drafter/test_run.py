@@ -33,7 +33,7 @@ from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.spot import check_machines
+from tltlab.runtime.drafter.spot import coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.start import start_ray
@@ -477,21 +477,27 @@ def test_where_the_coordinator_dies_another_one_takes_over(story: Story, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("settings", "nodes", "message"),
+    ("endpoint", "nodes", "found"),
     [
-        ({}, "hh", ""),
-        ({"coordinator": {"max_members": 1}}, "ha", r"set drafter.endpoint to tcp://HOST:PORT"),
-        ({"endpoint": "ipc:///tmp/c", "coordinator": {"max_members": 1}}, "ha", r"set drafter.endpoint"),
-        ({"endpoint": "tcp://*:5555", "coordinator": {"max_members": 1}}, "ha", r"an address of the driver's machine"),
-        ({"endpoint": "tcp://10.0.0.1:5555"}, "ha", r"drafter.coordinator.max_members to 1"),
-        ({"endpoint": "tcp://10.0.0.1:5555"}, "aa", ""),
-        ({"endpoint": "tcp://10.0.0.1:5555", "coordinator": {"max_members": 1}}, "hab", ""),
+        (None, "hh", "ipc:///tmp/c"),
+        (None, "ha", "tcp://10.0.0.1:*"),
+        (None, "aa", "tcp://10.0.0.1:*"),
+        ("tcp://10.0.0.7:5555", "hab", "tcp://10.0.0.7:5555"),
+        ("ipc:///tmp/d", "hh", "ipc:///tmp/d"),
+        ("ipc:///tmp/d", "ha", None),
+        ("tcp://*:5555", "ha", None),
     ],
 )
-def test_workers_on_other_machines_that_could_not_train_are_refused(settings: dict, nodes: str, message: str):
-    config = DrafterConfig.model_validate(settings)
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_machines(config, list(nodes), "h")
+def test_workers_on_other_machines_find_the_coordinator_at_rays_address_or_the_recipes(
+    endpoint: str | None, nodes: str, found: str | None
+):
+    config = DrafterConfig(endpoint=endpoint)
+    addresses = machine_addresses(list(nodes), "h", {"h": "10.0.0.1", "a": "10.0.0.2", "b": "10.0.0.3"})
+    assert set(addresses) == {"h", *nodes}
+    assert (addresses["h"] == "127.0.0.1") == (set(nodes) == {"h"})
+    refused = pytest.raises(ConfigError, match="which do not reach")
+    with refused if found is None else contextlib.nullcontext():
+        assert coordinator_endpoint(config, "ipc:///tmp/c", addresses, "h") == found
 
 
 def test_closing_leaves_nothing(story: Story):

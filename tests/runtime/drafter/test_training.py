@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.drafter.group import GroupLost
 from tltlab.runtime.drafter.heads.loss import drafter_loss
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.training import KEEP_EVERY, MAX_BAD, DrafterTraining, UpdateReport
+from tltlab.runtime.drafter.training import MAX_BAD, DrafterTraining, UpdateReport
 from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from tltlab.runtime.trainer.packing import pack
 
@@ -228,19 +229,33 @@ def test_nan_at_one_member_keeps_all_from_updating(tmp_path: Path):
 
 def test_three_bad_updates_in_a_row_end_training_with_a_sentence_and_the_last_good_drafter(tmp_path: Path):
     made = training(tmp_path)
-    for n in range(KEEP_EVERY):
+    made.keep_s = 0.0
+    for n in range(5):
         made.update([sequence(n)])
     good = made.state_dict()
+    made.update([sequence(5)])
+    made.keep_s = math.inf
     for n in range(3):
         made.update([sequence(50 + n)])
     for n in range(MAX_BAD - 1):
         assert made.update([broken(sequence(n))]).skipped
-    with pytest.raises(RunError, match=f"3 drafter updates in a row.*back at update {KEEP_EVERY}"):
+    with pytest.raises(RunError, match="the drafter is back at update 5"):
         made.update([broken(sequence(9))])
     after = made.state_dict()
     assert made.skipped == MAX_BAD
     assert same({n: v for n, v in good.items() if n != "counters"}, {n: v for n, v in after.items() if n != "counters"})
     assert not made.update([sequence(60)]).skipped
+
+
+def test_members_keep_the_same_state_when_one_of_them_would(tmp_path: Path):
+    left, right = training(tmp_path / "a"), training(tmp_path / "b")
+    left.keep_s, right.keep_s = 0.0, math.inf
+    group = Threads(2)
+    for n in range(3):
+        states = [one.state_dict() for one in (left, right)]
+        together([lambda n=n: left.update([sequence(n)], group), lambda n=n: right.update([sequence(n)], group)])
+        for one, state in zip((left, right), states, strict=True):
+            assert same(one._kept, state)
 
 
 def test_weights_that_are_not_finite_are_never_held(tmp_path: Path):

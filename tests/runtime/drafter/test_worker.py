@@ -16,7 +16,9 @@ import torch
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
+from tltlab.runtime.drafter.group import MeetingPoint
 from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import UpdateReport
 from tltlab.runtime.drafter.worker import HELD_OUT, SpotPlace, SpotTrainer
 from tltlab.runtime.recipe.drafter import DrafterConfig, OptimConfig
 
@@ -40,6 +42,7 @@ class Bench:
         self.folder = folder
         text.head(folder / "target").save(folder / "head")
         self.server = CoordinatorServer(CONFIG.coordinator, f"ipc://{folder}/c", num_workers, self._kill)
+        self.meeting = MeetingPoint()
         self.trainers: dict[int, SpotTrainer] = {}
         self.senders: dict[int, FeedSender] = {}
         self._threads: list[threading.Thread] = []
@@ -54,7 +57,7 @@ class Bench:
             coordinator=self.server.endpoint,
             feed=f"ipc://{self.folder}/f{worker}",
             folder=self.folder / f"worker-{worker}",
-            rendezvous=self.folder / "groups",
+            rendezvous=self.meeting.address,
             head=self.folder / "head",
             seed=0,
             max_depth=4,
@@ -104,6 +107,7 @@ class Bench:
         for sender in self.senders.values():
             sender.close()
         self.server.close()
+        self.meeting.close()
         assert not any(thread.is_alive() for thread in self._threads)
 
 
@@ -262,7 +266,30 @@ def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
     assert [row["members"] for row in rows] == [2, 2]
     assert rows[1]["updates"] == old.num_updates() - before
     assert bench.server.periods()[-1].leader == 1
-    until(lambda: not list((bench.folder / "groups").glob("*")))
+
+
+def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
+    here, hanging = bench.add(1), bench.add(2)
+    bench.begin(0)
+    for worker in (1, 2):
+        bench.teach(worker, sequences())
+        bench.idle(worker, 0)
+    until(lambda: min(here.num_updates(), hanging.num_updates()) > 3)
+    update, wakes = hanging.training.update, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> UpdateReport:
+        wakes.wait(60)
+        return update(*args, **kwargs)
+
+    hanging.training.update = late  # type: ignore[method-assign]
+    try:
+        until(lambda: here.num_updates() > hanging.num_updates() + 5)
+    finally:
+        wakes.set()
+    bench.server.rollout_ended(0)
+    (row,) = here.take_rows()
+    assert (row["ended"], row["members"]) == ("stopped", 2)
+    assert "died or hangs" in row["detail"]
 
 
 def test_a_trainer_does_no_more_updates_than_it_may(bench: Bench):

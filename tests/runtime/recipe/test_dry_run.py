@@ -17,8 +17,13 @@ def recipe(model: str = "Qwen/Qwen2.5-7B", **sections: dict[str, Any]) -> Recipe
     return Recipe.model_validate(fields | sections)
 
 
-def part(plan: Plan, phase: int, name: str) -> float:
-    return next(part.num_bytes for part in plan.memory[phase].parts if part.name == name)
+def parts(plan: Plan, phase: str, where: str | None = None) -> dict[str, float]:
+    """Bytes of the parts at a place, by default the first that has this phase."""
+    found = next(found for found in plan.memory if found.phase == phase and where in (None, found.where))
+    return {part.name: part.num_bytes for part in found.parts}
+
+
+RANK_GPU, HOST = "a trainer rank's GPU", "the driver's host"
 
 
 def places(plan: Plan, kind: str) -> list[tuple[int, tuple[int, ...]]]:
@@ -61,17 +66,19 @@ def test_a_trainer_needs_16_bytes_per_parameter_and_what_it_computes_with():
     )
     assert plan.num_params == params
     kept = ("master weights", "Adam moments", "gradients")
-    assert sum(part(plan, 1, name) for name in kept) == pytest.approx(16 * params / 2)
-    assert part(plan, 1, "gathered weights") == pytest.approx(2 * (2 * embedding + 2 * layer))
+    training = parts(plan, "training", RANK_GPU)
+    assert sum(training[name] for name in kept) == pytest.approx(16 * params / 2)
+    assert training["gathered weights"] == pytest.approx(2 * (2 * embedding + 2 * layer))
     per_token = 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18944) + 8 * 3584
-    assert part(plan, 1, "activations") == pytest.approx(8192 * 28 * per_token)
-    assert not any(p.name == "reference model" for p in plan.memory[1].parts)
+    assert training["activations"] == pytest.approx(8192 * 28 * per_token)
+    assert "reference model" not in training
 
 
 def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
     def training(**train: Any) -> float:
         cluster = {"gpus_per_node": 8, "gpu": "H100"}
-        return plan_of(recipe(rollout={"num_workers": 1}, train=train, cluster=cluster)).memory[1].total_bytes
+        plan = plan_of(recipe(rollout={"num_workers": 1}, train=train, cluster=cluster))
+        return sum(parts(plan, "training", RANK_GPU).values())
 
     plain = training(ranks=2)
     assert training(ranks=2, activation_checkpointing=True) < 0.9 * plain
@@ -79,13 +86,13 @@ def test_checkpointing_and_more_ranks_save_memory_and_a_reference_costs_some():
 
 
 def test_ranks_that_share_sequences_share_activations_and_nothing_else():
-    def parts(**train: Any) -> dict[str, float]:
+    def training(**train: Any) -> dict[str, float]:
         train = {"ranks": 4, "tokens_per_microbatch": 8192, "activation_checkpointing": True} | train
         cluster = {"gpus_per_node": 8, "gpu": "H100"}
         plan = plan_of(recipe(rollout={"num_workers": 1, "max_response_tokens": 31744}, train=train, cluster=cluster))
-        return {part.name: part.num_bytes for part in plan.memory[1].parts}
+        return parts(plan, "training", RANK_GPU)
 
-    own, shared = parts(), parts(sequence_parallel=4)
+    own, shared = training(), training(sequence_parallel=4)
     assert shared.pop("activations") == own.pop("activations") / 4
     assert shared == own
 
@@ -103,8 +110,13 @@ def test_the_kv_cache_is_what_the_engine_has_left_and_holds_so_many_responses():
         )
     )
     weights = 2 * plan.num_params / 4
-    kv = 0.4 * 80e9 - weights - 2e9 - part(plan, 0, "CUDA graphs")
-    assert part(plan, 0, "KV cache") == pytest.approx(kv)
+    rollout = parts(plan, "rollout")
+    # Logits of 1024 requests in several copies take more than a layer of 8192 tokens.
+    activations = 14 * 1024 * 152064
+    assert activations > 2 * 8192 * (3 * 18944 / 4 + 4 * 3584)
+    assert rollout["engine activations"] == activations
+    kv = 0.4 * 80e9 - weights - 1e9 - activations - rollout["CUDA graphs"]
+    assert rollout["KV cache"] == pytest.approx(kv)
     # 4 KV heads of 128 over 4 GPUs: one each, keys and values in two bytes.
     held = int(kv // (32768 * 28 * 2 * 128 * 2))
     assert any(f"holds {held} responses of full length, up to 192 run" in note for note in plan.notes)
@@ -123,7 +135,45 @@ def test_colocated_only_fits_while_the_other_one_sleeps():
     assert plan().fits is False
     assert plan(offload=True).fits is True
     assert "it DOES NOT FIT" in plan().text()
-    assert not any(p.name == "KV cache" for p in plan().memory[1].parts), "the engine sleeps while trainers train"
+    assert "KV cache" not in parts(plan(), "training"), "the engine sleeps while trainers train"
+    asleep = parts(plan(offload=True), "training", HOST)["engine asleep"]
+    assert asleep == pytest.approx(8 * 2 * plan().num_params), "at level 1 its weights are kept on the host"
+    offloaded = parts(plan(offload=True), "rollout", HOST)
+    assert offloaded["master weights"] + offloaded["Adam moments"] == pytest.approx(12 * plan().num_params)
+
+
+@pytest.mark.parametrize("placement", ["separate", "colocated"])
+def test_a_drafter_is_counted_beside_every_engine_whoever_has_the_gpu(placement: str):
+    def with_drafter(**vllm: Any) -> Plan:
+        rollout = {"num_workers": 4, "policy": "beg-mab-learned", "max_response_tokens": 3072, "vllm": vllm}
+        return plan_of(
+            recipe(
+                rollout=rollout,
+                train={"ranks": 4, "offload": placement == "colocated", "activation_checkpointing": True},
+                cluster={"placement": placement, "gpus_per_node": 4 if placement == "colocated" else 8, "gpu": "H100"},
+                drafter={"ages": 3, "capture_bytes": 1 << 30, "buffer": {"max_bytes": 1 << 30}},
+            )
+        )
+
+    plan = with_drafter(gpu_memory_utilization=0.7)
+    # A decoder layer, what joins two hidden states, and a norm.
+    head = 3584 * (2 * 3584 + 2 * 512 + 3 * 18944) + 2 * 3584**2 + 3584
+    weights = {"drafter, training": 16, "drafter, kept state": 12, "drafter, heads served": 4 * 4}
+    for phase in ("rollout", "idle training", "training", "sync"):
+        found = parts(plan, phase)
+        assert {name: found[name] / head for name in weights} == pytest.approx(weights), phase
+        assert found["drafter's target"] == 2 * 2 * 152064 * 3584
+        assert ("drafter activations" in found) == (phase == "idle training")
+        assert ("drafter, serving" in found) == (placement == "separate" or phase != "training")
+    rollout = parts(plan, "rollout")
+    assert rollout["KV cache, drafter"] == pytest.approx(rollout["KV cache"] / 28), "one more layer's keys and values"
+    host = parts(plan, "rollout", HOST)
+    # On one node, four of each.
+    assert host["captured states"] == pytest.approx(4 * min(2**30, 48 * 4096 * 2 * 3584))
+    assert host["drafter buffer"] == pytest.approx(4 * 2**30)
+    assert host["drafter checkpoint"] == pytest.approx(4 * 12 * head)
+    assert plan.fits
+    assert not with_drafter().fits, "vLLM takes 0.92 of a GPU for itself"
 
 
 def test_options_are_marked_on_or_off_policy():

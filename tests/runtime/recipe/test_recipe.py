@@ -65,6 +65,7 @@ def test_a_wrong_override_is_named(tmp_path: Path, override: str, complaint: str
     [
         ("rollout.max_draft_depth=0", "needs rollout.max_draft_depth above 0"),
         ('rollout.drafters={"learned":{"kind":"ngram"}}', "'learned' is in both rollout.drafters and"),
+        ('drafter={"checkpoint":"head","loss":{"kind":"mtp"}}', "an MTP layer comes with the model, so leave it out"),
     ],
 )
 def test_a_drafter_to_train_needs_drafts_and_a_name_of_its_own(tmp_path: Path, override: str, complaint: str):

@@ -29,12 +29,13 @@ from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.ray.start import start_ray
+from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
 from tltlab.runtime.rollout.history import RunHistory
 from tltlab.runtime.rollout.pool import WorkerPool, _finished, why_lost
-from tltlab.runtime.rollout.worker import engine_args, enough
+from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -376,3 +377,14 @@ def test_engines_are_told_the_concurrency_and_what_the_recipe_says_of_vllm(recip
     args = engine_args(recipe, cuda=True)
     assert (args["max_num_seqs"], args["max_model_len"], args["enable_sleep_mode"]) == (5, 128, True)
     assert "enable_sleep_mode" not in engine_args(recipe, cuda=False)
+
+
+def test_engines_of_one_machine_share_what_hidden_states_may_take_unless_the_recipe_says(
+    recipe_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("tltlab.runtime.engine.engine.available_memory", lambda: 64 << 30)
+    given = load_recipe(recipe_file, ["rollout.num_workers=8", 'drafter={"capture_bytes": 5000}'])
+    free = given.model_copy(update={"drafter": DrafterConfig()})
+    nodes = {"rollout": given.rollout.model_copy(update={"tensor_parallel_size": 2})}
+    gpus = free.model_copy(update=nodes | {"cluster": given.cluster.model_copy(update={"gpus_per_node": 8})})
+    assert [capture_bytes(recipe) for recipe in (given, free, gpus)] == [5000, 2 << 30, 4 << 30]

@@ -23,6 +23,7 @@ from . import adaptive as bench_adaptive
 from . import by_product as bench_by_product
 from . import checkpoint as bench_checkpoint
 from . import coordination as bench_coordination
+from . import members as bench_members
 from . import packing as bench_packing
 from . import recipes as bench_recipes
 from . import reward as bench_reward
@@ -57,6 +58,9 @@ class _Bench:
         return bench_checkpoint.bench_checkpoint(
             megabytes, rounds, folder=self.out, seed=self.seed, progress=self.progress
         )
+
+    def members(self) -> dict[str, Any]:
+        return bench_members.bench_members(self.sizes.rounds, progress=self.progress)
 
     def recipes(self) -> dict[str, Any]:
         return bench_recipes.bench_recipes(self.model, self.sizes, seed=self.seed, progress=self.progress)
@@ -95,6 +99,7 @@ class _Bench:
 PARTS: dict[str, tuple[Callable[[_Bench], dict[str, Any]], Callable[[dict[str, Any]], str]]] = {
     "packing": (_Bench.packing, bench_packing.text),
     "checkpoint": (_Bench.checkpoint, bench_checkpoint.text),
+    "members": (_Bench.members, bench_members.text),
     "recipes": (_Bench.recipes, bench_recipes.text),
     "adaptive": (_Bench.adaptive, bench_adaptive.text),
     "coordination": (_Bench.coordination, bench_coordination.text),

@@ -22,8 +22,8 @@ from tltlab.cli.annotate import parse_drafter
 from tltlab.drafters.specs import LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.simple import Fixed
-from tltlab.runtime.drafter.heads.eagle import EagleHead
-from tltlab.runtime.drafter.heads.kinds import new_head
+from tltlab.runtime.drafter.heads.head import DrafterHead
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
 from tltlab.strategy import Strategy
@@ -94,7 +94,7 @@ def greedy_chain(model: LlamaForCausalLM) -> Callable[[list[int], int], list[int
     return propose
 
 
-def eagle_chain(head: EagleHead, target: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
+def eagle_chain(head: DrafterHead, target: LlamaForCausalLM) -> Callable[[list[int], int], list[int]]:
     """Drafts by running the head over all again for each token, with its own states where the target has none."""
 
     def propose(text: list[int], depth: int) -> list[int]:
@@ -131,7 +131,7 @@ def test_one_pass_of_a_draft_model_keeps_what_a_chain_drafted_at_every_position_
 
 
 def test_an_eagle_head_keeps_what_its_chain_drafted_at_every_position_keeps(target, eagle_head):
-    head, depth = EagleHead.load(eagle_head), 3
+    head, depth = load_head(eagle_head), 3
     with torch.inference_mode():
         text = text_of(eagle_chain(head, target), 48, seed=depth)
         expected = naive(text, 5, depth, eagle_chain(head, target))
@@ -165,7 +165,7 @@ def test_the_folder_says_what_a_learned_drafter_is(eagle_head, draft_model, targ
 def broken_heads(folder: Path, tmp_path: Path) -> Iterator[tuple[Path, str]]:
     weights, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
     for name, change, settings, complaint in (
-        ("bias", {"fc.bias": torch.zeros(64)}, {}, "fc.bias is missing, unknown or of another shape"),
+        ("more", {"fc.more": torch.zeros(64)}, {}, "fc.more is missing, unknown or of another shape"),
         ("shape", {"fc.weight": torch.zeros(64, 64)}, {}, "fc.weight is missing, unknown or of another shape"),
         ("layers", {}, {"num_hidden_layers": 2}, "has one layer, its config says 2"),
     ):

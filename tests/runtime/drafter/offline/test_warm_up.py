@@ -318,7 +318,7 @@ def test_wrong_input_is_refused_in_one_sentence_and_nothing_is_written(target: P
         (target, data, out, config(head=str(tmp_path / "eagle3")), "holds an eagle3 head"),
         (target, data, out, config(head=str(tmp_path / "small")), "hidden_size 32"),
         (target, data, out, config("eagle3", head=str(tmp_path / "small")), "trains eagle3 heads"),
-        (target, data, out, config(head=str(tmp_path / "nowhere")), "no readable config"),
+        (target, data, out, config(head=str(tmp_path / "nowhere")), "nowhere: no such folder"),
         (target, data, full, config(), "name another folder"),
     ]
     for model, source, where, settings, said in cases:

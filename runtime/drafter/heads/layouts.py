@@ -1,0 +1,266 @@
+"""Checkpoints of EAGLE and EAGLE-3 heads in the layouts that people have, read into one form.
+
+- EAGLE's releases (SafeAILab/EAGLE `cnets1.py`, `cnets.py`) and SpecForge's (`LlamaForCausalLMEagle3`): `config.json`
+  is the layer's own. An EAGLE-3 head's layer is called `midlayer`. EAGLE heads may have biases of `fc` and of q, k, v.
+- speculators (type `eagle3`): the layer's config is nested, the layer is called `layers.0`, a Llama's or a Qwen3's.
+
+Weights are in safetensors, one file or several, or in `pytorch_model.bin`. Biases are brought to Llama's: attention has
+them at q, k, v and o or nowhere. The bias b of an EAGLE head's `fc` goes into them, as W b into those of q, k, v and b
+into that of o: nothing else reads what `fc` gives, and vLLM's class (`llama_eagle.py`) has no such bias.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaConfig
+
+from tltlab.errors import ConfigError
+
+from .target import EMBEDDING, LM_HEAD, local_folder, read_config, read_weights
+
+Norm = Literal["norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"]
+NORMS: tuple[Norm, ...] = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""What an EAGLE-3 head may do unlike the first ones, by the names that configs and vLLM have."""
+
+WEIGHTS_FILE, BIN_FILE = "model.safetensors", "pytorch_model.bin"
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+ATTENTION = "layers.0.self_attn."
+LAYER_FIELDS = (
+    "hidden_act", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+    "rope_parameters", "bos_token_id", "eos_token_id",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCheckpoint:
+    """A head as its checkpoint has it. `weights` are by the names of vLLM and of speculators, biases as Llama's.
+
+    `aux_layers` are None for the default ones of its target, `draft_vocabulary` for all tokens. With `own_lm_head` it
+    has an LM head of its own though it drafts all tokens. `qk_norm`: its layer is a Qwen3's.
+    """
+
+    method: Literal["eagle", "eagle3"]
+    config: LlamaConfig
+    weights: dict[str, Tensor]
+    aux_layers: tuple[int, ...] | None = None
+    draft_vocabulary: Tensor | None = None
+    own_lm_head: bool = False
+    norms: frozenset[Norm] = frozenset()
+    qk_norm: bool = False
+    verifier: str | None = None
+
+
+def read_checkpoint(name: str | Path, target: str | Path | None = None) -> HeadCheckpoint:
+    """Read the checkpoint in a folder or of the Hugging Face Hub.
+
+    What it has of its `target`'s embedding and LM head is left out, and the LM head stays where it differs from the
+    target's or the target is not told. The head's context is as long as the target's. Raises ConfigError for a
+    checkpoint that is missing, broken or of another kind.
+    """
+    folder = local_folder(name)
+    config = _read_json(folder)
+    kind = config.get("speculators_model_type")
+    if kind not in (None, "eagle3"):
+        raise ConfigError(f"{name}: a drafter of kind {kind!r} is not one we can read; eagle and eagle3 are")
+    layer = _layer_config(name, config if kind is None else config.get("transformer_layer_config"))
+    if target is not None:
+        # Released configs say 2,048, where vLLM would stop drafting; where positions scale with it, it has to stay.
+        theirs = int(read_config(target).max_position_embeddings)
+        if layer.rope_parameters.get("rope_type", "default") not in ("dynamic", "longrope"):
+            layer.max_position_embeddings = max(layer.max_position_embeddings, theirs)
+    weights = _read_weights(folder)
+    if kind is None and "layers.0.hidden_norm.weight" not in weights:
+        layer.attention_bias = _even_out_biases(weights)
+        shared = {"lm_head.weight", "embed_tokens.weight"}
+        own = {key: value for key, value in weights.items() if key not in shared}
+        _check_embedding(name, weights, target)
+        return HeadCheckpoint(method="eagle", config=layer, weights=own)
+    layer.attention_bias = _even_out_biases(weights)
+    vocabulary = _draft_vocabulary(name, weights, layer)
+    _check_embedding(name, weights, target)
+    weights.pop("embed_tokens.weight", None)
+    if vocabulary is None and target is not None and _is_targets_lm_head(weights, target):
+        del weights["lm_head.weight"]
+    # As vLLM has it where the config is silent.
+    flags = {"norm_before_residual": kind is not None} | config
+    verifier = config.get("speculators_config", {}).get("verifier", {}).get("name_or_path") if kind else None
+    return HeadCheckpoint(
+        method="eagle3",
+        config=layer,
+        weights=weights,
+        aux_layers=_aux_layers(name, config),
+        draft_vocabulary=vocabulary,
+        own_lm_head="lm_head.weight" in weights,
+        norms=frozenset(norm for norm in NORMS if flags.get(norm)),
+        qk_norm=f"{ATTENTION}q_norm.weight" in weights,
+        verifier=verifier,
+    )
+
+
+def is_head(folder: str | Path) -> bool:
+    """Whether a checkpoint folder holds an EAGLE or EAGLE-3 head rather than a language model."""
+    path = Path(folder)
+    try:
+        if not (path / WEIGHTS_FILE).is_file() and (path / BIN_FILE).is_file():
+            return "fc.weight" in _read_weights(path)
+        with safe_open(path / WEIGHTS_FILE, "pt") as file:
+            return "fc.weight" in file.keys()  # noqa: SIM118
+    except (OSError, SafetensorError, ConfigError):
+        return False
+
+
+def verifier_of(folder: str | Path) -> str | None:
+    """The target that a head's config names, if it does."""
+    config = _read_json(Path(folder))
+    try:
+        verifier = config["speculators_config"]["verifier"]["name_or_path"]
+    except (KeyError, TypeError):
+        return None
+    return None if verifier is None else str(verifier)
+
+
+def eagle_layout(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """An EAGLE-3 head in speculators' format as EAGLE's and SpecForge's: config and weights, both for `save`.
+
+    The embedding is the target's. SGLang and EAGLE's own code read what vLLM does but for the aux layers and norms that
+    the first EAGLE-3 heads did not have.
+    """
+    layer: dict[str, Any] = dict(config["transformer_layer_config"])
+    rope: dict[str, Any] = layer.pop("rope_parameters", None) or {}
+    scaled = {key: value for key, value in rope.items() if key != "rope_theta"}
+    flat = (
+        layer
+        | {
+            "architectures": ["LlamaForCausalLMEagle3" if layer["model_type"] == "llama" else "Eagle3Qwen3ForCausalLM"],
+            "draft_vocab_size": config["draft_vocab_size"],
+            "rope_theta": rope.get("rope_theta"),
+            "rope_scaling": scaled if scaled.get("rope_type", "default") != "default" else None,
+            AUX_LAYERS: config[AUX_LAYERS],
+            "eagle_config": {"use_aux_hidden_state": True, AUX_LAYERS: config[AUX_LAYERS]},
+        }
+        | {str(norm): config[norm] for norm in NORMS}
+    )
+    renamed = {name.replace("layers.0.", "midlayer."): value for name, value in weights.items()}
+    return flat, {name: value for name, value in renamed.items() if name != "embed_tokens.weight"}
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{folder}: no readable config.json of an EAGLE head: it is no object")
+    return config
+
+
+def _layer_config(name: str | Path, fields: Any) -> LlamaConfig:
+    """The config of a head's one layer, without what is no Llama's."""
+    try:
+        given = {key: fields[key] for key in LAYER_FIELDS if fields.get(key) is not None}
+        config = LlamaConfig(architectures=["LlamaForCausalLM"], tie_word_embeddings=False, **given)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{name}: no readable config.json of an EAGLE head: {error}") from error
+    if config.num_hidden_layers != 1:
+        raise ConfigError(f"{name}: an EAGLE head here has one layer, its config says {config.num_hidden_layers}")
+    if fields.get("target_hidden_size") not in (None, config.hidden_size):
+        raise ConfigError(f"{name}: its target's states are of another width than its own, which we cannot train")
+    if "sliding_attention" in (fields.get("layer_types") or ()):
+        raise ConfigError(f"{name}: its layer attends to a sliding window, which we cannot train")
+    return config
+
+
+def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """All weights by canonical name, without buffers that follow from others."""
+    index = folder / f"{WEIGHTS_FILE}.index.json"
+    try:
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            found: dict[str, Tensor] = {}
+            for file in files:
+                found |= load_file(folder / file)
+        elif (folder / WEIGHTS_FILE).is_file() or not (folder / BIN_FILE).is_file():
+            found = load_file(folder / WEIGHTS_FILE)
+        else:
+            found = torch.load(folder / BIN_FILE, map_location="cpu", weights_only=True)
+    except (OSError, SafetensorError, UnpicklingError, ValueError, KeyError, RuntimeError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{folder}: no readable {WEIGHTS_FILE} or {BIN_FILE}: {cause}") from error
+    named = {key.removeprefix("model.").replace("midlayer.", "layers.0."): value for key, value in found.items()}
+    return {
+        key: value for key, value in named.items() if key != "t2d" and "rotary" not in key and "verifier_" not in key
+    }
+
+
+def _even_out_biases(weights: dict[str, Tensor]) -> bool:
+    """Bring biases to Llama's, in place; whether attention has any."""
+    biases = {part: f"{ATTENTION}{part}_proj.bias" for part in "qkvo"}
+    of_fc = weights.pop("fc.bias", None)
+    if of_fc is not None and bool(of_fc.any()):
+        for part, name in biases.items():
+            weight = weights.get(f"{ATTENTION}{part}_proj.weight")
+            if weight is not None:
+                more = of_fc.float() if part == "o" else weight.float() @ of_fc.float()
+                weights[name] = more + weights[name].float() if name in weights else more
+    if not any(name in weights for name in biases.values()):
+        return False
+    for part, name in biases.items():
+        weight = weights.get(f"{ATTENTION}{part}_proj.weight")
+        if weight is not None and name not in weights:
+            weights[name] = torch.zeros(weight.shape[0])
+    return True
+
+
+def _draft_vocabulary(name: str | Path, weights: dict[str, Tensor], config: LlamaConfig) -> Tensor | None:
+    """The tokens that the head drafts, None for all; `d2t` is taken out of the weights."""
+    d2t = weights.pop("d2t", None)
+    if d2t is None:
+        return None
+    tokens = d2t.long() + torch.arange(len(d2t))
+    if len(tokens.unique()) != len(tokens) or not 0 <= int(tokens.min()) <= int(tokens.max()) < config.vocab_size:
+        raise ConfigError(f"{name}: its d2t is no map into a vocabulary of {config.vocab_size} tokens")
+    return None if len(tokens) == config.vocab_size else tokens
+
+
+def _aux_layers(name: str | Path, config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    nested = config.get("eagle_config") or {}
+    layers = config.get(AUX_LAYERS) or nested.get(AUX_LAYERS)
+    if nested.get("use_aux_hidden_state") is False:
+        raise ConfigError(f"{name}: an EAGLE-3 head that reads no states of inner layers is not one we can train")
+    if layers is None:
+        return None
+    if not isinstance(layers, list) or layers != sorted(set(layers)):
+        raise ConfigError(f"{name}: {AUX_LAYERS} are {layers}; vLLM hands states over in rising order")
+    return tuple(map(int, layers))
+
+
+def _check_embedding(name: str | Path, weights: Mapping[str, Tensor], target: str | Path | None) -> None:
+    """Raise ConfigError where a head's embedding is not its target's, up to rounding to half precision."""
+    own = weights.get("embed_tokens.weight")
+    if own is None or target is None:
+        return
+    theirs = read_weights(target, [EMBEDDING]).get(EMBEDDING)
+    if theirs is not None and (
+        own.shape != theirs.shape or not torch.allclose(own.float(), theirs.float(), 1e-2, 1e-3)
+    ):
+        raise ConfigError(f"{name} has an embedding of its own and not that of {target}, with which we could train it")
+
+
+def _is_targets_lm_head(weights: Mapping[str, Tensor], target: str | Path) -> bool:
+    own = weights.get("lm_head.weight")
+    if own is None:
+        return False
+    tied = bool(getattr(read_config(target), "tie_word_embeddings", False))
+    theirs = read_weights(target, [EMBEDDING if tied else LM_HEAD])
+    return any(own.shape == value.shape and torch.equal(own, value.to(own.dtype)) for value in theirs.values())

@@ -1,0 +1,142 @@
+"""The MTP layer that a model brings along: made, drafted with, trained as other heads are, and kept with its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.errors import ConfigError
+from tltlab.runtime.drafter.heads.kinds import load_head, new_head
+from tltlab.runtime.drafter.heads.mtp import MtpHead, brought_along, fresh_mtp
+from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of
+from tltlab.runtime.drafter.offline.chains import kept_along
+from tltlab.runtime.drafter.offline.export import ExportConfig, Source, export_drafter
+from tltlab.runtime.drafter.sequences import TrainingSequence
+from tltlab.runtime.drafter.training import DrafterTraining
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.models.make import Size, make_model
+from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
+from tltlab.runtime.recipe.recipe import TrainConfig
+from tltlab.runtime.trainer.trainer import Trainer
+
+from ...engine.asking import fixed, kept_and_refused, request, texts
+from .test_kinds import accepted, predicted
+
+SMALLEST = Size(hidden=64, layers=1, mlp=64, steps=60, tokens_per_batch=512, measured_prompts=2, samples_per_prompt=2)
+DEPTH = 3
+
+
+@pytest.fixture(scope="module")
+def mimo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has learned its task's words, with an MTP layer that has hardly learned what it says."""
+    out = tmp_path_factory.mktemp("models") / "mimo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tltlab.runtime.models.make.MAX_RESPONSE_TOKENS", 64)
+        report = make_model(out, size=SMALLEST, task="subset-sum", seed=0, progress=lambda message: None, mtp=True)
+    assert report["final_loss"] < 4.0
+    return out
+
+
+def same(one: MtpHead, other: MtpHead) -> bool:
+    return all(torch.equal(value, other.state_dict()[name]) for name, value in one.state_dict().items())
+
+
+def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model: Path, tmp_path: Path):
+    head = new_head(mimo, "mtp", 0)
+    again = load_head(head.save(tmp_path / "head"))
+    assert isinstance(head, MtpHead)
+    assert isinstance(again, MtpHead)
+    assert same(head, again)
+    assert all(name.startswith("model.mtp_layers.0.") for name in head.serving_weights())
+    source = Source(head=tmp_path / "head", target=mimo, prompts=mimo / "heldout.jsonl")
+    with pytest.raises(ConfigError, match="which vLLM reads with its model"):
+        export_drafter(source, tmp_path / "exported", ExportConfig(), lambda message: None)
+    assert not (tmp_path / "exported").exists()
+    with pytest.raises(ConfigError, match="no MiMo with an MTP layer"):
+        new_head(random_model, "mtp", 0)
+    with pytest.raises(ConfigError, match="an EAGLE head reads those after"):
+        new_head(mimo, "eagle", 0)
+    with pytest.raises(ConfigError, match="brings no MTP layers along"):
+        Engine(str(random_model), drafters={"mtp": LearnedSpec(method="mtp")})
+
+
+def test_the_targets_distributions_follow_from_states_before_its_norm(mimo: Path):
+    model = AutoModelForCausalLM.from_pretrained(mimo)
+    ids = torch.arange(4, 40)
+    states = hidden_states_of(model, ids, ())[0]
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    for frozen in (FrozenTarget.from_folder(mimo), FrozenTarget.of(model)):
+        torch.testing.assert_close(frozen.logits(states), expected, atol=1e-4, rtol=0)
+
+
+def test_a_trained_model_still_has_it(mimo: Path, tmp_path: Path):
+    trainer = Trainer(str(mimo), TrainConfig(), temperature=1.0, max_response_tokens=8, seed=0)
+    frozen = trainer.frozen()
+    assert frozen is not None
+    assert frozen.norm is not None
+    trainer.save(str(tmp_path / "trained"))
+    assert same(brought_along(tmp_path / "trained"), brought_along(mimo))
+
+
+@pytest.mark.engine
+def test_vllm_drafts_with_it_what_it_drafts_here_as_it_came_untaught_and_trained_on_captured_states(mimo: Path):
+    model: Any = AutoModelForCausalLM.from_pretrained(mimo)
+    frozen = FrozenTarget.from_folder(mimo)
+    head = brought_along(mimo)
+    prompts = [[1, 5 + n, 9 + n, 30 - n] for n in range(6)]
+    found: list[TrainingSequence] = []
+    engine = Engine(
+        str(mimo),
+        drafters={**DEFAULT_DRAFTERS, "learned": LearnedSpec(method="mtp")},
+        max_draft_depth=DEPTH,
+        vllm_args={"max_num_seqs": 8, "max_model_len": 128, "kv_cache_memory_bytes": 32 << 20},
+    )
+
+    def kept() -> int:
+        """Draft tokens, which are those that are kept here."""
+        total = 0
+        for prompt in prompts:
+            response, drafts = accepted(engine, prompt)
+            sequence = found[-1]
+            assert sequence.token_ids.tolist() == prompt + response
+            states = hidden_states_of(model, sequence.token_ids[:-1], ())[0]
+            torch.testing.assert_close(sequence.hidden, states, atol=1e-4, rtol=0)
+            expected = predicted(kept_along(head, frozen, sequence, DEPTH).tolist())
+            # The last draft may reach beyond the response's end, where the text does not tell.
+            assert drafts[:-1] == expected[: len(drafts) - 1]
+            total += sum(drafts)
+        return total
+
+    try:
+        engine.capture(found.append)
+        engine.set_policy(fixed("learned", DEPTH))
+        brought = kept()
+        head = fresh_mtp(model.config, 1)
+        engine.update_draft_weights(head.serving_weights().items())
+        untaught = kept()
+        assert brought > untaught + 20
+        training = DrafterTraining(head, frozen, LossConfig(kind="mtp"), OptimConfig(lr=3e-3, warmup=1))
+        for _ in range(40):
+            training.update(found)
+        engine.update_draft_weights(training.serving_weights().items(), training.predict(found))
+        assert kept() > untaught + 20
+        # The target's weights go and come again, and with them the embedding and LM head that the layer shares.
+        engine.capture(None)
+        asked = [request(f"p{n}", 0, prompt, 40) for n, prompt in enumerate(prompts)]
+        before = engine.generate(asked, rl_step=1, temperature=0.0)
+        engine.update_weights(((n, -w if n == "lm_head.weight" else w) for n, w in model.state_dict().items()), 1)
+        engine.set_policy(None)
+        assert texts(engine.generate(asked, rl_step=2, temperature=0.0)) != texts(before)
+        engine.update_weights(model.state_dict().items(), 2)
+        engine.set_policy(fixed("learned", DEPTH))
+        after = engine.generate(asked, rl_step=3, temperature=0.0)
+        assert texts(after) == texts(before)
+        assert kept_and_refused(after) == kept_and_refused(before)
+    finally:
+        engine.close()
