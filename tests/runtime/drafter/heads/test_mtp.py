@@ -52,6 +52,10 @@ def test_it_is_read_from_its_model_saved_and_read_again(mimo: Path, random_model
     assert isinstance(head, MtpHead)
     assert isinstance(again, MtpHead)
     assert same(head, again)
+    other = fresh_mtp(head.config, 0)
+    assert not same(head, other)
+    other.take_serving_weights(head.serving_weights())
+    assert same(head, other)
     assert all(name.startswith("model.mtp_layers.0.") for name in head.serving_weights())
     source = Source(head=tmp_path / "head", target=mimo, prompts=mimo / "heldout.jsonl")
     with pytest.raises(ConfigError, match="which vLLM reads with its model"):
