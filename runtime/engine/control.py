@@ -348,6 +348,9 @@ class Control:
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
+            if self.drafters.behind(strategy):
+                # What is kept of drafts that were made without all of the text says little of the choice.
+                self.ledger.in_force = replace(self.ledger.in_force, learns=False)
             with self.inside:
                 places, lives, asked = self._ask_for(request_ids, strategy)
             with self.drafting:

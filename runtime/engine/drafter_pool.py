@@ -226,6 +226,10 @@ class DrafterPool(Mapping[str, DrafterState]):
             fed.turn = turn
         return late_s
 
+    def behind(self, strategy: Strategy) -> bool:
+        """Whether a drafter that `strategy` may ask was left text to put in later."""
+        return any(self._fed[name].behind for name in self._asked(strategy.drafter))
+
     def propose(
         self, strategy: Strategy, asked: Sequence[tuple[Key, int]], learned: Sequence[list[int]]
     ) -> list[tuple[str, list[int]]]:

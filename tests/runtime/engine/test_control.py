@@ -397,7 +397,8 @@ def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_a
 
     slow = Piecemeal()
     control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
-    control.set_selector(Script(*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6))
+    script = Script(*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6)
+    control.set_selector(script)
     batch = Batch(control, "a")
     for _ in range(15):
         batch.iterate()
@@ -405,6 +406,8 @@ def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_a
     # Ten tokens, then one more each: 3 of 10, 3 of 8, 3 of 6, 3 of 4, 2 of 2, 1 of 1.
     assert slow.told == [("a", 10), *[("a", 1)] * 5]
     assert slow.waiting == 0
+    # Nor is anything learned from the four drafts that were made meanwhile.
+    assert [strategy.draft_depth for strategy, _ in script.told] == [0] * 9 + [1]
     # What came before the first draft of a rollout is paid by nobody, nor is what was left to wait.
     assert [row["draft_duration"] for row in rows] == [0] * 14 + [1]
 
