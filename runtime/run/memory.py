@@ -1,6 +1,6 @@
 """What a run's processes hold, by the names that a dry run gives its parts (`tltlab.runtime.recipe.memory`).
 
-`GrpoRun.memory` asks all of them and writes `memory.json`.
+`RUN/memory.json` has it as it was after the first RL step and, at its end, after the last.
 """
 
 from __future__ import annotations

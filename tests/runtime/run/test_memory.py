@@ -1,0 +1,82 @@
+"""What a dry run reckons, held against what real processes hold: tensors part by part, and all that is resident."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tltlab.runtime.recipe.dry_run import Plan, plan_of
+from tltlab.runtime.recipe.recipe import Recipe
+from tltlab.runtime.run.grpo import train
+
+CLOSE = 0.1
+
+
+@pytest.fixture(scope="module")
+def wide_model(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tensors are larger than what any estimate leaves out; tokenizer and prompts of the small one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "wide"
+    shutil.copytree(random_model, folder)
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def recipe(model: Path) -> Recipe:
+    """Every micro-batch is filled, and with a penalty every response is trained; buffers are too small for all."""
+    return Recipe.model_validate(
+        {
+            "model": str(model),
+            "reward": "tltlab.runtime.models.tasks:subset_sum_reward",
+            "data": {"train": str(model / "train.jsonl"), "max_prompt_tokens": 8},
+            "rollout": {
+                "num_workers": 1, "prompts_per_step": 8, "group_size": 4, "max_response_tokens": 120,
+                "max_draft_depth": 8, "policy": "beg-mab-learned",
+                "vllm": {"max_num_seqs": 32, "max_model_len": 128, "kv_cache_memory_bytes": 40 << 20},
+            },
+            "train": {"steps": 2, "minibatches": 1, "kl_coef": 0.01, "tokens_per_microbatch": 2048},
+            "drafter": {"schedule": {"kind": "always"}, "ages": 0, "buffer": {"max_bytes": 2 << 20}},
+            "reward_pool": {"processes": 0},
+            "eval": {"num_prompts": 0},
+            "log": {"tensorboard": False},
+        }
+    )  # fmt: skip
+
+
+def reckoned(plan: Plan, process: str) -> dict[str, float]:
+    """The most that each part of a process takes in any phase."""
+    parts: dict[str, float] = {}
+    for found in plan.memory:
+        for part in found.parts:
+            if part.process == process:
+                parts[part.name] = max(parts.get(part.name, 0.0), part.num_bytes)
+    return parts
+
+
+@pytest.mark.engine
+def test_a_run_holds_what_its_dry_run_says_part_by_part(
+    wide_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # Else glibc keeps freed tensors in ways that hang on the order of threads.
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")
+    plan = plan_of(recipe(wide_model))
+    train(recipe(wide_model), tmp_path / "run")
+    held = {
+        found["process"]: found for found in json.loads((tmp_path / "run" / "memory.json").read_text())["processes"]
+    }
+    for process, found in held.items():
+        print(process, found["resident_bytes"] / 1e6, found["peak_bytes"] / 1e6)
+        for name, num in found["parts"].items():
+            print("   ", name, num / 1e6, reckoned(plan, process).get(name, 0) / 1e6)
+        print("   all", reckoned(plan, process))
