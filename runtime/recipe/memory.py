@@ -152,7 +152,7 @@ class Sizes:
         """
         shape = self.shape
         params = shape.layer_params + 2 * shape.hidden**2 + shape.hidden
-        if self.recipe.drafter is None or self.recipe.drafter.loss.method == "eagle":
+        if self.recipe.drafter is None or self.recipe.drafter.loss.method != "eagle3":
             return params
         wider = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
         return params + wider + shape.hidden**2 + 3 * shape.hidden
