@@ -237,7 +237,7 @@ class DrafterRun:
         """Write it to `drafter/final`, as a head's folder."""
         head = load_head(self.head)
         if self.served.weights is not None:
-            head.load_state_dict(self.served.weights)
+            head.take_serving_weights(self.served.weights)
         with new_folder(self.out / "final") as folder:
             head.save(folder)
 

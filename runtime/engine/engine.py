@@ -169,6 +169,7 @@ class Engine:
             overlapped = self.control.overlapped
             adapter.set_control(self.llm, Control(self._pool, worker=worker, overlapped=overlapped))
         self._pool.beside = takes_drafts
+        self.weights = adapter.WeightUpdates(self.llm)
         self._captures = False
 
     @property
@@ -273,8 +274,10 @@ class Engine:
         are new draft weights. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
-        if self._dead:
-            raise EngineDied(f"close this engine and start another, for {self._dead}", [], [r.key for r in requests])
+        try:
+            self.check_alive()
+        except EngineDied as error:
+            raise EngineDied(str(error), [], [r.key for r in requests]) from None
         self._heed_canary()
         engine = self.llm.llm_engine
         if engine.has_unfinished_requests():
@@ -429,7 +432,12 @@ class Engine:
         Requests that run go on with the keys and values they have, and their prefixes may stay cached until they end.
         ConfigError for no weights; RunError where names or shapes are not the model's, and the engine is dead then.
         """
-        self._load(weights, str(version), draft=False)
+        self.check_alive()
+        self.weights.load_all(weights, str(version))
+        self.target_updated(version)
+
+    def target_updated(self, version: int) -> None:
+        """Tell the drafters that they draft for new weights, which came through `weights`."""
         self._call("drafters.target_updated", str(version))
 
     def update_draft_weights(
@@ -449,7 +457,8 @@ class Engine:
             raise ConfigError("this engine has no learned drafter to update; name one in `drafters`")
         chances = [float(chance) for chance in predicted or ()]
         check_chances(chances)
-        self._load(weights, "", draft=True)
+        self.check_alive()
+        self.weights.load_all(weights, "", draft=True)
         self._call("drafters.updated", chances, updates)
 
     def guard_drafter(self, config: CanaryConfig) -> None:
@@ -471,22 +480,22 @@ class Engine:
         return cast(CapturedGraphs, self._call("captured_graphs"))
 
     def sleep(self, level: int = 1) -> None:
-        """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running."""
+        """Give the engine's memory away until `wake_up`, as `vllm.LLM.sleep` does; nothing may be running.
+
+        At level 1 weights are kept on the host; at level 2 they are gone, and new ones must come after `wake_up`.
+        """
         self.llm.sleep(level)
 
-    def wake_up(self) -> None:
-        """Take the memory back; the canary then looks anew whether the learned drafter came back whole."""
-        self.llm.wake_up()
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory back, all or that of "weights" or "kv_cache"; the canary then looks anew whether the learned
+        drafter came back whole."""
+        self.llm.wake_up(None if tags is None else list(tags))
         self._call("drafters.woke")
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
-        if self._dead:
-            raise EngineDied(f"close this engine and start another, for {self._dead}")
-        try:
-            adapter.update_weights(self.llm, weights, version, draft=draft)
-        except RunError as error:
-            self._dead = str(error)
-            raise
+    def check_alive(self) -> None:
+        """EngineDied for one that failed, or has but a part of its weights."""
+        if why := self._dead or self.weights.unusable:
+            raise EngineDied(f"close this engine and start another, for {why}")
 
     def close(self) -> None:
         """Release the engine's memory, threads and processes."""

@@ -22,10 +22,12 @@ from tltlab.calibration.table import MeasuredTable
 from tltlab.drafters.base import Draft, Drafter, Key
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError, RunError
+from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.policies.simple import Fixed
 from tltlab.strategy import Strategy
 
 from .engine import Engine, GenerationRequest, Rollout
+from .graphs import GraphPlan, Runner, plan_graphs
 
 TEMPERATURE = 1.0
 VISITS = 2
@@ -143,12 +145,28 @@ def start_engine(
 ) -> Engine:
     """An engine for the grid; `drafter` is a learned one and its name, by default drafts are forced, as "ngram".
 
-    `vllm_args` win over max_num_seqs for the largest batch and max_model_len for the longest request.
+    `vllm_args` win over max_num_seqs for the largest batch and max_model_len for the longest request. On a GPU every
+    depth has graphs, as in a training run: vLLM's own are for the deepest alone, and plain steps would be of no use.
     """
     name, spec = drafter if drafter is not None else ("ngram", ForcedDrafter())
     args: dict[str, Any] = {"max_num_seqs": max(grid.batches)} | dict(vllm_args)
     args.setdefault("max_model_len", min(grid.longest, _positions(model)))
-    return Engine(model, drafters={name: spec}, max_draft_depth=max(grid.depths), seed=seed, vllm_args=args)
+    graphs = graphs_for(grid, name, drafter) if torch.cuda.is_available() else None
+    return Engine(
+        model, drafters={name: spec}, max_draft_depth=max(grid.depths), seed=seed, graphs=graphs, vllm_args=args
+    )
+
+
+def graphs_for(grid: Grid, name: str, drafter: tuple[str, LearnedSpec] | None) -> GraphPlan:
+    """Graphs of every depth of a grid at all batch sizes; drafts are those of the drafter `name`."""
+    policy = Policy(
+        selector=ExploreSpec(strategies=tuple(Strategy.chain(name, depth) for depth in grid.depths)),
+        drafters={} if drafter is None else dict([drafter]),
+    )
+    # The V2 runner's schedule has a batch size for each depth.
+    most = max(*grid.batches, len(grid.depths) + 1)
+    runner: Runner = "V1" if drafter is None else "V2"
+    return plan_graphs(policy, most, runner=runner, any_lengths=True, plain=True, spacing=1.25)
 
 
 def profile(engine: Engine, grid: Grid, *, seed: int = 0, say: Callable[[str], None] = lambda message: None) -> Profile:
@@ -165,6 +183,7 @@ def engine_settings(engine: Engine) -> dict[str, Any]:
     return {
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "enforce_eager": config.model_config.enforce_eager,
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
         "max_model_len": config.model_config.max_model_len,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from math import ceil
+from typing import Literal
 
 from .recipe import Recipe
 from .rules import refuse
@@ -61,6 +62,24 @@ def bundles_of(recipe: Recipe) -> Bundles:
     return bundles
 
 
+def weights_way(recipe: Recipe) -> Literal["host", "nccl", "ipc"]:
+    """How the policy's weights come to the engines: as `cluster.weights` says, "auto" the way of the devices if any.
+
+    "ipc" where trainers and engines share each device, "nccl" where each has whole ones of its own, else "host".
+    """
+    way, of_devices = recipe.cluster.weights, _way_of_devices(recipe, bundles_of(recipe))
+    if way == "auto":
+        return "host" if recipe.train.backend == "gloo" else of_devices
+    return way
+
+
+def _way_of_devices(recipe: Recipe, bundles: Bundles) -> Literal["host", "nccl", "ipc"]:
+    cluster = recipe.cluster
+    if bundles.colocated or (bundles.num_gpus and cluster.num_nodes * cluster.gpus_per_node == 1):
+        return "ipc"
+    return "nccl" if min((*bundles.workers, *bundles.ranks)) >= 1 else "host"
+
+
 def _of_an_actor(recipe: Recipe, per_worker: float, per_rank: float) -> Iterator[str]:
     tp, cluster = recipe.rollout.tensor_parallel_size, recipe.cluster
     if per_worker and tp > 1 and per_worker != tp:
@@ -88,6 +107,16 @@ def _of_the_cluster(recipe: Recipe, bundles: Bundles) -> Iterator[str]:
         yield (
             f"cluster.placement = 'colocated' puts a trainer rank on each of the {bundles.num_gpus:g} GPUs of "
             f"{num_workers} workers x {tp}, got train.ranks = {recipe.train.ranks}: set it to {bundles.num_gpus:g}"
+        )
+    if cluster.weights not in ("auto", "host", _way_of_devices(recipe, bundles)):
+        yield (
+            f"cluster.weights = {cluster.weights!r}: that is for "
+            + (
+                "trainers and engines that share each GPU"
+                if cluster.weights == "ipc"
+                else "whole GPUs for each of them"
+            )
+            + ", which this recipe does not ask for; take 'host', or 'auto'"
         )
     if not cluster.gpus_per_node:
         return

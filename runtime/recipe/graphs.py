@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil
@@ -45,6 +45,21 @@ class EngineBuild:
     max_draft_depth: int
     graphs: GraphPlan | None = None
     graph_bytes: float | None = None
+
+    def told(self, captured: CapturedGraphs) -> Iterator[str]:
+        """What an engine has captured, in sentences, and whether that is what was planned."""
+        if captured.mode == "NONE":
+            return
+        memory = "" if captured.num_bytes is None else f" in {captured.num_bytes / GIB:.2f} GiB"
+        yield (
+            f"an engine has {len(captured.full)} full and {len(captured.piecewise)} piecewise CUDA graphs{memory} "
+            f"({captured.runner} runner, {captured.mode})"
+        )
+        if self.graphs is not None and self.graphs.any_lengths and captured.mode != "FULL":
+            yield (
+                f"attention here takes no full graphs of any lengths: but for drafts of {self.graphs.deepest} tokens "
+                "iterations run in piecewise graphs, plain ones too"
+            )
 
     def as_json(self, captured: Iterable[CapturedGraphs]) -> dict[str, Any]:
         """What a run's graphs.json says: the plan, None where there is none, and what each engine has captured."""

@@ -148,6 +148,8 @@ class TrainConfig(FiniteModel):
     `sequence_parallel` neighbouring ranks compute each micro-batch together and hold that share of its activations
     (1: each rank has its own); it divides the ranks and the model's heads and KV heads. `offload` moves the trainer's
     tensors to the host while engines generate. A rank takes `gpus` (None: 1 where there are GPUs).
+    `deterministic` has torch compute the same bits each time, on GPUs at a price (`bench gpu update`): a resumed run
+    equals the unbroken one bit by bit there only with it.
     """
 
     steps: int = Field(default=12, ge=1)
@@ -176,6 +178,7 @@ class TrainConfig(FiniteModel):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     activation_checkpointing: bool = False
     offload: bool = False
+    deterministic: bool = False
     threads: int = Field(default=1, ge=1)
     gpus: float | None = Field(default=None, ge=0)
 
@@ -205,10 +208,13 @@ class ClusterConfig(FiniteModel):
     """Where actors go. "separate": engines and trainers on GPUs of their own; "colocated": on the same GPUs, and
     engines sleep while trainers train. Ray listens on `host` alone unless it is told otherwise.
 
+    `weights` is the way of new ones to engines: "host" by memory that processes of a machine share, "nccl" between
+    GPUs, "ipc" within each; "auto" is the shortest that there is.
     `gpu` is the kind of GPU (`tltlab.hardware`) that a dry run checks the memory of.
     """
 
     placement: Literal["separate", "colocated"] = "separate"
+    weights: Literal["auto", "host", "nccl", "ipc"] = "auto"
     num_nodes: int = Field(default=1, ge=1)
     gpus_per_node: int = Field(default=0, ge=0)
     gpu: str | None = None

@@ -18,6 +18,7 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
@@ -34,6 +35,8 @@ EVALUATION = 1 << 31
 
 Ask = Callable[[int, Any], Any]
 Shares = Sequence[Sequence[GenerationRequest]]
+SendWeights = Callable[[Sequence[Any], int, Way], None]
+"""Brings workers the weights of a version (`TrainerGroup.send_weights`)."""
 
 
 class WorkerLost(RunError):
@@ -97,7 +100,7 @@ class WorkerPool:
         self.pids = [0] * num_workers
         self._workers = [_Worker() for _ in range(num_workers)]
         self._policy: tuple[Policy, int] | None = None
-        self._weights: tuple[Any, int] | None = None
+        self._weights: tuple[SendWeights, int] | None = None
         self._seeds: list[list[int]] = [[] for _ in range(num_workers)]
         self._deaths: list[int] = []  # of each worker, when the last rollout began
         self._asleep = False
@@ -214,24 +217,37 @@ class WorkerPool:
             worker.since = [*worker.since, (lengths, n)]
         self._tell(lambda n, handle: handle.learn_lengths.remote(lengths, n))
 
-    def update_weights(self, weights: Any, version: int) -> None:
-        """Load the weights that a reference holds, a dict of name -> tensor, into every engine.
+    def update_weights(self, send: SendWeights, version: int, way: Way = "host") -> None:
+        """Have `send` bring the weights of `version` to every engine; later to those of workers that start again.
 
-        The reference is kept for workers that start again. It must be the result of a call that the driver made, or
-        its own `ray.put`: such an object outlives the actor that it came from. TrainerDied where that died before.
+        They come to those by way of the host, from whatever weights the trainers have then: the next, at the latest,
+        are the same for all. TrainerDied where a trainer dies in it; engines that got but a part are dead then.
         """
-        self._weights = weights, version
-        self._tell(lambda n, handle: handle.update_weights.remote(weights, version))
+        self._weights = send, version
+        alive = [n for n, worker in enumerate(self._workers) if worker.alive]
+        try:
+            send([self.handles[n] for n in alive], version, way)
+        except TrainerDied as error:
+            for n in alive if way == "nccl" else ():
+                # They wait in a collective that never ends.
+                self._lost(n, WorkerLost(f"its transfer of weights was cut off: {error}"), "")
+            raise
+        self._tell(lambda n, handle: handle.has_weights.remote(version))
 
-    def sleep(self) -> None:
-        """Give the engines' memory away until `wake_up`."""
-        self._all(lambda n, handle: handle.sleep.remote())
+    def sleep(self, level: int = 1) -> None:
+        """Give the engines' memory away until `wake_up`; at level 2 weights too, and new ones must follow."""
+        self._all(lambda n, handle: handle.sleep.remote(level))
         self._asleep = True
 
-    def wake_up(self) -> None:
-        """Take it back."""
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take it back, all or that of "weights" or "kv_cache"."""
         self._asleep = False
-        self._tell(lambda n, handle: handle.wake_up.remote())
+        self._tell(lambda n, handle: handle.wake_up.remote(tags))
+
+    @property
+    def all_alive(self) -> bool:
+        """Whether nobody is known to be dead, who would be started again by the next call."""
+        return all(worker.alive for worker in self._workers)
 
     def state_dicts(self) -> list[dict[str, Any]]:
         """What each engine's policy and budget have learned and how drafters did, as JSON types; of one that is dead,
@@ -337,7 +353,9 @@ class WorkerPool:
             # It could start before: now something is in its way that may pass, such as memory not yet given back.
             raise WorkerLost(f"it cannot start: {error}") from error
         if self._weights is not None:
-            await self._answer(n, handle.update_weights.remote(*self._weights))
+            send, version = self._weights
+            await asyncio.to_thread(send, [handle], version, "host")
+            await self._answer(n, handle.has_weights.remote(version))
         if self._running:
             try:
                 self.on_restart(n)

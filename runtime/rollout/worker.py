@@ -7,10 +7,12 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import ceil
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import ray
 import torch
 
@@ -21,6 +23,7 @@ from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout, capture_room
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
+from tltlab.runtime.engine.weights import Slots, visible
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory
@@ -40,6 +43,7 @@ class RolloutWorker:
         self.feed: Feed = FeedSender(feed) if feed is not None else NullFeed()
         self.temperature = recipe.rollout.temperature
         self.before: Any = None
+        self.slots: Slots | None = None
 
     def start(self) -> int:
         """Build the engine and run it warm; the process's id. Ray would not hand on a constructor's errors as such."""
@@ -86,8 +90,40 @@ class RolloutWorker:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
 
-    def update_weights(self, weights: dict[str, torch.Tensor], version: int) -> None:
-        self.engine.update_weights(weights.items(), version)
+    def weights(self, call: str, info: Any, data: npt.NDArray[np.uint8] | None = None) -> bool:
+        """One of the calls that bring new weights (`weights.Engines`).
+
+        What `start` returns: whether a bucket's memory is of this machine. If not, buckets come with their `data`.
+        """
+        weights = self.engine.weights
+        if call == "init":
+            weights.join(*info)
+        elif call == "start":
+            weights.refused = None
+            self.engine.check_alive()
+            weights.start()
+            return info is None or visible(*info)
+        elif call == "bucket":
+            if data is not None:
+                if self.slots is None or self.slots.size < len(data):
+                    self.slots = Slots(len(data), 1)
+                info = self.slots.brought(info, data)
+            weights.load(bucket=asdict(info))
+        elif call == "device":
+            weights.load(device=info)
+        else:
+            weights.finish(str(info))
+            self.engine.target_updated(info)
+        return True
+
+    def has_weights(self, version: int) -> None:
+        """RunError where vLLM refused the weights of `version`, EngineDied where they did not come whole."""
+        weights = self.engine.weights
+        if weights.refused is not None:
+            raise weights.refused
+        self.engine.check_alive()
+        if weights.version != str(version):
+            raise EngineDied(f"its new weights never came: it has version {weights.version or 0}, not {version}")
 
     def update_draft_weights(self, weights: dict[str, torch.Tensor], predicted: Sequence[float], updates: int) -> None:
         self.engine.update_draft_weights(weights.items(), predicted, updates)
@@ -167,11 +203,11 @@ class RolloutWorker:
         self.engine.reseed(seed)
         return packed(self.engine.evaluate(asked, temperature=self.temperature))
 
-    def sleep(self) -> None:
-        self.engine.sleep()
+    def sleep(self, level: int) -> None:
+        self.engine.sleep(level)
 
-    def wake_up(self) -> None:
-        self.engine.wake_up()
+    def wake_up(self, tags: Sequence[str] | None) -> None:
+        self.engine.wake_up(tags)
 
     def _generate(
         self,

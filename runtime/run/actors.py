@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.drafting import Drafting
 from tltlab.runtime.ray.actors import actor_env
 from tltlab.runtime.ray.start import ray_running
+from tltlab.runtime.recipe.gpus import weights_way
 from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -32,6 +34,7 @@ class RunActors:
         self.recipe = recipe
         self._policy, self._drafting, self._events = policy, drafting, events
         self._colocated = recipe.cluster.placement == "colocated"
+        self._way = weights_way(recipe)
         self._engines_awake = True
         self._given_up = False
         # As in graphs.json.
@@ -53,6 +56,7 @@ class RunActors:
         stack.callback(drafting.close)
         drafting.prepare()
         build = engine_build(recipe, self._policy, drafters_of(recipe, self._policy) | drafting.specs)
+        self._learned = any(isinstance(spec, LearnedSpec) for spec in build.drafters.values())
         self.pool = WorkerPool(
             recipe, build, drafting.feed, place.worker_options, events=self._events, on_restart=drafting.rejoin
         )
@@ -81,7 +85,10 @@ class RunActors:
 
     def _start_engines(self) -> None:
         self.pool.start()
-        self.graphs = self.pool.build.as_json(self.pool.captured_graphs())
+        build, captured = self.pool.build, self.pool.captured_graphs()
+        self.graphs = build.as_json(captured)
+        for sentence in build.told(captured[0]):
+            self._events.note(sentence)
 
     def _start_drafting(self) -> None:
         # Engines that sleep neither answer nor take draft weights.
@@ -108,21 +115,33 @@ class RunActors:
             self.pool.wake_up()
             self._engines_awake = True
 
-    def trainers_turn(self) -> None:
-        """From now on trainers have the devices."""
+    def trainers_turn(self, *, weights_follow: bool = False) -> None:
+        """From now on trainers have the devices. `weights_follow`: `push_weights` comes before engines are asked again.
+
+        Then engines need not keep their own. Those of a learned drafter lie beside them and would not come.
+        """
         if self._colocated and self._engines_awake:
-            self.pool.sleep()
+            self.pool.sleep(2 if weights_follow and not self._learned else 1)
             # Before trainers are asked, who may die of it: engines are not to be sent to sleep twice.
             self._engines_awake = False
             self.trainers.onload()
 
     def push_weights(self, version: int, before: Callable[[], None] = lambda: None) -> None:
         """Bring the policy's weights to the engines as `version`, once `before`, which may ask engines, is done."""
-        self.trainers_turn()
-        weights = self.trainers.weights()
-        self.engines_turn()
+        together = self._colocated and self._way == "ipc" and self.pool.all_alive
+        if together:
+            # Both have the devices: there is room for two models without caches and what optimizer steps take.
+            self.trainers_turn()
+            self.pool.wake_up(["weights"])
+        else:
+            self.engines_turn()
         before()
-        self.pool.update_weights(weights, version)
+        way = "host" if self._colocated and not together else self._way
+        self.pool.update_weights(self.trainers.send_weights, version, way)
+        if together:
+            self.trainers.offload()
+            self.pool.wake_up(["kv_cache"])
+            self._engines_awake = True
 
     def restart_trainers(self) -> None:
         """Start all trainers again: they are as at the start of the run then."""

@@ -280,7 +280,7 @@ class GrpoRun:
             self.events.note(note)
 
         start = time.perf_counter()
-        self.actors.trainers_turn()
+        self.actors.trainers_turn(weights_follow=True)
         metrics = asdict(self.trainers.old_logprobs(_samples(collected), rl_step))
         inference_s = time.perf_counter() - start + collected.score_s
 

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from tltlab.errors import RunError, TltlabError
+from tltlab.runtime.engine.weights import Engines, Way
 from tltlab.runtime.ray.actors import error_of, runtime_env
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory
@@ -56,6 +58,7 @@ class TrainerGroup:
         self._options = options
         self._env = _ENV | dict(env or {}) | {"OMP_NUM_THREADS": str(recipe.train.threads)}
         self._meeting: Path | None = None
+        self._sending = Lock()
 
     def start(self) -> None:
         """Start the ranks and load the recipe's model into them; at most `faults.start_timeout_s` seconds."""
@@ -115,9 +118,15 @@ class TrainerGroup:
         held: ProcessMemory = self._all("memory")[0]
         return held
 
-    def weights(self) -> Any:
-        """A reference to the policy's weights on the host, whole, by Hugging Face name."""
-        return self._reference("weights")
+    def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
+        """Bring the policy's weights to rollout workers as `version`; those that fail in it say so when they are asked.
+
+        TrainerDied where a rank does: who was not done then has but a part of them.
+        """
+        engines = Engines(workers, version, way=way, gpus_each=self.recipe.rollout.tensor_parallel_size)
+        # Two calls at once might reach ranks in different orders.
+        with self._sending:
+            self._all("send_weights", engines)
 
     def frozen(self) -> Any:
         """A reference to the FrozenTarget that a drafter shares with the policy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any
@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tltlab.arrays import Tokens
 from tltlab.errors import ConfigError
+from tltlab.runtime.engine.weights import Home, TensorMeta
 from tltlab.runtime.recipe.rules import refuse, undivided_heads
 
 from .attention import ALONE, SequenceGroup, causal_attention
@@ -139,7 +140,7 @@ AttentionInterface.register(PACKED, packed_attention)
 
 
 class PolicyModel(nn.Module):
-    """Log-probs of response tokens under a causal model at `temperature`.
+    """Log-probs of response tokens under a causal model at `temperature`. On a CPU its weights may have a `home`.
 
     Everything happens in `forward`, the LM head too: FSDP2 gathers a module's parameters around its forward alone.
     """
@@ -148,6 +149,7 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.home: Home | None = None
         self.sequence_ranks = sequence_ranks
 
     def forward(self, batch: PackedTokens, *, whole: bool = False) -> Tensor:
@@ -207,7 +209,9 @@ def load_policy_model(
         raise ConfigError(f"{model}: its LM head has a bias, which the trainer does not know: choose another model")
     policy = PolicyModel(made, temperature, sequence_ranks)
     if mesh is None:
-        return policy.to(device)
+        policy.to(device)
+        policy.home = Home(made.state_dict(keep_vars=True).values()) if device.type == "cpu" else None
+        return policy
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for module in [*_layers(made), policy]:
         for tensor in chain(module.parameters(), module.buffers()):
@@ -256,21 +260,30 @@ def check_trainable(config: PretrainedConfig, model: str, sequence_parallel: int
             raise ConfigError(f"{model}: the trainer does not know {name}, which changes its logits: choose another")
 
 
-def full_tensors(
-    module: nn.Module, *, keep: bool, dtype: torch.dtype, names: Sequence[str] | None = None
-) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name, whole, copied to the host in `dtype`; what is tied stays one tensor.
+class WholeTensors:
+    """Parameters and persistent buffers of a model by name, gathered one after the other; floating ones in `dtype`.
 
-    All ranks of a sharded model call it; those that do not `keep` get nothing. `names` picks some.
+    What is tied comes once. All ranks of a sharded model iterate in step, and each gets what is gathered, on its
+    device. `names` picks some. A `weights.Source`.
     """
-    state = module.state_dict(keep_vars=True)
-    copied: dict[int, Tensor] = {}
-    for name in state if names is None else names:
-        tensor = state[name]
-        # Ranks that keep nothing remember what they took part in: a tied tensor is gathered once by all of them.
-        if id(tensor) not in copied:
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, names: Sequence[str] | None = None) -> None:
+        self._module, self._dtype, self._names = module, dtype, names
+
+    def metadata(self) -> list[TensorMeta]:
+        """What will come, without gathering it."""
+        return [TensorMeta(name, self._dtype_of(tensor), tuple(tensor.shape)) for name, tensor in self._tensors()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors():
             whole = tensor.detach()
             whole = whole.full_tensor() if isinstance(whole, DTensor) else whole
-            kept_dtype = dtype if whole.is_floating_point() else whole.dtype
-            copied[id(tensor)] = whole.to("cpu", kept_dtype, copy=True) if keep else torch.empty(0)
-    return {name: copied[id(state[name])] for name in (state if names is None else names)} if keep else {}
+            yield name, whole.to(self._dtype_of(tensor))
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        state = self._module.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(state.items())}
+        return [(name, state[name]) for name in self._names or state if first[id(state[name])] == name]
+
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
+        return self._dtype if tensor.is_floating_point() else tensor.dtype

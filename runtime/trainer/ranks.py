@@ -76,11 +76,17 @@ def sequence_groups(
     return SequenceGroup(group=group, rank=rank % size, size=size), across
 
 
-def be_repeatable(device: torch.device) -> None:
-    """Let CUDA kernels give the same bits each time; on CPU they do anyway."""
-    if device.type == "cuda":
+def be_repeatable(repeatable: bool = True) -> None:
+    """From now on let this process compute the same bits each time, where torch can; RuntimeError in what it cannot.
+
+    On a CPU it mostly does anyway. On CUDA FlashAttention's backward pass does only if asked, and not by `warn_only`.
+    """
+    if repeatable:
+        # Read when cuBLAS starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(repeatable)
+    # What nobody reads need not be written.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def micro_batches(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:

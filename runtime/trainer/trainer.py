@@ -29,6 +29,7 @@ from tltlab.arrays import Tokens
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
+from tltlab.runtime.engine.weights import Engines, WeightSender
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.run.memory import Peak, ProcessMemory, tensor_bytes
 
@@ -45,7 +46,7 @@ from .losses import (
     shape_rewards,
     token_weights,
 )
-from .model import PackedTokens, PolicyModel, checkpoint_activations, full_tensors, load_policy_model
+from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
 from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of, sequence_groups
 
 DRIFT_SAMPLES = 16
@@ -212,7 +213,8 @@ class Trainer:
         self.seed = seed
         self.rank, self.world = rank, world
         self.device, self.dtype = device_of(config)
-        be_repeatable(self.device)
+        if config.deterministic:
+            be_repeatable()
         mesh: DeviceMesh | None = None
         self.sequence_ranks = ALONE
         self._across: dist.ProcessGroup | None = None  # one rank of each data rank; None: all ranks
@@ -232,6 +234,8 @@ class Trainer:
         self.policy.eval()
         if config.activation_checkpointing:
             checkpoint_activations(self.policy.model)
+        self.whole = WholeTensors(self.policy.model, self.dtype)
+        self._sender = WeightSender(self.whole, rank, self.policy.home)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True
@@ -319,22 +323,29 @@ class Trainer:
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights by Hugging Face name, on the host, as it computes with them; rank 0 alone gets them."""
-        return full_tensors(self.policy.model, keep=self.rank == 0, dtype=self.dtype)
+        return self._on_host(self.whole)
+
+    def send_weights(self, engines: Engines) -> dict[int, str]:
+        """Bring them to engines, bucket by bucket; what became of those that failed, by number."""
+        return self._sender.send(engines)
 
     def frozen(self) -> FrozenTarget | None:
         """Copies on the host of what a drafter shares with the policy (`FrozenTarget`). None on other ranks."""
-        state = self.policy.model.state_dict(keep_vars=True)
         model = self.policy.model
+        state = model.state_dict(keep_vars=True)
         shared = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
         if is_mimo(model.config):
             shared.append(model.base_model.norm.weight)
         names = [next(name for name, tensor in state.items() if tensor is weight) for weight in shared]
-        tensors = full_tensors(model, keep=self.rank == 0, dtype=self.dtype, names=names)
+        tensors = self._on_host(WholeTensors(model, self.dtype, list(dict.fromkeys(names))))
         if not tensors:
             return None
         norm = tensors[names[2]] if len(names) > 2 else None
         eps = getattr(model.config, "rms_norm_eps", 0.0)
         return FrozenTarget(embedding=tensors[names[0]], lm_head=tensors[names[1]], norm=norm, eps=eps)
+
+    def _on_host(self, whole: WholeTensors) -> dict[str, Tensor]:
+        return {name: tensor.to("cpu", copy=True) for name, tensor in whole if self.rank == 0}
 
     def save(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder that vLLM loads, in files of up to 5 GB."""

@@ -17,12 +17,15 @@ ORDER = ("test_trainer_cuda", "test_engine_cuda", "test_smoke")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     first = {name: place for place, name in enumerate(ORDER)}
-    mine = sorted((item for item in items if item.path.parent == here), key=lambda item: first[item.path.stem])
+    mine = sorted(
+        (item for item in items if item.path.parent == here), key=lambda item: first.get(item.path.stem, len(ORDER))
+    )
     items[:] = [*(item for item in items if item.path.parent != here), *mine]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    # Skipped here and not in a fixture, all tests share one line of the summary.
+    # Before their own marks are looked at, and not in a fixture: so all tests share one line of the summary.
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch sees none")
 

@@ -146,11 +146,19 @@ def test_rollouts_would_be_off_policy_if_engines_went_on_with_old_weights_after_
     assert texts(generate(engine)) == plain
 
 
-def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights_than_they_slept_with(v1: Engine):
+def test_colocated_engines_would_lose_the_policy_if_they_woke_with_other_weights_than_they_slept_with(
+    v1: Engine, model: Path
+):
     plain, awake = texts(generate(v1)), torch.cuda.mem_get_info()[0]
     v1.sleep()
     assert torch.cuda.mem_get_info()[0] > awake + GIB / 2
     v1.wake_up()
+    assert texts(generate(v1)) == plain
+    # Nothing is kept on the host, and new weights come before there is a cache again.
+    v1.sleep(2)
+    v1.wake_up(["weights"])
+    v1.update_weights(weights_of(model).items(), 1)
+    v1.wake_up(["kv_cache"])
     assert texts(generate(v1)) == plain
 
 

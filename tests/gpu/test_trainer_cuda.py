@@ -20,6 +20,7 @@ from tltlab.runtime.drafter.heads.target import FrozenTarget
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer.packing import pack
+from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.trainer import Sample, Trainer
 
 from ..runtime.drafter.small_heads import made_head, made_sequence, made_target
@@ -211,25 +212,20 @@ def test_colocated_engines_would_not_wake_if_an_offloaded_trainer_kept_the_devic
         assert not torch.equal(flat(made), weights)
 
 
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """FlashAttention's backward adds in no fixed order unless it is told to."""
+def test_a_resumed_run_would_be_another_run_if_its_trainer_did_not_go_on_bit_by_bit(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    # FlashAttention's backward adds in no fixed order unless it is told to.
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_a_resumed_run_would_be_another_run_if_its_trainer_did_not_go_on_bit_by_bit(model: Path, tmp_path: Path):
     ends = []
-    with trainer(model) as made:
+    with trainer(model, deterministic=True) as made:
         train(made, 0)
         made.save_checkpoint(str(tmp_path))
         train(made, 1)
         ends.append(flat(made))
-    with trainer(model) as resumed:
+    with trainer(model, deterministic=True) as resumed:
         resumed.load_checkpoint(str(tmp_path))
         train(resumed, 1)
         ends.append(flat(resumed))
+    be_repeatable(False)
     assert torch.equal(*ends)

@@ -356,23 +356,24 @@ def driver(
 
 @app.command()
 def gpu(
-    part: Annotated[str, typer.Argument(help="graphs, seam or sync.")],
+    part: Annotated[str, typer.Argument(help="graphs, seam, sync or update.")],
     model: Annotated[Path, typer.Argument(help="A model's folder; its config.json is enough.")],
     shape: Annotated[
         str | None, typer.Option(help="Make MODEL first: the shape of Qwen2.5-7B, Qwen2.5-1.5B, ..., no weights.")
     ] = None,
     batches: Batches = "1,8,32,64",
     rounds: Annotated[int, typer.Option(min=1, help="Times that each is measured in an engine.")] = 3,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for the seam.")] = 256,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each response, for seam and update.")] = 256,
     kv_gib: Annotated[float, typer.Option(min=0.01, help="Size of each engine's KV cache in GiB.")] = 16,
     out: Annotated[Path | None, typer.Option(help="File to write after each engine, as JSON.")] = None,
     as_json: Json = False,
 ) -> None:
-    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, seconds to sync weights.
+    """What only a GPU tells: CUDA graphs captured and run, tokens/s beside stock vLLM, weight sync, determinism.
 
     graphs: what adaptivity costs plain steps on the V1 runner, then one strategy, every one apart and buckets on V2;
     memory, what iterations ran in and the step, by batch and depth (for experiment graph-memory). seam: stock vLLM and
-    policies that draft nothing. sync: new weights by three ways.
+    policies that draft nothing. sync: new weights by three ways. update: a trainer's update of a model that
+    has weights, on as many responses as the first batch size, with deterministic algorithms and without.
 
     Example: tltlab bench gpu seam models/shape-1.5b --shape Qwen2.5-1.5B --batches 128,256,512 --out seam.json
     """
@@ -393,6 +394,29 @@ def gpu(
         progress=progress,
     )
     emit(found, as_json=as_json, text=module.text(found))
+
+
+@app.command()
+def weights(
+    gigabytes: Annotated[str, typer.Option(help="Sizes of the model, with commas; each is twice in memory.")] = "1,4",
+    rounds: Annotated[int, typer.Option(min=2, help="Times that each is sent, and copied, in turn.")] = 9,
+    as_json: Json = False,
+) -> None:
+    """New weights by shared memory from one process to another, against one copy of the same bytes in one of them.
+
+    Example: tltlab bench weights --gigabytes 1,4 --rounds 9
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from tltlab.bench.train.weights import bench_weights, text
+
+    try:
+        sizes = [float(size) for size in gigabytes.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers with commas between them") from error
+    if not all(0 < size < 1e4 for size in sizes):
+        raise ConfigError(f"--gigabytes is {gigabytes!r}: give numbers above 0")
+    found = bench_weights(sizes, rounds=rounds, progress=progress)
+    emit(found, as_json=as_json, text=text(found))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""What only a GPU can tell: memory and kinds of CUDA graphs, the cost of a policy beside the scheduler, weight sync.
+"""What only a GPU can tell: memory and kinds of CUDA graphs, what a policy, weight sync and determinism cost.
 
 Every engine runs in a process of its own, so that memory is told apart and one that fails does not take the others
 with it. The result file is written again after each: an engine starts in 30 to 60 s, and a lent machine may be gone.
@@ -25,8 +25,9 @@ import numpy as np
 from tltlab import hardware
 from tltlab.errors import ConfigError
 from tltlab.files import write_json
+from tltlab.stats import interval_json, paired_interval
 
-PARTS = ("graphs", "seam", "sync")
+PARTS = ("graphs", "seam", "sync", "update")
 SEAM_MODES = (
     "stock, synchronous, one process",
     "policy none",
@@ -112,6 +113,10 @@ def text(found: dict[str, Any]) -> str:
         elif found["part"] == "seam":
             rates = ", ".join(f"{statistics.median(r):.0f} at {b}" for b, r in row["tokens_per_s"].items())
             lines.append(f"{name}: tokens/s {rates}")
+        elif found["part"] == "update":
+            times = (statistics.median(row[name]) for name in ("plain_s", "deterministic_s"))
+            ratio = row["ratio"]
+            lines.append("an update {:.3f} s, deterministic {:.3f} s: ".format(*times) + _times(ratio))
         elif found["part"] == "sync":
             lines.append(f"{name}: {statistics.median(row['sync_s']):.3f} s for {row['bytes'] / 1e9:.2f} GB")
         else:
@@ -126,6 +131,11 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _times(ratio: dict[str, Any]) -> str:
+    span = "" if ratio["low"] is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+    return f"{ratio['estimate']:.2f}{span} times as long"
+
+
 def _name(row: Mapping[str, Any]) -> str:
     found = row.get("mode") or row.get("way") or f"{row['plan']}, {row['runner']} {row['graphs']}"
     return str(found)
@@ -137,6 +147,9 @@ def _cases(part: str) -> Iterator[tuple[dict[str, str], dict[str, str]]]:
         yield from (({"mode": mode}, {}) for mode in SEAM_MODES)
     elif part == "sync":
         yield from (({"way": way}, {}) for way in SYNC_WAYS)
+    elif part == "update":
+        # Read when cuBLAS starts: it holds for both, and what it costs is in neither's favour.
+        yield {"mode": "update"}, {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     else:
         # First what plain steps cost in an engine that adapts, against those of one that never drafts.
         for graphs in ("stock", "planned"):
@@ -320,6 +333,46 @@ def _sync(way: str, model: str, batches: list[int], kv_bytes: int, rounds: int, 
     return {"bytes": num_bytes, "sync_s": seconds[WARM_UP:], "of_which_to_host_s": copies[WARM_UP:]}
 
 
+def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: int, tokens: int) -> dict[str, Any]:
+    """Seconds of a trainer's update on as many responses as the first batch size, with deterministic algorithms and
+    without, in turn."""
+    import torch
+
+    from tltlab.runtime.recipe.recipe import TrainConfig
+    from tltlab.runtime.trainer.ranks import be_repeatable
+    from tltlab.runtime.trainer.trainer import Sample, Trainer
+
+    vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+    rng = np.random.default_rng(0)
+    samples = [
+        Sample(
+            prompt_token_ids=_prompt(model, n, 0), token_ids=rng.integers(3, vocabulary, tokens).tolist(),
+            logprobs=[-float(np.log(vocabulary))] * tokens, reward=float(n % 2), group=n // 8,
+        )
+        for n in range(batches[0])
+    ]  # fmt: skip
+    trainer = Trainer(
+        model, TrainConfig(), temperature=1.0, max_response_tokens=tokens, seed=0
+    )  # fmt: skip
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    try:
+        trainer.old_logprobs(samples)
+        for visit in range(WARM_UP + rounds):
+            for deterministic in ((False, True), (True, False))[visit % 2]:
+                be_repeatable(deterministic)
+                begun = time.perf_counter()
+                trainer.update(visit)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                seconds[deterministic].append(time.perf_counter() - begun)
+    finally:
+        be_repeatable(False)
+        trainer.close()
+    plain, deterministic_s = (seconds[which][WARM_UP:] for which in (False, True))
+    ratio = interval_json(paired_interval(deterministic_s, plain, rng=rng))
+    return {"plain_s": plain, "deterministic_s": deterministic_s, "ratio": ratio}
+
+
 def _prompt(model: str, request: int, visit: int) -> list[int]:
     """Token ids of a prompt of its own for each request and visit: a prefix cache serves none of them."""
     vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
@@ -329,5 +382,5 @@ def _prompt(model: str, request: int, visit: int) -> list[int]:
 
 if __name__ == "__main__":
     part, arguments, answer = sys.argv[1:]
-    measures: dict[str, Callable[..., Any]] = {"graphs": _graphs, "seam": _seam, "sync": _sync}
+    measures: dict[str, Callable[..., Any]] = {"graphs": _graphs, "seam": _seam, "sync": _sync, "update": _update}
     Path(answer).write_text(json.dumps(measures[part](**json.loads(arguments))))

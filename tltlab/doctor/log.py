@@ -86,7 +86,7 @@ SIGNATURES: tuple[_Signature, ...] = (
         r"exit code 137",
         title="Memory ran out",
         advice="Fewer workers (rollout.num_workers), a smaller vllm.kv_cache_memory_bytes or "
-        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch.",
+        "vllm.gpu_memory_utilization, smaller train.tokens_per_microbatch, train.sequence_parallel for long responses.",
     ),
     _Signature(
         code="broken-torchvision",

@@ -153,6 +153,10 @@ class DrafterHead(nn.Module, ABC):
         """Copies of the weights on the host, by the names that vLLM loads and the checkpoint has."""
         return host_copies(self.state_dict())
 
+    def take_serving_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Have what `serving_weights` of a head of this shape gave."""
+        self.load_state_dict(weights)
+
     @abstractmethod
     def config_dict(self) -> dict[str, Any]:
         """What `config.json` says, without the dtype."""

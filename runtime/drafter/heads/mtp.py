@@ -78,13 +78,19 @@ class MtpHead(DrafterHead):
     def serving_weights(self) -> dict[str, Tensor]:
         return {PREFIX + name.removeprefix(_LAYER): value for name, value in super().serving_weights().items()}
 
+    def take_serving_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.load_state_dict(self._by_own_names(weights))
+
     def config_dict(self) -> dict[str, Any]:
         return {**self.config.to_dict(), "architectures": [ARCHITECTURE]}
 
     def take_checkpoint(self, name: str | Path, weights: Mapping[str, Tensor]) -> None:
         """Have the weights of a checkpoint, by its names. ConfigError where one is missing or of another shape."""
+        self.take_weights(name, self._by_own_names(weights))
+
+    def _by_own_names(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = {PREFIX + key.removeprefix(_LAYER): key for key in self.state_dict()}
-        self.take_weights(name, {own.get(key, key): value for key, value in weights.items()})
+        return {own.get(key, key): value for key, value in weights.items()}
 
 
 def brought_along(target_folder: str | Path) -> MtpHead:

@@ -123,6 +123,11 @@ def export_drafter(
     began = time.perf_counter()
     with marked_folder(out, MARKER, SafetensorError) as folder:
         head = load_head(source.head, target=source.target)
+        if head.method == "mtp":
+            raise ConfigError(
+                f"{source.head} is an MTP layer, which vLLM reads with its model: put the weights of its "
+                "model.safetensors in place of those that the model's own files have by these names"
+            )
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)
         write_checkpoint(head, frozen, source.target, folder, config.layout)

@@ -6,7 +6,8 @@ import gc
 import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import asdict
 from multiprocessing.connection import wait
 from threading import Thread
 from typing import Any
@@ -16,14 +17,12 @@ import torch
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.weights import Slots
 
 from . import TESTED_VLLM, capture, on_cpu, starting, uncompiled
 from .capture import Sink
 from .options import scheduler_cls
-from .plugin import LOCAL_BACKEND
-
-CHUNK_BYTES = 1 << 30
-"""Of weights that go into another process in one message."""
+from .transfer import LOCAL_BACKEND
 
 
 @contextmanager
@@ -267,41 +266,64 @@ def abort_all(llm: Any) -> dict[str, Any]:
     return outputs
 
 
-def update_weights(llm: Any, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool) -> None:
-    """Load new weights in one of vLLM's weight-update sessions and forget cached prefixes of the old ones.
+class WeightUpdates:
+    """An engine's new weights, in parts and in vLLM's weight-update sessions.
 
-    ConfigError for no weights. RunError where vLLM cannot load them: the model is then half loaded and of no use.
+    From `start` to `finish` the model is half loaded. It stays so where a transfer is cut off or vLLM refuses what
+    comes: `unusable` then says it, empty otherwise, and `refused` is what vLLM said. `version` came last.
     """
-    named = list(weights)
-    if not named:
-        raise ConfigError("a weight update needs weights, got none")
-    try:
-        llm.start_draft_weight_update() if draft else llm.start_weight_update()
-        for info in _chunks(llm, named):
-            llm.update_weights({"update_info": info})
-        llm.finish_weight_update(version)
-    except Exception as error:
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        raise RunError(f"vLLM cannot load these weights and is left with half of them ({why})") from error
-    llm.reset_prefix_cache()
 
+    def __init__(self, llm: Any) -> None:
+        self.unusable = ""
+        self.refused: RunError | None = None
+        self.version = ""
+        self._llm = llm
 
-def _chunks(llm: Any, named: list[tuple[str, torch.Tensor]]) -> Iterator[dict[str, Any]]:
-    """Weights as `plugin.local_weight_transfer` takes them: as they are, or in chunks of bytes for other processes.
+    def join(self, way: str, init_info: Mapping[str, Any]) -> None:
+        """Join a trainer's group of vLLM's backend `way`; its `transfer.DeviceSender` has made `init_info`."""
+        self._llm.init_weight_transfer_engine({"init_info": {"backend": way, "info": dict(init_info)}})
 
-    Nested tensors do not survive the way into another process, and all of a large model is too much for one message.
-    """
-    if _worker(llm) is not None:
-        yield {"weights": named}
-        return
-    from safetensors.torch import save
+    def start(self, *, draft: bool = False) -> None:
+        """Begin to take weights, the learned drafter's with `draft`. RunError where vLLM cannot."""
+        self.unusable = "new weights came in part only: their transfer was cut off"
+        with self._refusing():
+            self._llm.start_draft_weight_update() if draft else self._llm.start_weight_update()
 
-    chunk: dict[str, torch.Tensor] = {}
-    size = 0
-    for name, tensor in named:
-        if chunk and size + tensor.nbytes > CHUNK_BYTES:
-            yield {"safetensors": save(chunk)}
-            chunk, size = {}, 0
-        chunk[name] = tensor.contiguous()
-        size += tensor.nbytes
-    yield {"safetensors": save(chunk)}
+    def load(self, **update: Any) -> None:
+        """Take a part as `transfer.local_weight_transfer` does. RunError for names and shapes of another model."""
+        with self._refusing():
+            self._llm.update_weights({"update_info": update})
+
+    def finish(self, version: str) -> None:
+        """All has come: forget cached prefixes of the old weights. RunError where a layer got but a part."""
+        with self._refusing():
+            self._llm.finish_weight_update(version)
+        self._llm.reset_prefix_cache()
+        self.unusable, self.version = "", version
+
+    def load_all(self, weights: Iterable[tuple[str, torch.Tensor]], version: str, *, draft: bool = False) -> None:
+        """Take weights of this process, through shared memory where other processes have the model.
+
+        ConfigError for no weights, RunError as above.
+        """
+        named = list(weights)
+        if not named:
+            raise ConfigError("a weight update needs weights, got none")
+        self.start(draft=draft)
+        if _worker(self._llm) is not None:
+            self.load(weights=named)
+        else:
+            with closing(Slots.fit(tensor for _, tensor in named)) as slots:
+                for bucket in slots.filled(named):
+                    self.load(bucket=asdict(bucket))
+        self.finish(version)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            self.unusable = f"vLLM cannot load these weights and is left with half of them ({why})"
+            self.refused = RunError(self.unusable)
+            raise self.refused from error

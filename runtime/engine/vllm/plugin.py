@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -17,8 +16,7 @@ import torch
 
 from .dispatch import keep_captured_bytes
 from .runners import model_runners, spare_speculation, time_drafting
-
-LOCAL_BACKEND = "tltlab-local"
+from .transfer import register_backend
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
@@ -26,11 +24,9 @@ GRACE_S = 60.0
 
 def register() -> None:
     """Entry point: everything the module's first lines say. Safe to call twice."""
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    if LOCAL_BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, local_weight_transfer())
+    register_backend()
     if current_platform.is_cpu():
         mend_speculative_sampling()
         mend_top_k_of_nothing()
@@ -183,64 +179,3 @@ def mend_top_k_of_nothing() -> None:
 
     apply_top_k_only.mended_by_tltlab = True  # type: ignore[attr-defined]
     topk_topp_sampler.apply_top_k_only = apply_top_k_only
-
-
-def local_weight_transfer() -> type:
-    """The weight-transfer engine for a trainer on the same machine: the weights come with the update call itself, as
-    named tensors or, into another process, as safetensors bytes.
-
-    It reloads layer by layer as vLLM's own backends do: the CPU build empties the checkpoint-layout weights after
-    packing them, so a plain `load_weights` finds nothing to load into.
-    """
-    from vllm.distributed.weight_transfer.base import (
-        WeightTransferEngine,
-        WeightTransferInitInfo,
-        WeightTransferUpdateInfo,
-    )
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    @dataclass
-    class LocalInit(WeightTransferInitInfo):
-        pass
-
-    @dataclass
-    class LocalUpdate(WeightTransferUpdateInfo):
-        weights: Any = None
-        safetensors: bytes | None = None
-
-    class LocalWeightTransfer(WeightTransferEngine):
-        init_info_cls = LocalInit
-        update_info_cls = LocalUpdate
-
-        def init_transfer_engine(self, init_info: LocalInit) -> None:
-            pass
-
-        def start_weight_update(self) -> None:
-            initialize_layerwise_reload(self.model)
-
-        def receive_weights(self, update_info: LocalUpdate) -> None:
-            weights = update_info.weights
-            if update_info.safetensors is not None:
-                from safetensors.torch import load
-
-                weights = list(load(update_info.safetensors).items())
-            with torch.no_grad():
-                self.model.load_weights(weights)
-
-        def finish_weight_update(self) -> None:
-            for name, layer in self.model.named_modules():
-                info = get_layerwise_info(layer)
-                total = info.load_numel_total or 0
-                if isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod) and (
-                    info.can_load() and 0 < info.load_numel < total
-                ):
-                    # vLLM would fill the rest with memory that nobody has written.
-                    raise ValueError(f"{name} got {info.load_numel} of its {total} numbers")
-            finalize_layerwise_reload(self.model, self.model_config)
-
-        def shutdown(self) -> None:
-            pass
-
-    return LocalWeightTransfer

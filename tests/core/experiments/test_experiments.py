@@ -237,6 +237,34 @@ def test_what_would_be_captured_on_a_gpu_can_be_told_to_vllm():
     assert graphs["every strategy apart"] > graphs["bucketed"] > graphs["one strategy"] > 0
 
 
+def test_chains_are_compared_on_one_runner_and_what_a_gpu_measured_stands_beside(
+    graphs: ExperimentResult, tmp_path: Path
+):
+    chains = graphs.rows[graphs.rows["runner"] == "vLLM V2"].set_index("plan")["over_single"]
+    assert chains["chains, one strategy"] == 1
+    assert chains["chains, every strategy apart"] > chains["chains, bucketed"] > 1
+    assert "Chains on vLLM's V2 runner, predicted: one strategy" in graphs.verdict
+
+    def engine(plan: str, gib: float) -> dict[str, object]:
+        memory = {"predicted_bytes": 2.0 * 2**30, "measured_bytes": gib * 2**30}
+        captured = {"full": [[9, 8]], "piecewise": [9, 18]}
+        return {"plan": plan, "runner": "V2", "graphs": "planned", "memory": memory, "captured": captured}
+
+    rows = [engine(*row) for row in (("one strategy", 1.0), ("every strategy apart", 3.0), ("bucketed", 1.5))]
+    file = tmp_path / "graphs.json"
+    file.write_text(json.dumps({"part": "graphs", "model": "m", "rows": [*rows, {"plan": "x", "failed": "it died"}]}))
+    measured = list(graph_memory._measured(file))
+    assert [(row["measured_gib"], row["over_single"], row["graphs"]) for row in measured] == [
+        (1.0, 1.0, 3), (3.0, 3.0, 3), (1.5, 1.5, 3)
+    ]  # fmt: skip
+    assert "measured: one strategy 1.00 GiB, every strategy apart 3.00 (3.0 times), bucketed 1.50 (1.5)" in (
+        graph_memory._chains_verdict(measured, predicted=False)
+    )
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="is not what tltlab bench gpu graphs --out writes"):
+        list(graph_memory._measured(file))
+
+
 def test_batches_that_never_shrink_to_the_largest_captured_one_are_refused():
     settings = read_settings(graph_memory.Settings, graph_memory.FAST, ["cap=64"])
     with pytest.raises(ConfigError, match="no worker spends time at a batch up to 32"):

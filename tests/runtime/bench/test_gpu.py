@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tltlab.bench import gpu
 from tltlab.errors import ConfigError
@@ -48,6 +49,35 @@ def test_rows_are_in_the_file_before_the_next_engine_starts(tmp_path: Path, monk
     found = measured("seam", tmp_path, out)
     assert lengths == list(range(len(gpu.SEAM_MODES)))
     assert "stock, synchronous, one process: failed: Out of memory" in gpu.text(found)
+
+
+def test_an_update_is_timed_with_deterministic_algorithms_and_without(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu, "_alone", lambda part, arguments, environment: gpu._update(**arguments) | {"seconds": 1.0})
+    found = measured("update", random_model)
+    assert not torch.are_deterministic_algorithms_enabled()
+    (row,) = found["rows"]
+    assert len(row["plain_s"]) == len(row["deterministic_s"]) == found["rounds"]
+    assert "times as long" in gpu.text(found)
+
+
+def test_plain_steps_of_engines_that_adapt_are_held_against_those_of_one_that_never_drafts():
+    def engine(plan: str, runner: str, graphs: str, median_s: float) -> dict[str, Any]:
+        cells = [{"batch": 8, "depth": depth, "median_s": median_s, "ran_in": {"full": 9}} for depth in (0, 4)]
+        return {"plan": plan, "runner": runner, "graphs": graphs, "cells": cells, "memory": {}}
+
+    rows = [
+        engine("bucketed", "V1", "stock", 0.006),
+        engine("bucketed", "V1", "planned", 0.0042),
+        engine("no speculation", "V2", "planned", 0.004),
+        {"plan": "bucketed", "runner": "V2", "graphs": "planned", "failed": "out of memory"},
+    ]
+    assert gpu.plain_steps(rows) == {
+        8: {"bucketed, V1 stock": pytest.approx(1.5), "bucketed, V1 planned": pytest.approx(1.05)}
+    }
+    told = gpu.text({"part": "graphs", "model": "m", "hardware": "h", "rows": rows})
+    assert "plain step at batch 8 over that without speculation: 1.50 in bucketed, V1 stock" in told
 
 
 def test_an_engine_that_fails_says_so_from_its_own_process():

@@ -25,7 +25,7 @@ from tltlab.runtime.recipe.drafter import LossConfig, OptimConfig
 from . import drafting_text as text
 from .drafting_text import same
 
-TIMEOUT_S, PATIENT_S = 4.0, 60.0
+TIMEOUT_S, PATIENT_S = 8.0, 120.0
 """For a member that is lost on purpose, and for those that all come."""
 # New processes, forked from one that has imported torch and nothing more: that takes seconds, once.
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
+from tltlab.runtime.engine.weights import Slots
 from tltlab.strategy import Strategy
 
 from .asking import CONTEXT, fixed, request, switching
@@ -132,6 +135,47 @@ def test_a_narrow_iteration_leaves_no_draft_of_an_earlier_choice_and_no_first_to
     assert all(row["num_drafted"] <= row["batch"] * row["draft_depth"] for row in rows)
 
 
+def test_a_transfer_that_is_cut_off_leaves_an_engine_that_says_so_until_all_has_come(
+    narrow: Engine, random_model: Path, bad: dict[str, torch.Tensor]
+):
+    def texts() -> list[Sequence[int]]:
+        return [r.token_ids for r in narrow.generate(requests(2, 8), rl_step=0, temperature=0.0).responses]
+
+    narrow.set_policy(None)
+    good = load_file(random_model / "model.safetensors")
+    plain = texts()
+    with closing(Slots.fit(good.values(), 64 << 10)) as slots:
+        for number, bucket in enumerate(slots.filled(bad.items())):
+            if number == 0:
+                narrow.weights.start()
+            narrow.weights.load(bucket=asdict(bucket))
+            with pytest.raises(EngineDied, match="in part only: their transfer was cut off"):
+                texts()
+            with pytest.raises(EngineDied, match="in part only"):
+                narrow.update_weights(good.items(), 2)
+        assert number > 3, "the test needs several buckets"
+        narrow.weights.finish("1")
+        # Layers that two buckets share have what lay in the first of them before it was filled again.
+        halves = texts()
+        narrow.update_weights(bad.items(), 2)
+        assert halves == texts() != plain
+
+        narrow.update_weights(good.items(), 3)
+        assert texts() == plain
+        buckets = slots.filled(good.items())
+        narrow.weights.start()
+        narrow.weights.load(bucket=asdict(next(buckets)))
+        with pytest.raises(RunError, match="ended before bucket 1"):
+            narrow.weights.finish("4")
+        # Layers of which nothing came would be what they were.
+        with pytest.raises(EngineDied, match="ended before bucket 1"):
+            texts()
+        for bucket in buckets:
+            narrow.weights.load(bucket=asdict(bucket))
+        narrow.weights.finish("4")
+        assert texts() == plain
+
+
 def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatch: pytest.MonkeyPatch):
     scheduler = narrow.llm.llm_engine.engine_core.engine_core.scheduler
     stock, iterations = scheduler.update_from_output, iter(range(100))
@@ -159,7 +203,7 @@ def test_an_engine_that_dies_hands_over_what_is_whole(narrow: Engine, monkeypatc
 )
 def test_weights_that_are_not_the_models_end_the_engine_in_one_line(narrow: Engine, name: str, rows: int, why: str):
     # As if it had never failed, which for loading weights is so: that only the last of these leaves under way.
-    narrow._dead = ""
+    narrow._dead = narrow.weights.unusable = ""
     with pytest.raises(ConfigError, match="got none"):
         narrow.update_weights([], 1)
     with pytest.raises(RunError, match=f"left with half of them .*{why}"):

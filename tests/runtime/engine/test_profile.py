@@ -12,11 +12,21 @@ import pytest
 
 from tltlab.calibration.costs import fit_points
 from tltlab.calibration.iterations import read_step_times
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.runtime.cli.profile import _learned, _setting, profile, write_table
 from tltlab.runtime.engine.engine import Engine
-from tltlab.runtime.engine.profile import Cell, ForcedDrafter, Grid, Profile, held_out_error, start_engine
+from tltlab.runtime.engine.profile import (
+    Cell,
+    ForcedDrafter,
+    Grid,
+    Profile,
+    graphs_for,
+    held_out_error,
+    start_engine,
+)
 from tltlab.runtime.engine.profile import profile as measure
+from tltlab.runtime.engine.vllm.dispatch import dispatched_kinds
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 GRID = Grid(batches=(1, 2, 4), depths=(0, 2, 5), contexts=(16, 96), iterations=8)
@@ -53,6 +63,16 @@ def test_no_response_ends_before_the_last_timed_iteration():
 def test_a_grid_of_nothing_is_refused(grid: dict, complaint: str):
     with pytest.raises(ConfigError, match=complaint):
         Grid(**({"batches": (1,), "depths": (0,), "contexts": (8,)} | grid))
+
+
+def test_on_a_gpu_every_cell_is_timed_in_a_full_graph_plain_steps_too():
+    """Else a table has the cost of piecewise graphs at all depths but the deepest, which no run with a plan pays."""
+    forced = graphs_for(GRID, "ngram", None)
+    assert set(dispatched_kinds(forced).values()) == {"full"}
+    assert {depth for _, depth in forced.may_run} == set(GRID.depths)
+    few = Grid(batches=(1,), depths=(0, 2, 5), contexts=(16,))
+    learned = graphs_for(few, "learned", ("learned", LearnedSpec(method="eagle", model="head")))
+    assert (learned.runner, learned.networks) == ("V2", ("learned",))
 
 
 def test_the_held_out_error_is_small_where_times_are_a_table_and_large_where_they_are_not():

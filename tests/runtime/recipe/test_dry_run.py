@@ -9,6 +9,7 @@ import pytest
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.recipe.dry_run import Plan, plan_of
+from tltlab.runtime.recipe.gpus import weights_way
 from tltlab.runtime.recipe.recipe import Recipe
 
 
@@ -50,6 +51,31 @@ def test_separate_actors_get_gpus_of_their_own_and_shares_fill_one():
     assert places(plan, "trainer rank") == [(0, (4,)), (0, (5,)), (1, (4,))]
     small = plan_of(recipe(rollout={"gpus_per_worker": 0.3}, train={"gpus": 0.4}, cluster={"gpus_per_node": 1}))
     assert [gpus for kind in ("rollout worker", "trainer rank") for _, gpus in places(small, kind)] == [(0,)] * 3
+
+
+@pytest.mark.parametrize(
+    ("sections", "way"),
+    [
+        ({}, "host"),
+        ({"cluster": {"placement": "colocated"}}, "host"),
+        ({"cluster": {"placement": "colocated", "gpus_per_node": 2}, "train": {"ranks": 2}}, "ipc"),
+        ({"rollout": {"gpus_per_worker": 0.3}, "train": {"gpus": 0.4}, "cluster": {"gpus_per_node": 1}}, "ipc"),
+        # Two shares of a GPU may be of two.
+        ({"rollout": {"gpus_per_worker": 0.3}, "train": {"gpus": 0.4}, "cluster": {"gpus_per_node": 2}}, "host"),
+        ({"cluster": {"gpus_per_node": 3}}, "nccl"),
+        ({"cluster": {"gpus_per_node": 3, "weights": "host"}}, "host"),
+        ({"cluster": {"gpus_per_node": 3}, "train": {"backend": "gloo"}}, "host"),
+    ],
+)
+def test_weights_go_the_shortest_way_that_the_gpus_allow(sections: dict[str, Any], way: str):
+    assert weights_way(recipe(**sections)) == way
+
+
+def test_a_way_of_weights_that_the_gpus_do_not_allow_is_refused():
+    with pytest.raises(ConfigError, match="'ipc': that is for trainers and engines that share each GPU"):
+        plan_of(recipe(cluster={"gpus_per_node": 3, "weights": "ipc"}))
+    with pytest.raises(ConfigError, match="'nccl': that is for whole GPUs"):
+        plan_of(recipe(cluster={"weights": "nccl"}))
 
 
 def test_a_trainer_needs_16_bytes_per_parameter_and_what_it_computes_with():

@@ -13,7 +13,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,13 +28,14 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
 from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
+from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.drafter import DrafterConfig
 from tltlab.runtime.recipe.graphs import EngineBuild
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.rollout.collected import later
 from tltlab.runtime.rollout.history import RunHistory
-from tltlab.runtime.rollout.pool import WorkerPool, _finished, why_lost
+from tltlab.runtime.rollout.pool import SendWeights, WorkerPool, _finished, why_lost
 from tltlab.runtime.rollout.worker import capture_bytes, engine_args, enough
 from tltlab.runtime.run.state import RunEvents
 from tltlab.runtime.trainer.group import TrainerDied
@@ -138,22 +139,51 @@ def test_a_quota_ends_a_rollout_once_so_many_prompts_are_answered(pool: WorkerPo
     assert all(r.finish_reason != "abort" for r in other.responses)
 
 
-def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_weights_whose_trainer_is_dead(
+class Sending:
+    """Weights from an actor of its own, in buckets of 16 KiB, as `TrainerGroup.send_weights` brings those of ranks."""
+
+    def __init__(self) -> None:
+        self.actor = SendingActor.remote()
+
+    def __call__(self, weights: dict[str, torch.Tensor], kill_after: int = -1) -> SendWeights:
+        held = ray.put(weights)
+
+        def send(workers: Sequence[object], version: int, way: str) -> None:
+            try:
+                ray.get(self.actor.send.remote(held, Engines(workers, version), kill_after))
+            except RayActorError as error:
+                raise TrainerDied(str(error)) from error
+
+        return send
+
+
+@ray.remote(num_cpus=0)
+class SendingActor:
+    def send(self, weights: dict[str, torch.Tensor], engines: Engines, kill_after: int) -> None:
+        def until_it_dies() -> Iterator[tuple[str, torch.Tensor]]:
+            for number, item in enumerate(weights.items()):
+                if number == kill_after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield item
+
+        slots = Slots.fit(weights.values(), 16 << 10)
+        # As where workers are on another machine, for every second version.
+        slots.path = "/none" if engines.version % 2 else slots.path
+        engines.start_weight_update(slots)
+        load_buckets(until_it_dies(), slots, engines)
+
+
+def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_its_weights_again(
     pool: WorkerPool, random_model: Path
 ):
-    @ray.remote(num_cpus=0)
-    class Trainer:
-        def weights(self) -> dict[str, torch.Tensor]:
-            state = load_file(random_model / "model.safetensors")
-            return {name: -value if name == "lm_head.weight" else value for name, value in state.items()}
-
+    good = load_file(random_model / "model.safetensors")
+    new = {name: -value if name == "lm_head.weight" else value for name, value in good.items()}
     old, before = undisturbed(pool, NGRAM, 1)
-    trainer = Trainer.remote()
-    pool.update_weights(trainer.weights.remote(), 1)
+    sending = Sending()
+    pool.update_weights(sending(new), 1)
     pool.load_state_dicts(before)
     expected = pool.generate(pool.share(requests(1)), 1)
     seconds = max(part.duration_s for part in expected)
-    ray.kill(trainer)
     pool.load_state_dicts(before)
     rng, pids = random.Random(None if os.environ.get("TLTLAB_FUZZ") else 7), list(pool.pids)
     number = rng.randrange(2)
@@ -168,9 +198,22 @@ def test_who_is_killed_at_a_random_moment_changes_nothing_but_time_and_gets_weig
     assert pool.pids[1 - number] == pids[1 - number]
     parts = pool.generate(pool.share(requests(2)), 2)
     assert [key for key, _, _ in told(parts)] == [request.key for request in requests(2)]
-    with pytest.raises(TrainerDied, match="an actor died"):
-        pool.update_weights(trainer.weights.remote(), 2)
-    pool.update_weights(ray.put(load_file(random_model / "model.safetensors")), 2)
+
+
+def test_engines_whose_weights_were_cut_off_start_again_with_whole_ones(pool: WorkerPool, random_model: Path):
+    good, whole = load_file(random_model / "model.safetensors"), Sending()
+    pool.update_weights(whole(good), 2)
+    expected, before = undisturbed(pool, NGRAM, 3)
+    pids, known = list(pool.pids), len(events(pool))
+    with pytest.raises(TrainerDied):
+        pool.update_weights(Sending()({name: -value for name, value in good.items()}, kill_after=len(good) // 2), 3)
+    assert pool.pids == pids
+    pool.update_weights(whole(good), 4)
+    assert not set(pool.pids) & set(pids)
+    assert len(events(pool)[known:]) == len(pids)
+    assert all("came in part only: their transfer was cut off" in event for event in events(pool)[known:])
+    pool.load_state_dicts(before)
+    assert told(pool.generate(pool.share(requests(3)), 3)) == told(expected)
 
 
 def test_a_new_worker_drafts_with_what_the_old_one_remembered_and_its_start_is_in_the_clock(pool: WorkerPool):

@@ -49,6 +49,14 @@ def test_every_table_that_applies_is_recorded_and_valid(run):
     assert set(trace.outcomes["finish_reason"]) <= {"stop", "length"}
 
 
+def test_a_run_without_gpus_says_that_all_ran_without_graphs(run):
+    assert set(tltlab.read(run[0] / "trace").iterations["graph"]) == {"eager"}
+    graphs = json.loads((run[0] / "graphs.json").read_text())
+    assert graphs["planned"] is None
+    assert [(engine["mode"], engine["full"]) for engine in graphs["captured"]] == [("NONE", [])] * 2
+    assert all(report.measures["graphs/eager"] == 1.0 for report in run[1])
+
+
 def test_requests_go_to_workers_in_order_and_groups_stay_together(run):
     outcomes = tltlab.read(run[0] / "trace").outcomes
     for _, step in outcomes.groupby("rl_step"):

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Mist
 from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer import logprobs as of_tokens
+from tltlab.runtime.trainer.ranks import be_repeatable
 from tltlab.runtime.trainer.trainer import Sample, Trainer, UpdateMetrics
 
 TEMPERATURE = 0.8
@@ -144,7 +145,7 @@ def test_an_update_is_what_the_formula_says_one_response_at_a_time(model: Path):
         correction = (logp.detach() - torch.tensor(sample.logprobs)).exp().clamp(max=2.0)
         (-(correction * (logp - logp.detach()).exp() * advantage).sum() / num_tokens).backward()
     optimizer.step()
-    expected = torch.cat([tensor.detach().flatten() for tensor in plain.state_dict().values()]).numpy()
+    expected = torch.cat([tensor.detach().flatten() for tensor in plain.parameters()]).numpy()
     assert found == pytest.approx(expected, abs=2e-5)
 
 
@@ -339,12 +340,27 @@ def test_offloading_and_back_changes_nothing(random_model: Path):
     assert (trained(made, 2) == trained(other, 2)).all()
 
 
+def test_a_recipe_asks_for_deterministic_algorithms_and_no_other_gets_them(random_model: Path):
+    try:
+        trainer(random_model)
+        assert not torch.are_deterministic_algorithms_enabled()
+        plain = trained(trainer(random_model))
+        made = trainer(random_model, deterministic=True)
+        # FlashAttention's backward pass takes a warning for leave to go on as it likes.
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        # Every operation of an update has a deterministic version, or this would raise.
+        assert trained(made) == pytest.approx(plain, abs=1e-6)
+    finally:
+        be_repeatable(False)
+
+
 def test_a_saved_policy_loads_as_a_hugging_face_model(model: Path, tmp_path: Path):
     made = trainer(model)
     found = trained(made)
     made.save(str(tmp_path / "saved"))
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert (torch.cat([t.flatten() for t in again.state_dict().values()]).detach().numpy() == found).all()
+    assert (torch.cat([t.flatten() for t in again.parameters()]).detach().numpy() == found).all()
     assert (tmp_path / "saved" / "tokenizer.json").exists()
 
 

@@ -20,6 +20,7 @@ import ray
 import torch
 
 from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
@@ -317,8 +318,8 @@ class ScriptedTrainers(TrainerGroup):
             for rank in range(self.recipe.train.ranks)
         ]
 
-    def weights(self) -> Any:
-        return Ref(dict)
+    def send_weights(self, workers: Sequence[Any], version: int, way: Way = "host") -> None:
+        """Nobody here has any."""
 
     def close(self) -> None:
         self.handles = []

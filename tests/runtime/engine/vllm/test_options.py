@@ -1,4 +1,4 @@
-"""A policy on vLLM as other people start it: `vllm.LLM(**vllm_options(...))`, the core in its own process."""
+"""The options of a policy on vLLM as other people start it: `vllm.LLM(**vllm_options(...))`, or `vllm serve`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ast
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,62 +17,6 @@ from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm import starting
 from tltlab.runtime.engine.vllm.options import Attachment, check_drafter, check_sampled_drafts, serve_arguments
 from tltlab.strategy import Strategy
-
-PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
-
-
-@pytest.fixture(scope="module")
-def recorded(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rollouts of a plain `vllm.LLM` in another process, the second with keys; the trace it wrote."""
-    pytest.importorskip("vllm")
-    from vllm import LLM, SamplingParams
-
-    trace = tmp_path_factory.mktemp("recorded") / "trace"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-        llm = LLM(
-            str(random_model),
-            enforce_eager=True,
-            dtype="float32",
-            max_model_len=128,
-            kv_cache_memory_bytes=64 << 20,
-            **vllm_options("beg-mab", record=trace),
-        )
-        try:
-            prompts: list[Any] = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
-            llm.generate(prompts, SamplingParams(n=2, temperature=0.9, max_tokens=100, ignore_eos=True), use_tqdm=False)
-            keyed = [
-                SamplingParams(
-                    temperature=0.9, max_tokens=10, ignore_eos=True, extra_args={"tltlab": [7, f"p{n}", 0, 0]}
-                )
-                for n in range(3)
-            ]
-            llm.generate(prompts, keyed, use_tqdm=False)
-        finally:
-            llm.llm_engine.engine_core.shutdown(timeout=60)
-    return trace
-
-
-@pytest.mark.engine
-def test_plain_vllm_writes_a_valid_trace_of_what_it_did(recorded: Path):
-    trace = tltlab.read(recorded)
-    # A busy machine may hand in requests so slowly that the engine falls idle in between: then that is a rollout more.
-    nameless, named = trace.outcomes.query("rl_step < 7"), trace.outcomes.query("rl_step == 7")
-    assert trace.rl_steps[0] == 0
-    assert list(nameless["response_tokens"]) == [100] * 6
-    assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
-    assert list(named["response_tokens"]) == [10] * 3
-    assert sorted(named["prompt_id"]) == ["p0", "p1", "p2"]
-    assert sorted(list(tokens) for tokens in trace.tokens["prompt_token_ids"][-3:]) == sorted(PROMPTS)
-    assert trace.manifest.engine is not None
-    assert trace.manifest.engine.startswith("vllm ")
-
-
-@pytest.mark.engine
-def test_the_policy_speculated_in_the_other_process(recorded: Path):
-    rows = tltlab.read(recorded).iterations
-    assert rows["num_drafted"].sum() > 0
-    assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
 
 
 def test_the_engine_is_built_for_the_deepest_draft_of_the_policy():

@@ -1,14 +1,18 @@
-"""What an engine leaves behind in the process that creates it: nothing that a user's program could notice."""
+"""Engines as a user's own program starts them: what they leave in its process, and what they record until it ends.
+
+One program starts three engines in turn, and one server has its core in a process of its own: starting is what costs.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
@@ -19,15 +23,18 @@ from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.vllm.options import serve_arguments
 
 pytestmark = pytest.mark.engine
+PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
 
 PROGRAM = """
-import json, sys
-sys.path.insert(0, sys.argv[2])
+import json, os, shutil, sys
+root, model, traces = sys.argv[1:]
+sys.path.insert(0, root)
 from tests.runtime.engine.asking import changed, requests, settings
+from tltlab.runtime import vllm_options
 from tltlab.runtime.engine.engine import Engine
 
 before, found = settings(), {}
-engine = Engine(sys.argv[1], max_draft_depth=2,
+engine = Engine(model, max_draft_depth=2,
                 vllm_args={"max_num_seqs": 4, "max_model_len": 64, "kv_cache_memory_bytes": 1 << 25})
 found["created"] = changed(before)
 engine.warm_up(1.0)
@@ -38,118 +45,141 @@ try:
     Engine("no/such/model")
 except Exception as error:
     found["failed"] = changed(before)
-print(json.dumps(found))
-"""
 
-
-def test_an_engine_leaves_environment_path_and_compilation_as_they_were(random_model: Path) -> None:
-    """What one whose core is in another process leaves, `test_own_process` looks at."""
-    root = str(Path(__file__).parents[4])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(random_model), root], capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {"created": [], "used": [], "failed": []}
-
-
-RECORDS = """
-import json, shutil, sys
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import RequestStatus
-from tltlab.runtime import vllm_options
 
-model, trace, ends = sys.argv[1:]
-llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
-          **vllm_options("none" if ends == "vanishes" else "beg-mab", record=trace))
+def recording(policy, name):
+    return LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
+               **vllm_options(policy, record=f"{traces}/{name}"))
 
-def generate(**settings):
+def generate(llm, **settings):
     prompts = [{"prompt_token_ids": [1, 4 + n, 5]} for n in range(3)]
     settings = SamplingParams(ignore_eos=True, max_tokens=20, **settings)
     return [output.outputs[0].finish_reason for output in llm.generate(prompts, settings, use_tqdm=False)]
 
-found = [generate()]
-if ends == "vanishes":
-    shutil.rmtree(trace + ".recording")
-    found += [generate(), generate()]
-else:
-    repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
-    found.append(generate(allowed_token_ids=[9], repetition_detection=repeats))
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    stock, failed = scheduler.update_from_output, []
+llm = recording("none", "vanishes")
+found["vanishes"] = [generate(llm)]
+shutil.rmtree(f"{traces}/vanishes.recording")
+found["vanishes"] += [generate(llm), generate(llm)]
+llm.llm_engine.engine_core.shutdown()
 
-    def update_from_output(*args):
-        # As vLLM does with a request whose keys and values cannot be loaded.
-        if not failed:
-            failed.append(scheduler.running[0].request_id)
-            scheduler.finish_requests(failed[0], RequestStatus.FINISHED_ERROR)
-        return stock(*args)
+llm = recording("beg-mab", "exits")
+repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
+found["exits"] = [generate(llm), generate(llm, allowed_token_ids=[9], repetition_detection=repeats)]
+scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+stock, failed = scheduler.update_from_output, []
 
-    scheduler.update_from_output = update_from_output
-    llm.llm_engine.add_request("fails", {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=4, ignore_eos=True))
-    llm.llm_engine.add_request("ends", {"prompt_token_ids": [1, 8, 5]}, SamplingParams(max_tokens=4, ignore_eos=True))
-    while scheduler.has_unfinished_requests():
-        llm.llm_engine.step()
+def update_from_output(*args):
+    # As vLLM does with a request whose keys and values cannot be loaded.
+    if not failed:
+        failed.append(scheduler.running[0].request_id)
+        scheduler.finish_requests(failed[0], RequestStatus.FINISHED_ERROR)
+    return stock(*args)
+
+scheduler.update_from_output = update_from_output
+llm.llm_engine.add_request("fails", {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=4, ignore_eos=True))
+llm.llm_engine.add_request("ends", {"prompt_token_ids": [1, 8, 5]}, SamplingParams(max_tokens=4, ignore_eos=True))
+while scheduler.has_unfinished_requests():
+    llm.llm_engine.step()
 print(json.dumps(found))
 """
 
 
-def run(model: Path, trace: Path, ends: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", RECORDS, str(model), str(trace), ends],
-        capture_output=True, text=True, timeout=500, env=environment,
-    )  # fmt: skip
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def program(random_model: Path, traces: Path) -> tuple[dict[str, Any], str]:
+    """What `PROGRAM` found, and all that it said."""
+    command = [sys.executable, "-c", PROGRAM, str(Path(__file__).parents[4]), str(random_model), str(traces)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_an_engine_leaves_environment_path_and_compilation_as_they_were(program: tuple[dict[str, Any], str]):
+    """What one whose core is in another process leaves, `test_own_process` looks at."""
+    found = {name: program[0][name] for name in ("created", "used", "failed")}
+    assert found == {"created": [], "used": [], "failed": []}
 
 
 def test_what_a_program_recorded_is_a_trace_when_it_has_ended_however_its_requests_did(
-    random_model: Path, tmp_path: Path
+    program: tuple[dict[str, Any], str], traces: Path
 ):
-    done = run(random_model, tmp_path / "trace", "exits")
-    assert json.loads(done.stdout.splitlines()[-1]) == [["length"] * 3, ["repetition"] * 3]
-    outcomes = tltlab.read(tmp_path / "trace").outcomes
+    assert program[0]["exits"] == [["length"] * 3, ["repetition"] * 3]
+    outcomes = tltlab.read(traces / "exits").outcomes
     assert outcomes["finish_reason"].tolist() == ["length"] * 3 + ["stop"] * 3 + ["abort", "length"]
     assert outcomes["response_tokens"].tolist()[:6] == [20] * 3 + [3] * 3
 
 
-def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(random_model: Path, tmp_path: Path):
-    done = run(random_model, tmp_path / "trace", "vanishes")
-    assert json.loads(done.stdout.splitlines()[-1]) == [["length"] * 3] * 3
-    assert done.stderr.count("the engine goes on") + done.stdout.count("the engine goes on") == 1
-    assert not (tmp_path / "trace").exists()
+def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tuple[dict[str, Any], str], traces: Path):
+    found, said = program
+    assert found["vanishes"] == [["length"] * 3] * 3
+    assert said.count("the engine goes on") == 1
+    assert not (traces / "vanishes").exists()
 
 
-def test_a_server_that_is_told_to_end_finishes_its_trace(random_model: Path, tmp_path: Path):
+@pytest.fixture(scope="module")
+def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trace of a server that was told to end, after responses without keys and one with a key."""
+    folder = tmp_path_factory.mktemp("served")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = serve_arguments(vllm_options("none", record=tmp_path / "trace"))
+    options = serve_arguments(vllm_options("beg-mab", record=folder / "trace"))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model), *options]
     limits = ["--max-model-len", "128", "--kv-cache-memory-bytes", str(1 << 25), "--dtype", "float32"]
-    with open(tmp_path / "log", "w") as log:
+    with open(folder / "log", "w") as log:
         server = subprocess.Popen(
             [*command, *limits, "--enforce-eager", "--port", str(port)], stdout=log, stderr=subprocess.STDOUT
         )
-    try:
-        body = {"model": str(random_model), "prompt": [1, 4, 5], "max_tokens": 7, "ignore_eos": True}
-        asked = Request(
-            f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
+
+    def ask(**body: Any) -> None:
+        data = json.dumps({"model": str(random_model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", data, headers), timeout=200) as answer:
+            answer.read()
+
+    def answers(first: Callable[[], None]) -> None:
         deadline = time.monotonic() + 400
         while True:
             try:
-                with urlopen(asked, timeout=60) as answer:
-                    answer.read()
-                break
+                return first()
             except URLError:
-                said = (tmp_path / "log").read_text()[-3000:]
+                said = (folder / "log").read_text()[-3000:]
                 assert server.poll() is None, said
                 assert time.monotonic() < deadline, said
-                time.sleep(1)
+                time.sleep(0.5)
+
+    try:
+        answers(lambda: ask(prompt=PROMPTS, n=2, max_tokens=100))
+        ask(prompt=PROMPTS[0], max_tokens=10, vllm_xargs={"tltlab": [7, "p0", 0, 0]})
         server.terminate()
         server.wait(180)
     finally:
         server.kill()
-    assert tltlab.read(tmp_path / "trace").outcomes["response_tokens"].tolist() == [7]
+    return folder / "trace"
+
+
+def test_a_server_that_is_told_to_end_leaves_a_valid_trace_of_what_it_did(served: Path):
+    trace = tltlab.read(served)
+    # A busy machine may hand in requests so slowly that the engine falls idle in between: then that is a rollout more.
+    nameless, named = trace.outcomes.query("rl_step < 7"), trace.outcomes.query("rl_step == 7")
+    assert trace.rl_steps[0] == 0
+    assert list(nameless["response_tokens"]) == [100] * 6
+    assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
+    assert [list(named["response_tokens"]), list(named["prompt_id"])] == [[10], ["p0"]]
+    assert list(trace.tokens["prompt_token_ids"].iloc[-1]) == PROMPTS[0]
+    assert trace.manifest.engine is not None
+    assert trace.manifest.engine.startswith("vllm ")
+
+
+def test_the_policy_speculated_in_the_other_process(served: Path):
+    rows = tltlab.read(served).iterations
+    assert rows["num_drafted"].sum() > 0
+    assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100

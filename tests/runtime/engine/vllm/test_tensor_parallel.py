@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
+from tltlab.runtime.engine import weights
 from tltlab.runtime.engine.engine import Engine, GenerationRequest
-from tltlab.runtime.engine.vllm import llm as adapter
 
 from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
 from .test_capture import Files, check, deep_model_and_head, load
@@ -34,8 +34,8 @@ def greedy(model: LlamaForCausalLM, request: GenerationRequest) -> list[int]:
 def test_two_ranks_generate_draft_take_weights_and_show_their_states_as_one(
     random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # Several messages per update, as for a large model.
-    monkeypatch.setattr(adapter, "CHUNK_BYTES", 64 << 10)
+    # Several buckets per update, as for a large model.
+    monkeypatch.setattr(weights, "BUCKET_BYTES", 64 << 10)
     deep, head = deep_model_and_head(random_model, tmp_path)
     model = load(deep)
     whole = [greedy(model, request) for request in REQUESTS]

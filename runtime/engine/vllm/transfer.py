@@ -1,0 +1,187 @@
+"""How engines take new weights: as they are, in buckets of shared memory, or over one of vLLM's own backends.
+
+And a trainer's side of the latter: NCCL between devices, CUDA IPC where both are on the same one.
+"""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tltlab.runtime.engine.weights import Bucket, Engines, Mapped, Source, Way
+
+from . import starting
+
+LOCAL_BACKEND = "tltlab-local"
+FIRST_RANK = 1
+"""Of engines, in a group that they share with the trainer's rank 0."""
+
+DEVICE_BUCKET_BYTES = 256 << 20
+"""Of a bucket beside models on a device; vLLM's own is 1 GiB."""
+
+
+def register_backend() -> None:
+    """Let vLLM find `LOCAL_BACKEND`. Safe to call twice."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if LOCAL_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(LOCAL_BACKEND, local_weight_transfer())
+
+
+def local_weight_transfer() -> type:
+    """What takes weights in every engine: `weights` themselves, a `bucket`, or what comes over a `device`.
+
+    The latter is for the backend of vLLM's that `init_info` names.
+
+    It reloads layer by layer as vLLM's own backends do: the CPU build empties the checkpoint-layout weights after
+    packing them, so a plain `load_weights` finds nothing to load into.
+    """
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer.base import (
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    @dataclass
+    class LocalInit(WeightTransferInitInfo):
+        backend: str = ""
+        info: dict[str, Any] = field(default_factory=dict)
+
+    @dataclass
+    class LocalUpdate(WeightTransferUpdateInfo):
+        weights: Any = None
+        bucket: Any = None
+        device: dict[str, Any] | None = None
+
+    class LocalWeightTransfer(WeightTransferEngine):
+        init_info_cls = LocalInit
+        update_info_cls = LocalUpdate
+
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._mapped = Mapped()
+            self._device: Any = None
+            self._next_bucket = 0
+            self._on_device = False
+
+        def init_transfer_engine(self, init_info: LocalInit) -> None:
+            if not init_info.backend:
+                return
+            # The one before may wait for a peer that is dead: it is left as it is.
+            self._device = WeightTransferEngineFactory.create_engine(
+                WeightTransferConfig(backend=init_info.backend), self.vllm_config, self.device, self.model
+            )
+            self._device.init_transfer_engine(self._device.parse_init_info(init_info.info))
+
+        def start_weight_update(self) -> None:
+            initialize_layerwise_reload(self.model)
+            self._next_bucket, self._on_device = 0, False
+
+        def receive_weights(self, update_info: LocalUpdate) -> None:
+            with torch.no_grad():
+                if update_info.device is not None:
+                    self._on_device = True
+                    self._device.set_weight_update_target(self.model, self.model_config)
+                    self._device.receive_weights(self._device.parse_update_info(update_info.device))
+                elif update_info.bucket is not None:
+                    self._load_bucket(Bucket(**update_info.bucket))
+                else:
+                    self.model.load_weights(update_info.weights)
+
+        def _load_bucket(self, bucket: Bucket) -> None:
+            if bucket.number != self._next_bucket:
+                raise ValueError(f"bucket {bucket.number} came where {self._next_bucket} is next")
+            self.model.load_weights(self._mapped.tensors(bucket))
+            for layer in self.model.modules():
+                # What a layer keeps until it is complete must not lie where the next bucket but one will.
+                for _, call in get_layerwise_info(layer).loaded_weights:
+                    for name, value in call.arguments.items():
+                        if isinstance(value, torch.Tensor) and self._mapped.holds(value):
+                            call.arguments[name] = value.clone()
+            self._next_bucket = -1 if bucket.last else bucket.number + 1
+
+        def finish_weight_update(self) -> None:
+            if self._next_bucket > 0:
+                raise ValueError(f"the weights ended before bucket {self._next_bucket}")
+            for name, layer in self.model.named_modules():
+                info = get_layerwise_info(layer)
+                total = info.load_numel_total or 0
+                if isinstance(getattr(layer, "quant_method", None), UnquantizedLinearMethod) and (
+                    info.can_load() and 0 < info.load_numel < total
+                ):
+                    # vLLM would fill the rest with memory that nobody has written.
+                    raise ValueError(f"{name} got {info.load_numel} of its {total} numbers")
+            if self._on_device:
+                self._device.finish_weight_update()
+            else:
+                finalize_layerwise_reload(self.model, self.model_config)
+            # Else it would keep the memory of a trainer that has ended.
+            self._mapped = Mapped()
+
+        def shutdown(self) -> None:
+            if self._device is not None:
+                self._device.shutdown()
+
+    return LocalWeightTransfer
+
+
+class DeviceSender:
+    """A trainer rank's side of vLLM's backends; the group is formed anew whenever its engines are others."""
+
+    def __init__(self, source: Source, rank: int, way: Way) -> None:
+        self.source, self.rank, self.way = source, rank, way
+        self._members: tuple[Any, ...] = ()
+        self._sender: Any = None
+
+    def send(self, engines: Engines) -> None:
+        members = tuple(worker._actor_id for worker in engines.workers.values())
+        if members != self._members:
+            # Left as it is where it is an older group: what ends it waits for its members, who may be dead.
+            self._sender = self._joined(engines)
+            self._members = members
+        self._sender.client = engines
+        self._sender.send_weights()
+
+    def _joined(self, engines: Engines) -> Any:
+        with starting():
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+            from vllm.distributed.weight_transfer.nccl_engine import (
+                NCCLTrainerInitInfo,
+                NCCLTrainerWeightTransferEngine,
+            )
+
+        largest = max(tensor.nbytes for tensor in self.source.metadata())
+        # vLLM needs of a `WeightSource` what `Source` has.
+        source: Any = self.source
+        if self.way == "ipc":
+            # What it cannot do without: one tensor never goes in two parts.
+            ipc = IPCTrainerInitInfo(
+                rank=self.rank, packed=True, packed_buffer_size_bytes=max(largest, DEVICE_BUCKET_BYTES)
+            )
+            return IPCTrainerWeightTransferEngine.trainer_init(ipc, client=engines, source=source)
+        address, port = _meeting_point() if self.rank == 0 else ("", 0)
+        nccl = NCCLTrainerInitInfo(
+            address,
+            port,
+            FIRST_RANK + engines.num_ranks,
+            rank=self.rank,
+            packed_buffer_size_bytes=DEVICE_BUCKET_BYTES,
+        )
+        return NCCLTrainerWeightTransferEngine.trainer_init(nccl, client=engines, source=source)
+
+
+def _meeting_point() -> tuple[str, int]:
+    import ray
+
+    address = ray.util.get_node_ip_address()
+    with socket.socket() as free:
+        free.bind((address, 0))
+        return address, free.getsockname()[1]

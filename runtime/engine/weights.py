@@ -1,0 +1,351 @@
+"""New weights on their way from trainers to engines: memory that both map, and the calls that go with it.
+
+There are three ways. On the host rank 0 fills a bucket of shared memory with whole tensors as they are gathered, while
+engines load the one before. "nccl" and "ipc" are vLLM's own backends between devices (`vllm.transfer`). A rank holds
+its shards, the tensor that is being gathered and the buckets; what is pickled says where tensors lie.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tltlab.errors import RunError
+
+Way = Literal["host", "nccl", "ipc"]
+BUCKET_BYTES = 32 << 20
+"""Of one bucket; more where a single tensor takes more."""
+
+_ALIGNED = 64
+
+
+class TensorMeta(NamedTuple):
+    """What a tensor will be: as vLLM's `ParamMeta`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+class Source(Protocol):
+    """Weights by Hugging Face name, whole, one after the other, as often as asked; as vLLM's `WeightSource`.
+
+    Ranks that share them iterate in step: gathering is a collective.
+    """
+
+    def metadata(self) -> list[TensorMeta]: ...
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Where whole tensors lie: (name, dtype, shape, offset) each, from byte `start` on in the memory at `path`.
+
+    It is bucket `number` of its update, counted from 0. `token` says that the memory is the one that is meant.
+    """
+
+    path: str
+    token: str
+    start: int
+    nbytes: int
+    tensors: list[tuple[str, str, list[int], int]]
+    number: int
+    last: bool
+
+
+class SharedMemory:
+    """An anonymous file of `num_bytes` that processes of this machine can map, at `path` and known by `token`.
+
+    It ends with the last process that has it, so that one that is killed leaves nothing behind, and the size of
+    /dev/shm does not matter.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.token = secrets.token_hex(8)
+        self._file = os.memfd_create(f"tltlab-weights-{self.token}")
+        os.ftruncate(self._file, max(num_bytes, 1))
+        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.memory = _mapped(self._file)
+
+    def close(self) -> None:
+        """Let go of the file; the memory ends with the last who maps it."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Home(SharedMemory):
+    """Memory that a model's tensors live in: they are sent by saying where they are, and nobody but the reader copies.
+
+    They move there one by one; whoever sets their `data` later takes them out again.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        tensors = list(dict.fromkeys(tensors))
+        starts = [0, *accumulate(-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors)]
+        super().__init__(starts[-1])
+        for tensor, start in zip(tensors, starts, strict=False):
+            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensor.data = place
+
+    def bucket(self, weights: Iterable[tuple[str, Tensor]]) -> Bucket | None:
+        """All weights as one bucket, None where one of them lies elsewhere."""
+        found = []
+        for name, tensor in weights:
+            if tensor.untyped_storage().data_ptr() != self.memory.data_ptr() or not tensor.is_contiguous():
+                return None
+            offset = tensor.data_ptr() - self.memory.data_ptr()
+            found.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+        return Bucket(
+            path=self.path, token=self.token, start=0, nbytes=len(self.memory), tensors=found, number=0, last=True
+        )
+
+
+class Slots(SharedMemory):
+    """Memory for buckets, `num` in turn of `size` bytes.
+
+    A bucket takes no further tensor that would make it more than `full_at` bytes.
+    """
+
+    def __init__(self, size: int, num: int = 2, *, full_at: int = 0) -> None:
+        self.size, self.num = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, num
+        self.full_at = full_at or size
+        super().__init__(self.size * num)
+
+    @classmethod
+    def fit(cls, weights: Iterable[TensorMeta | Tensor], bucket_bytes: int = 0) -> Slots:
+        """Full at `bucket_bytes`, by default BUCKET_BYTES, with room for the largest tensor."""
+        full_at = bucket_bytes or BUCKET_BYTES
+        return cls(max([full_at, *(tensor.nbytes for tensor in weights)]), full_at=full_at)
+
+    def filled(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        """Copy tensors of at most `size` bytes in, bucket by bucket.
+
+        Asking for the next bucket overwrites the last but `num - 1`: whoever reads that must be done.
+        """
+        number, used = 0, 0
+        tensors: list[tuple[str, str, list[int], int]] = []
+        for name, tensor in weights:
+            if tensors and used + tensor.nbytes > self.full_at:
+                yield self._bucket(number, used, tensors, last=False)
+                number, used, tensors = number + 1, 0, []
+            start = number % self.num * self.size + used
+            place = self.memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensors.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), used))
+            used += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+        yield self._bucket(number, used, tensors, last=True)
+
+    def _bucket(self, number: int, used: int, tensors: list[tuple[str, str, list[int], int]], *, last: bool) -> Bucket:
+        start = number % self.num * self.size
+        return Bucket(
+            path=self.path, token=self.token, start=start, nbytes=min(used, self.size), tensors=tensors, number=number,
+            last=last,
+        )  # fmt: skip
+
+    def bytes_of(self, bucket: Bucket) -> npt.NDArray[np.uint8]:
+        """A view of what a bucket of these holds, for a machine that cannot map it."""
+        return self.memory[bucket.start : bucket.start + bucket.nbytes].numpy()
+
+    def brought(self, bucket: Bucket, data: npt.NDArray[np.uint8]) -> Bucket:
+        """A bucket of another machine, `data`, as the one of these."""
+        self.memory[: len(data)].numpy()[:] = data
+        return replace(bucket, path=self.path, token=self.token, start=0)
+
+
+class Mapped:
+    """The memory of buckets of another process, mapped once for as long as they come from the same."""
+
+    def __init__(self) -> None:
+        self._token = ""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def tensors(self, bucket: Bucket) -> list[tuple[str, Tensor]]:
+        """Views of what lies in a bucket, by name. RunError where its memory is no more."""
+        if bucket.token != self._token:
+            if not visible(bucket.path, bucket.token):
+                raise RunError(f"the weights in {bucket.path} are gone: their trainer has ended")
+            file = os.open(bucket.path, os.O_RDWR)
+            try:
+                self._memory, self._token = _mapped(file), bucket.token
+            finally:
+                os.close(file)
+        found = []
+        for name, dtype_name, shape, offset in bucket.tensors:
+            dtype = getattr(torch, dtype_name)
+            begin = bucket.start + offset
+            end = begin + TensorMeta(name, dtype, tuple(shape)).nbytes
+            found.append((name, self._memory[begin:end].view(dtype).view(shape)))
+        return found
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies there: the next bucket but one may overwrite it."""
+        return tensor.untyped_storage().data_ptr() == self._memory.untyped_storage().data_ptr()
+
+
+def visible(path: str, token: str) -> bool:
+    """Whether that memory is of this machine and still there."""
+    try:
+        return token in os.readlink(path)
+    except OSError:
+        return False
+
+
+def _mapped(file: int) -> Tensor:
+    # All pages at once: else each of 4 KiB is a fault of its own in the first update.
+    memory = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+Asked = list[tuple[int, Any]]
+
+
+class Engines:
+    """Rollout workers that take new weights, called as vLLM's `VLLMWeightSyncClient`: all that have not failed at once.
+
+    A call returns when all have answered. `failed` says by number what became of the others. `gpus_each`: the ranks of
+    an engine.
+    """
+
+    def __init__(self, workers: Sequence[Any], version: int, *, way: Way = "host", gpus_each: int = 1) -> None:
+        self.workers = dict(enumerate(workers))
+        self.version = version
+        self.way = way
+        self.gpus_each = gpus_each
+        self.failed: dict[int, str] = {}
+        self.far: set[int] = set()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.workers) * self.gpus_each
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        infos = self.joining(init_info)
+        self._wait([(n, worker.weights.remote("init", (self.way, infos[n]))) for n, worker in self.workers.items()])
+
+    def joining(self, init_info: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """What each engine is told: its ranks come after those of the one before in a group that all share."""
+        if "rank_offset" not in init_info:
+            return dict.fromkeys(self.workers, init_info)
+        first = init_info["rank_offset"]
+        return {n: init_info | {"rank_offset": first + n * self.gpus_each} for n in self.workers}
+
+    def start_weight_update(self, memory: SharedMemory | None = None) -> None:
+        """Who does not see the memory is sent what is in it."""
+        where = None if memory is None else (memory.path, memory.token)
+        seen = self._wait(self._ask("start", where))
+        self.far = {n for n, sees in seen.items() if not sees}
+
+    def update_weights(self, update_info: Any) -> None:
+        self._wait(self._ask("device", update_info))
+
+    def load(self, bucket: Bucket, data: npt.NDArray[np.uint8]) -> Asked:
+        """Begin to have a bucket loaded, which holds `data`; `loaded` waits for it."""
+        if not self.far:
+            return self._ask("bucket", bucket)
+        import ray
+
+        held = ray.put(data)
+        return [
+            (n, worker.weights.remote("bucket", bucket, held if n in self.far else None))
+            for n, worker in self.workers.items()
+        ]
+
+    def loaded(self, asked: Asked) -> None:
+        self._wait(asked)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._wait(self._ask("finish", self.version))
+
+    def _ask(self, call: str, info: Any) -> Asked:
+        return [(n, worker.weights.remote(call, info)) for n, worker in self.workers.items()]
+
+    def _wait(self, asked: Asked) -> dict[int, Any]:
+        import ray
+        from ray.exceptions import RayError
+
+        number = {ref: n for n, ref in asked}
+        answers = {}
+        while number:
+            # Whoever is first: in an exchange between devices the others wait for one that is dead.
+            (ref,), _ = ray.wait(list(number), num_returns=1)
+            n = number.pop(ref)
+            try:
+                answers[n] = ray.get(ref)
+            except RayError as error:
+                self.failed[n] = " ".join(str(error).split())[-300:]
+                self.workers.pop(n, None)
+                if self.way == "nccl":
+                    # This process waits in a collective that never ends, and nothing but its own end gets it out.
+                    print(f"a rollout worker failed in the transfer of weights: {self.failed[n]}", file=sys.stderr)
+                    os._exit(1)
+        return answers
+
+
+class WeightSender:
+    """A trainer rank's side of the transfer: rank 0 sends, the others help to gather. `home`: where weights live."""
+
+    def __init__(self, source: Source, rank: int, home: Home | None = None) -> None:
+        self.source, self.rank, self.home = source, rank, home
+        self._slots: Slots | None = None
+        self._device: Any = None
+
+    def send(self, engines: Engines) -> dict[int, str]:
+        """Bring the source's weights to engines; what became of those that failed, by number."""
+        if engines.way != "host":
+            from tltlab.runtime.engine.vllm.transfer import DeviceSender
+
+            if self._device is None or self._device.way != engines.way:
+                self._device = DeviceSender(self.source, self.rank, engines.way)
+            self._device.send(engines)
+        elif self.rank:
+            for _ in self.source:
+                pass
+        else:
+            self._send(engines)
+        return engines.failed
+
+    def _send(self, engines: Engines) -> None:
+        whole = self.home.bucket(self.source) if self.home is not None else None
+        if self.home is not None and whole is not None:
+            engines.start_weight_update(self.home)
+            if not engines.far:
+                engines.loaded(engines.load(whole, self.home.memory.numpy()))
+                engines.finish_weight_update()
+                return
+        if self._slots is None:
+            self._slots = Slots.fit(self.source.metadata())
+        if whole is None:
+            engines.start_weight_update(self._slots)
+        load_buckets(self.source, self._slots, engines)
+
+
+def load_buckets(weights: Iterable[tuple[str, Tensor]], slots: Slots, engines: Engines) -> None:
+    """Fill a bucket while engines, whose update has started, load the one before; then end the update."""
+    before: Asked = []
+    for bucket in slots.filled(weights):
+        asked = engines.load(bucket, slots.bytes_of(bucket))
+        engines.loaded(before)
+        before = asked
+    engines.loaded(before)
+    engines.finish_weight_update()

@@ -1,0 +1,114 @@
+"""Buckets of shared memory: what one process fills another maps, whole and in order, and no more than two at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from tltlab.errors import RunError
+from tltlab.runtime.engine.weights import Bucket, Home, Mapped, Slots, TensorMeta
+
+KIB = 1 << 10
+READER = """
+import json, sys
+from tltlab.runtime.engine.weights import Bucket, Mapped
+mapped = Mapped()
+for line in sys.stdin:
+    bucket = Bucket(**json.loads(line))
+    found = [[name, str(t.dtype), list(t.shape), float(t.double().sum())] for name, t in mapped.tensors(bucket)]
+    print(json.dumps(found), flush=True)
+"""
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {
+        "embed": torch.randn(40, 8),
+        "odd": torch.randn(3, 5).bfloat16(),
+        "scalar": torch.tensor(7),
+        "empty": torch.empty(0, 4),
+        "large": torch.randn(2 * KIB),
+        "transposed": torch.randn(16, 8).T,
+        "parameter": torch.nn.Parameter(torch.randn(9)),
+    }
+
+
+def metas(weights: dict[str, torch.Tensor]) -> list[TensorMeta]:
+    return [TensorMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+
+
+@pytest.fixture
+def slots() -> Iterator[Slots]:
+    slots = Slots.fit(metas(tensors()), bucket_bytes=KIB)
+    yield slots
+    slots.close()
+
+
+def test_another_process_reads_every_tensor_as_it_was_while_the_next_bucket_is_filled(slots: Slots):
+    weights = tensors()
+    reader = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert reader.stdin is not None
+    assert reader.stdout is not None
+    found: list[list[object]] = []
+    numbers, unread = [], 0
+    for bucket in slots.filled(weights.items()):
+        numbers.append((bucket.number, bucket.last))
+        # One bucket behind: when the generator goes on, the one before the last is done and the last may be in use.
+        if unread:
+            found += json.loads(reader.stdout.readline())
+        reader.stdin.write(json.dumps(asdict(bucket)) + "\n")
+        reader.stdin.flush()
+        unread = 1
+    found += json.loads(reader.stdout.readline())
+    reader.stdin.close()
+    reader.wait(30)
+    expected = [[n, str(t.dtype), list(t.shape), float(t.detach().double().sum())] for n, t in weights.items()]
+    assert found == expected
+    assert len(numbers) > 1
+    assert numbers == [(n, n == len(numbers) - 1) for n in range(len(numbers))]
+
+
+def test_a_bucket_is_no_larger_than_it_must_be(slots: Slots):
+    largest = max(tensor.nbytes for tensor in tensors().values())
+    assert largest <= slots.size < largest + 2 * 4 * KIB
+    assert all(bucket.nbytes <= slots.size for bucket in slots.filled(tensors().items()))
+
+
+def test_a_bucket_comes_to_another_machine_as_its_bytes(slots: Slots):
+    there = Slots(slots.size, 1)
+    found: dict[str, torch.Tensor] = {}
+    mapped = Mapped()
+    for bucket in slots.filled(tensors().items()):
+        brought = there.brought(bucket, slots.bytes_of(bucket).copy())
+        found |= {name: tensor.clone() for name, tensor in mapped.tensors(brought)}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors().items())
+
+
+def test_tensors_at_home_are_read_where_they_are_until_one_is_put_elsewhere():
+    weights = {name: tensor for name, tensor in tensors().items() if name != "transposed"}
+    weights["tied"] = weights["embed"]
+    home = Home(weights.values())
+    assert all(torch.equal(weights[name], tensor) for name, tensor in tensors().items() if name in weights)
+    bucket = home.bucket(weights.items())
+    assert bucket is not None
+    read = dict(Mapped().tensors(bucket))
+    with torch.no_grad():
+        weights["large"].mul_(2)
+        weights["parameter"].add_(1)
+    assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
+    weights["odd"].data = weights["odd"].clone()
+    assert home.bucket(weights.items()) is None
+
+
+def test_memory_that_is_gone_or_another_is_an_error(slots: Slots, tmp_path: Path):
+    (bucket, *_) = slots.filled(tensors().items())
+    for path in (str(tmp_path / "none"), "/proc/self/fd/0"):
+        with pytest.raises(RunError, match="their trainer has ended"):
+            Mapped().tensors(Bucket(**asdict(bucket) | {"path": path}))
