@@ -48,7 +48,7 @@ Way = Literal["host", "nccl", "ipc"]
 WORKER, RANK, SPOT, DRIVER = "rollout worker", "trainer rank", "drafter trainer", "driver"
 STORE, REWARDS, RAY = "Ray's object store", "reward process", "Ray"
 
-HOST_RUNTIME = {WORKER: 0.95e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.65e9, REWARDS: 0.35e9, RAY: 0.6e9}
+HOST_RUNTIME = {WORKER: 0.85e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.75e9, REWARDS: 0.35e9, RAY: 0.6e9}
 """Resident bytes of a process before it holds anything: Python, torch, vLLM, and what glibc keeps of freed tensors."""
 
 _VLLM_UTILIZATION = 0.92
@@ -245,7 +245,11 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
     # vLLM pads the vocabulary to a multiple of 64.
     padding = -shape.vocab % 64 * shape.hidden * (1 if shape.tied_embeddings else 2)
     weights = (shape.stored_params + padding) * value / tp
-    held.add("engine weights", weights, f"{value} bytes x parameters / TP", loaded)
+    formula = f"{value} bytes x parameters / TP"
+    if not sizes.on_gpu:
+        weights += (sizes.shared_params + padding) * value / tp
+        formula += "; the CPU build has embedding and LM head packed too"
+    held.add("engine weights", weights, formula, loaded)
     if sizes.learned:
         formula = "its head; embedding and LM head are the target's"
         held.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
