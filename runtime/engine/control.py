@@ -6,6 +6,7 @@ iterations in a `Ledger`. Nothing here knows vLLM.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,15 +18,16 @@ import numpy as np
 
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
-from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
-from tltlab.policies.replay import START, ReplayedDecisions
 from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
+from .seat import Seat, raised_at
+
+logger = logging.getLogger(__name__)
 
 _LATELY = 0.2
 """Weight of the newest draft in a request's `recent_acceptance`: about its last five drafts count."""
@@ -57,6 +59,15 @@ class Live:
         return len(self.output)
 
 
+_Asked = tuple[list[int], list[Live], list[tuple[Key, int]]]
+"""The places of requests in a batch, they, and the depth for each key."""
+
+
+def _room(live: Live) -> int:
+    """How many tokens a request may be drafted: the target adds one itself, so the last is not worth drafting."""
+    return max(live.max_response_tokens - len(live.output) - 1, 0)
+
+
 class _Running(Sequence[Live]):
     """The requests of an iteration, looked up when a policy first reads them: most never do."""
 
@@ -85,88 +96,6 @@ class _Running(Sequence[Live]):
         return iter(self._requests())
 
 
-class Seat:
-    """The policy's place: the selector that is asked and told, the budget that shares out, or none of either.
-
-    `deciding` runs while the policy chooses, shares out or learns. A selector that is memoryless is asked once for each
-    change of what it looks at, and told nothing.
-    """
-
-    def __init__(self, *, worker: int, clock: Clock) -> None:
-        self.selector: Selector | None = None
-        self.budget: DraftBudget = UniformBudget()
-        self.deciding = Stopwatch(clock)
-        self._worker = worker
-        self._replayed: tuple[int, int] = START
-        self._answer: tuple[int, int, Choice] | None = None
-
-    def take(self, selector: Selector | None, budget: DraftBudget | None) -> None:
-        """Choose by `selector` and share out by `budget`, by default evenly, from now on."""
-        self.selector = selector
-        self.budget = budget or UniformBudget()
-        self._answer = None
-
-    def answer(self, batch: int, waiting: int) -> Choice | None:
-        """What the selector chose last, where it would choose that again."""
-        before = self._answer
-        return before[2] if before is not None and before[0] == batch and before[1] == waiting else None
-
-    def ask(self, state: StepState) -> Choice:
-        """The selector's choice for `state`."""
-        selector = self.selector
-        assert selector is not None
-        strategy = selector.choose(state)
-        learns = not selector.memoryless or type(selector).reward is not Selector.reward
-        choice = Choice(strategy, selector, selector.bucket_, selector.propensity_, learns)
-        self._answer = (state.batch, state.waiting, choice) if selector.memoryless else None
-        return choice
-
-    def tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
-        """Have the selector that made `choice`, in force or not any more, learn its outcome; the reward it learns."""
-        assert choice.selector is not None
-        with self.deciding:
-            reward = choice.selector.reward(choice.strategy, outcome)
-            choice.selector.observe(choice.strategy, outcome)
-        return reward
-
-    def replay(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Make the choices of these rows of `decisions` again, and after their last RL step choose by the policy."""
-        inner = self.selector.inner if isinstance(self.selector, ReplayedDecisions) else self.selector
-        if inner is None:
-            raise ConfigError("decisions are replayed under the policy that made them, and none is set")
-        self.selector = ReplayedDecisions(inner, rows, worker=self._worker)
-        self._answer = None
-        self.selector.go_to(self._replayed)
-
-    def begin(self, rl_step: int) -> None:
-        """A rollout of `rl_step` begins."""
-        if isinstance(self.selector, ReplayedDecisions):
-            self.selector.begin(rl_step)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What policy and budget have learned, and how far a replay has come."""
-        selector, replayed = self.selector, self._replayed
-        if isinstance(selector, ReplayedDecisions):
-            replayed, selector = selector.place, selector.inner
-        return {
-            "selector": selector.state_dict() if selector is not None else {},
-            "replayed": list(replayed),
-            "budget": self.budget.state_dict(),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` gave. A replay, now or to come, goes on where it was."""
-        rl_step, iteration = state["replayed"]
-        self._replayed = rl_step, iteration
-        selector = self.selector
-        if isinstance(selector, ReplayedDecisions):
-            selector.go_to(self._replayed)
-            selector = selector.inner
-        if selector is not None:
-            selector.load_state_dict(state["selector"])
-        self.budget.load_state_dict(state["budget"])
-
-
 class Control:
     """Asks a policy once per engine iteration, shares out its drafts, and has the outcome told to it.
 
@@ -176,6 +105,9 @@ class Control:
     requests are looked at one by one only where there are drafts or the policy reads them. Unless it `steers`,
     because the engine was given a policy, `watched` stands for `scheduled` and the engine drafts as it pleases.
     `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
+
+    A policy that raises, whatever it is doing, is logged once and asked no more: the engine decodes plainly, and
+    `failure` has the sentence until another policy is set.
     """
 
     def __init__(
@@ -190,13 +122,18 @@ class Control:
         self.overlapped = overlapped
         self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
-        self.ledger = Ledger(self.seat.tell, worker=worker, overlapped=overlapped, clock=clock)
+        self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock)
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
+        self.failure = ""
         self.live: dict[str, Live] = {}
         self.keys: set[Key] = set()
         self.speechless: set[str] = set()
         self._turn = 0
+        # No request has room for fewer tokens than this, its last one left out.
+        self._least_room = 0
+        # The last batch, if all of it has generated: places and requests.
+        self._growing: tuple[Sequence[str], list[int], list[Live]] | None = None
 
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
@@ -207,6 +144,7 @@ class Control:
         self.drafters.use([NO_SPECULATION] if selector is None else selector.strategies)
         self.seat.take(selector, budget)
         self.steers = True
+        self.failure = ""
 
     def suspend(self) -> None:
         """Decode plainly until `resume`; the policy in force neither chooses nor learns."""
@@ -229,8 +167,7 @@ class Control:
     def learn_lengths(self, lengths: Sequence[tuple[Key, int]]) -> None:
         """Let the budget learn how many tokens responses that were generated elsewhere have."""
         for key, num_tokens in lengths:
-            live = Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1))
-            self.seat.budget.finished(cast(RequestState, live), drafted=0, accepted=0)
+            self._ended(Live(key=key, prompt=(), output=range(num_tokens), max_response_tokens=max(num_tokens, 1)))
 
     @property
     def seconds(self) -> tuple[float, float, float]:
@@ -272,6 +209,8 @@ class Control:
     def add(self, request_id: str, key: Key, prompt: Sequence[int], output: Sequence[int], max_tokens: int) -> Live:
         """A request enters the engine; `output` is a view that grows as it generates."""
         live = self.live[request_id] = Live(key=key, prompt=prompt, output=output, max_response_tokens=max_tokens)
+        self._least_room = min(self._least_room, _room(live))
+        self._growing = None
         self.keys.add(key)
         self.speechless.add(request_id)
         self.drafters.open(key, prompt, output)
@@ -280,15 +219,25 @@ class Control:
     def finish(self, request_id: str) -> Live | None:
         """A request leaves, complete or aborted; what was known of it."""
         live = self.live.pop(request_id, None)
+        self._growing = None
         self.speechless.discard(request_id)
         if live is not None:
             self.keys.discard(live.key)
             self.drafters.close(live.key)
-            self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
+            self._ended(live)
         return live
+
+    def _ended(self, live: Live) -> None:
+        """Let the budget learn how a request did that has ended."""
+        try:
+            self.seat.budget.finished(cast(RequestState, live), drafted=live.drafted, accepted=live.accepted)
+        except Exception as error:
+            self._give_up(error)
 
     def iteration_starts(self) -> None:
         """The scheduler is about to put an iteration together."""
+        self._turn += 1
+        self._least_room -= self.drafters.max_depth + 1
         with self.inside:
             self.ledger.start()
 
@@ -296,14 +245,40 @@ class Control:
         """Choose what the iteration drafts at its end; the depth for the engine's workers."""
         with self.inside:
             self._what, self._verified = what, self.ledger.schedule(what)
-            if self.seat.selector is not None:
-                choice = self.seat.answer(len(what.request_ids), what.waiting)
-                if choice is None:
-                    with self.seat.deciding:
-                        choice = self.seat.ask(self._state(what.request_ids))
-                        self.drafters.check(choice.strategy)
-                self.ledger.choose(choice)
-            return self.drafters.worker_depth(self.ledger.in_force.strategy)
+            if self.seat.selector is None:
+                return 0
+            choice = self.seat.answer(len(what.request_ids), what.waiting, self.ledger.rl_step)
+            if choice is None:
+                choice = self._ask(what.request_ids)
+            self.ledger.choose(choice)
+            return self.drafters.worker_depth(choice.strategy)
+
+    def _ask(self, request_ids: Sequence[str]) -> Choice:
+        try:
+            with self.seat.deciding:
+                choice = self.seat.ask(self._state(request_ids))
+                self.drafters.check(choice.strategy)
+        except Exception as error:
+            self._give_up(error)
+            return NO_CHOICE
+        return choice
+
+    def _tell(self, choice: Choice, outcome: StepOutcome) -> float | None:
+        if self.failure:
+            return None
+        try:
+            return self.seat.tell(choice, outcome)
+        except Exception as error:
+            self._give_up(error)
+            return None
+
+    def _give_up(self, error: Exception) -> None:
+        """Decode plainly from now on: the policy may be anybody's, and requests are being served."""
+        if not self.failure:
+            failure = f"the policy raised {type(error).__name__}: {error} ({raised_at(error)})"
+            logger.error("%s; the engine goes on without speculation", failure)
+            self.set_selector(None)
+            self.failure = failure
 
     def watched(self, what: Scheduled, strategy: Strategy) -> None:
         """Take down an iteration that nobody of ours chooses for: at its end the engine drafts by `strategy`."""
@@ -326,20 +301,37 @@ class Control:
             requests=cast(Sequence[RequestState], _Running(request_ids, self.live)),
         )
 
-    def allot(self, live: Sequence[Live]) -> list[int]:
-        """How many tokens the next draft of each request may have: the budget's share, never beyond its cap."""
+    @property
+    def roomy(self) -> bool:
+        """Whether, for all that is known, each next draft may have all tokens of the strategy: then none is trimmed."""
         strategy = self.ledger.in_force.strategy
-        if isinstance(self.seat.budget, UniformBudget) or not live:
-            shares = [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(live)
-        else:
-            requests = cast(Sequence[RequestState], live)
-            state = replace(self._state(()), batch=len(live), strategy=strategy, requests=requests)
-            shares = self.seat.budget.allot(state, strategy)
-        # A draft is followed by one token of the target's own, so the last token is never worth drafting.
-        return [
-            share if share < (room := r.max_response_tokens - len(r.output)) else max(room - 1, 0)
-            for share, r in zip(shares, live, strict=True)
-        ]
+        deepest = min(strategy.draft_depth, strategy.tokens_to_verify - 1)
+        return self._least_room >= deepest and isinstance(self.seat.budget, UniformBudget)
+
+    def allot(self, request_ids: Sequence[str]) -> list[int]:
+        """How many tokens the next draft of each request may have: its share, and never beyond what it may generate."""
+        with self.inside:
+            lives = [self.live[i] for i in request_ids]
+            with self.seat.deciding:
+                shares = self._shares(self.ledger.in_force.strategy, lives)
+            # Of all: who is not asked for now may be in a moment. A batch may be under way, of which nobody knows yet.
+            self._least_room = min(map(_room, self.live.values()), default=0) - self.drafters.max_depth - 1
+            return [min(share, _room(live)) for share, live in zip(shares, lives, strict=True)]
+
+    def _shares(self, strategy: Strategy, lives: Sequence[Live]) -> list[int]:
+        """How many tokens the next draft of each request gets of the budget."""
+        if isinstance(self.seat.budget, UniformBudget) or not lives:
+            return [min(strategy.draft_depth, strategy.tokens_to_verify - 1)] * len(lives)
+        requests = cast(Sequence[RequestState], lives)
+        state = replace(self._state(()), batch=len(lives), strategy=strategy, requests=requests)
+        try:
+            shares = list(self.seat.budget.allot(state, strategy))
+            if len(shares) != len(lives):
+                raise ValueError(f"the budget gave {len(shares)} shares to {len(lives)} requests")
+            return shares
+        except Exception as error:
+            self._give_up(error)
+            return [0] * len(lives)
 
     def drafts(
         self, request_ids: Sequence[str], learned: Sequence[list[int]], learned_s: float | None
@@ -350,33 +342,44 @@ class Control:
         gone or have not generated yet get nothing.
         """
         since_s, late_s = self.ledger.clock(), 0.0
-        self._turn += 1
         strategy = self.ledger.in_force.strategy
         drafts: list[list[int]] = []
         if strategy.speculates:
-            drafts = [[] for _ in request_ids]
             # In order of admission, not of the engine's slots: a trace then says what a drafter knew when it drafted.
             with self.drafting:
                 late_s = self.drafters.feed(strategy, self._turn, self.ledger.clock)
+            with self.inside:
+                places, lives, asked = self._ask_for(request_ids, strategy)
+            with self.drafting:
+                made = self.drafters.propose(
+                    strategy, asked, [learned[n] for n in places] if learned else [[]] * len(asked)
+                )
+            drafts = [[] for _ in request_ids]
+            for n, live, (drafter, draft) in zip(places, lives, made, strict=True):
+                live.drafter, drafts[n] = drafter, draft
+        self.ledger.drafted(since_s, learned_s or 0.0, late_s)
+        return drafts
+
+    def _ask_for(self, request_ids: Sequence[str], strategy: Strategy) -> _Asked:
+        """Who is to be drafted for, and how deep."""
+        if self._growing is not None and self._growing[0] is request_ids:
+            _, places, lives = self._growing
+        else:
             places, lives = [], []
             for n, live in enumerate(map(self.live.get, request_ids)):
                 if live is not None and live.output:
                     places.append(n)
                     lives.append(live)
-            with self.inside, self.seat.deciding:
-                shares = self.allot(lives)
-            if not all(shares):
-                places, lives = list(compress(places, shares)), list(compress(lives, shares))
-                shares = [share for share in shares if share]
-            asked = [(live.key, share) for live, share in zip(lives, shares, strict=True)]
-            with self.drafting:
-                made = self.drafters.propose(
-                    strategy, asked, [learned[n] for n in places] if learned else [[]] * len(asked)
-                )
-            for n, live, (drafter, draft) in zip(places, lives, made, strict=True):
-                live.drafter, drafts[n] = drafter, draft
-        self.ledger.drafted(since_s, learned_s or 0.0, late_s)
-        return drafts
+            # Until a request comes or goes.
+            self._growing = (request_ids, places, lives) if len(lives) == len(request_ids) else None
+        rooms = [live.max_response_tokens - len(live.output) - 1 for live in lives]
+        with self.seat.deciding:
+            shares = self._shares(strategy, lives)
+        shares = [share if share < room else max(room, 0) for share, room in zip(shares, rooms, strict=True)]
+        if not all(shares):
+            places, lives = list(compress(places, shares)), list(compress(lives, shares))
+            shares = [share for share in shares if share]
+        return places, lives, [(live.key, share) for live, share in zip(lives, shares, strict=True)]
 
     def sampled(self, what: Scheduled, counts: Sequence[int]) -> None:
         """The oldest iteration in flight is back: `counts` are the tokens each request got, drafts kept included."""

@@ -64,11 +64,15 @@ class _Growing:
 
 @dataclass(slots=True, eq=False)
 class _Fed:
-    """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed."""
+    """A model-free drafter in use, the requests in the order they came, and the turn at which it was last fed.
+
+    It is `behind` where text was left to wait.
+    """
 
     drafter: Drafter
     texts: dict[Key, _Growing] = field(default_factory=dict)
     turn: float = -math.inf
+    behind: bool = False
 
     def open(self, key: Key, prompt: Sequence[int], output: Sequence[int]) -> None:
         self.drafter.open(key, prompt)
@@ -203,17 +207,22 @@ class DrafterPool(Mapping[str, DrafterState]):
 
         Returns the seconds that went into text of turns before `turn`, when nobody asked: a drafter that was not fed in
         the last k turns has had k parts of it to take in, one of them this turn's. Each drafter gets one `extend` per
-        request that has grown, however long it was not asked.
+        request that has grown, however long it was not asked, and puts in no more than a piece of the text: the rest
+        waits for the next turns, and until then the drafter does without it.
         """
         late_s = 0.0
         for name in self._asked(strategy.drafter):
             fed = self._fed[name]
-            start_s = clock()
-            fed.drafter.catch_up()
-            caught_up_s = clock()
+            drafter, most = fed.drafter, fed.drafter.piece_tokens + self.max_depth * len(fed.texts)
+            start_s = fed_s = clock()
+            if not fed.behind:
+                # What came when requests entered and left.
+                fed.behind = not drafter.catch_up(most)
+                fed_s = clock()
+            late = fed.behind
             fed.feed()
-            fed.drafter.catch_up()
-            late_s += caught_up_s - start_s + (clock() - caught_up_s) * (1.0 - 1.0 / (turn - fed.turn))
+            fed.behind = not drafter.catch_up(most)
+            late_s += fed_s - start_s + (clock() - fed_s) * (1.0 if late else 1.0 - 1.0 / max(turn - fed.turn, 1))
             fed.turn = turn
         return late_s
 
@@ -247,17 +256,18 @@ class DrafterPool(Mapping[str, DrafterState]):
 
     def observe(self, name: str, verified: Sequence[tuple[Key, int, int]]) -> None:
         """Drafts by `name` were verified: for each key how many tokens were drafted, and how many first ones kept."""
-        lately = self._lately.get(name)
+        if not verified:
+            return
+        lately = self._lately.get(name, float(verified[0][2]))
         for _, _, num_accepted in verified:
-            lately = float(num_accepted) if lately is None else lately + LATELY * (num_accepted - lately)
-        if lately is not None:
-            self._lately[name] = lately
+            lately += LATELY * (num_accepted - lately)
+        self._lately[name] = lately
         if name == self.learned:
             for _, num_drafted, num_accepted in verified:
                 self._counts[name].add(num_drafted, num_accepted)
                 self.canary.observe(num_drafted, num_accepted)
             return
-        alike = Counter((num_drafted, num_accepted) for _, num_drafted, num_accepted in verified)
+        alike = Counter([draft[1:] for draft in verified])
         for (num_drafted, num_accepted), times in alike.items():
             self._counts[name].add(num_drafted, num_accepted, times)
         if name in self._fed:

@@ -36,6 +36,7 @@ from .drafter_pool import DrafterCollapsed, DrafterPool, DrafterReport
 from .drafter_pool import Response as Remembered
 from .graphs import GraphPlan
 from .recording import how_it_ended
+from .seat import PolicyFailed
 
 ASK_EVERY_S = 1.0
 """How often an engine core in its own process is asked, while it generates, whether its canary stops the run."""
@@ -271,7 +272,7 @@ class Engine:
         first yes the others are aborted and come back with what they have. ConfigError for a prompt that leaves no
         room, two requests of one key and what vLLM refuses. EngineDied, with what came back whole, when the engine
         fails or loses a request, and ever after. DrafterCollapsed when the drafter's canary stops the run, until there
-        are new draft weights. A call that was interrupted leaves nothing behind.
+        are new draft weights, PolicyFailed when the policy raises. A call that was interrupted leaves nothing behind.
         """
         self._check(requests)
         try:
@@ -295,7 +296,7 @@ class Engine:
             for (name, request), settings in zip(names.items(), params, strict=True):
                 adapter.add_request(self.llm, name, request.prompt_token_ids, settings)
             with adapter.running(self.llm):
-                while engine.has_unfinished_requests():
+                while engine.has_unfinished_requests() and (self.own_process or not self.control.failure):
                     for output in self._step():
                         if output.finished:
                             outputs[output.request_id] = (output.outputs[0], time.perf_counter() - start)
@@ -307,7 +308,9 @@ class Engine:
             iterations, decisions, first = self._call("end")
             inside_after, deciding_after, drafting_after = self._call("seconds")
             self._heed_canary()
-        except DrafterCollapsed:
+            if failed := self._call("failure"):
+                raise PolicyFailed(f"worker {self.worker}: {failed}")
+        except (DrafterCollapsed, PolicyFailed):
             adapter.abort_all(self.llm)
             raise
         except ConfigError:

@@ -131,6 +131,7 @@ class Ledger:
         self.clock = clock
         self._tell = tell
         self.in_force = NO_CHOICE
+        self._noughts: tuple[int, ...] = ()
         self._in_flight: deque[Iteration] = deque()
         self.begin(0)
         self.is_open = False
@@ -191,7 +192,10 @@ class Ledger:
             iteration.drafted = drafted = list(map(len, map(what.drafts.get, what.request_ids, repeat(()))))
             iteration.accepted = [got - 1 if n and got else 0 for got, n in zip(counts, drafted, strict=True)]
         else:
-            iteration.drafted = iteration.accepted = [0] * iteration.batch
+            # Iterations without drafts share their noughts: a rollout keeps all of its iterations until it ends.
+            if len(self._noughts) != iteration.batch:
+                self._noughts = (0,) * iteration.batch
+            iteration.drafted = iteration.accepted = self._noughts
         iteration.num_generated = sum(counts)
         iteration.graph = what.graph
         return iteration
@@ -235,8 +239,9 @@ class Ledger:
         self._over_s = now
         if self.is_open:
             self._over.append(iteration)
-        if iteration.verified.selector is not None and iteration.verified.learns:
-            iteration.reward = self._tell(iteration.verified, iteration.outcome)
+        choice = iteration.verified
+        if choice.learns and choice.selector is not None and choice.selector.learns_from(choice.strategy):
+            iteration.reward = self._tell(choice, iteration.outcome)
 
     @property
     def iterations(self) -> list[Row]:
@@ -270,7 +275,7 @@ class Ledger:
                     "num_drafted": sum(it.drafted),
                     "num_accepted": sum(it.accepted),
                     "num_generated": it.num_generated,
-                    "accepted_per_request": it.accepted if it.verified.strategy.speculates else None,
+                    "accepted_per_request": list(it.accepted) if it.verified.strategy.speculates else None,
                     "next_draft_depth": it.next_depth,
                     "graph": it.graph[0] if it.graph is not None else None,
                     "graph_tokens": it.graph[1] if it.graph is not None else None,

@@ -24,11 +24,15 @@ class Draft(NamedTuple):
 class Drafter(ABC):
     """Proposes continuations from text it has seen. `open` a request, `extend` it as it grows, `close` it at its end.
 
+    An engine has it put in `piece_tokens` of what waits in an iteration, which is to take about 10 ms.
+
     >>> drafter.open((0, "p", 0, 0), [1, 2, 3])                                                     # doctest: +SKIP
     >>> drafter.extend((0, "p", 0, 0), [7, 8, 9, 7])                                                # doctest: +SKIP
     >>> drafter.propose((0, "p", 0, 0), depth=2)                                                    # doctest: +SKIP
     Draft(tokens=[8, 9], expected=2.0)
     """
+
+    piece_tokens = 8192
 
     def begin(self, rl_step: int) -> None:  # noqa: B027
         """A rollout begins: what only served groups of earlier RL steps may be forgotten."""
@@ -49,8 +53,12 @@ class Drafter(ABC):
         """`propose` for each of several (key, depth), in order."""
         return [self.propose(key, depth) for key, depth in asked]
 
-    def catch_up(self) -> None:  # noqa: B027
-        """Put in the text that waits to be looked up for open requests, so that the next look-ups only look up."""
+    def catch_up(self, most: int | None = None) -> bool:
+        """Put in the text that waits to be looked up for open requests, so that the next look-ups only look up.
+
+        At most `most` tokens of it: then the next look-ups find what is in. Whether nothing waits any more.
+        """
+        return True
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:  # noqa: B027
         """A draft of `num_drafted` tokens for `key` was verified and its first `num_accepted` were kept."""

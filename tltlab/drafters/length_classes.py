@@ -46,7 +46,8 @@ class LengthClasses:
         self.window = window
         self.records_: list[tuple[str, int]] = []
         self.pending_: list[tuple[str, int]] = []
-        self._tables: _Tables | None = None
+        self._known: _Tables | None = None
+        self._is_fit = True
 
     def finished(self, prompt_id: str, response_tokens: int) -> None:
         """Take the length of a finished response."""
@@ -54,11 +55,12 @@ class LengthClasses:
         if len(self.pending_) * _REFITS_PER_WINDOW >= len(self.records_):
             self.records_ = (self.records_ + self.pending_)[-self.window :]
             self.pending_ = []
-            self._fit()
+            self._is_fit = False
 
     def start_class(self, prompt_id: str) -> int | None:
         """The class that the prompt's history gives its next response; None without any."""
-        return None if self._tables is None else self._tables.start.get(prompt_id)
+        tables = self._tables
+        return None if tables is None else tables.start.get(prompt_id)
 
     def expect(self, prompt_ids: Sequence[str], generated_tokens: Floats) -> tuple[Ints, Floats] | None:
         """Class and expected remaining tokens of running requests, shape (requests,); None while nothing is known.
@@ -66,7 +68,8 @@ class LengthClasses:
         Remaining tokens are the mean over the class. A request longer than all responses seen is expected to grow as
         much again.
         """
-        return None if self._tables is None else self._tables.expect(prompt_ids, generated_tokens)
+        tables = self._tables
+        return None if tables is None else tables.expect(prompt_ids, generated_tokens)
 
     def state_dict(self) -> dict[str, Any]:
         return {"records": [list(r) for r in self.records_], "pending": [list(r) for r in self.pending_]}
@@ -74,11 +77,16 @@ class LengthClasses:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.records_ = [(str(prompt), int(length)) for prompt, length in state["records"]][-self.window :]
         self.pending_ = [(str(prompt), int(length)) for prompt, length in state["pending"]]
-        self._fit()
+        self._is_fit = False
 
-    def _fit(self) -> None:
-        enough = len(self.records_) >= _LEAST_RECORDS
-        self._tables = _Tables(self.records_, self.quantiles) if enough else None
+    @property
+    def _tables(self) -> _Tables | None:
+        # Not before somebody asks: requests end in every other iteration of a large batch.
+        if not self._is_fit:
+            enough = len(self.records_) >= _LEAST_RECORDS
+            self._known = _Tables(self.records_, self.quantiles) if enough else None
+            self._is_fit = True
+        return self._known
 
 
 class _Tables:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from tltlab.errors import ConfigError
 
 from .base import Draft, Drafter, Key
+from .history import LOW
 
 Gram = tuple[int, ...]
 Scope = Literal["group", "request"]
@@ -43,6 +44,8 @@ class NgramDrafter(Drafter):
     Draft(tokens=[8, 9], expected=2.0)
     """
 
+    piece_tokens = 1024
+
     def __init__(
         self, min_match: int = 2, max_match: int = 5, scope: Scope = "group", history_mib: float | None = 256.0
     ) -> None:
@@ -56,11 +59,16 @@ class NgramDrafter(Drafter):
         self.max_match = max_match
         self.scope = scope
         self.history_mib = history_mib
+        self._most_bytes = math.inf if history_mib is None else history_mib * 2**20
+        self._bytes_per_token = (max_match - min_match + 1) * (BYTES_PER_GRAM + BYTES_PER_COUNTS) + BYTES_PER_WAITING
         self.forget()
 
     def forget(self) -> None:
         self._stores: dict[tuple[int, str] | Key, _Store] = {}
         self._running: dict[Key, _Running] = {}
+        self._left_waiting = False
+        # Of the budget, at least so much is free: counting takes time that grows with the groups.
+        self._free_bytes = self._most_bytes
 
     def begin(self, rl_step: int) -> None:
         """Drop the groups of earlier RL steps, but for those in which a request is still open."""
@@ -71,38 +79,50 @@ class NgramDrafter(Drafter):
         assert key not in self._running, f"request {key!r} is open already"
         store = self._stores.setdefault(self._name(key), _Store(self.min_match, self.max_match))
         request = self._running[key] = _Running(store)
-        store.take(request, tokens)
+        self._free_bytes -= store.take(request, tokens) * self._bytes_per_token
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
-        request.store.take(request, tokens)
+        self._free_bytes -= request.store.take(request, tokens) * self._bytes_per_token
 
     def propose(self, key: Key, depth: int) -> Draft:
         request = self._running[key]
-        if request.store.waiting:
+        if request.store.waiting and not self._left_waiting:
             request.store.catch_up()
+        if request.num_waiting:
+            # Which its last tokens are is not known before they are in.
+            return Draft([], 0.0)
         return request.store.propose(request.tail or (), depth)
 
-    def catch_up(self) -> None:
+    def catch_up(self, most: int | None = None) -> bool:
+        room = math.inf if most is None else most
+        self._left_waiting = False
         for request in self._running.values():
             if request.store.waiting:
-                request.store.catch_up()
+                if room > 0:
+                    room -= request.store.catch_up(room)
+                if request.store.waiting:
+                    self._left_waiting = True
+                    break
+        return not self._left_waiting
 
     def close(self, key: Key) -> None:
         del self._running[key]
         if self.scope == "request":
             del self._stores[key]
-        elif self.history_mib is not None:
-            self._free(self.memory_bytes - self.history_mib * 2**20)
+        elif self._free_bytes < 0:
+            self._keep_budget()
 
-    def _free(self, surplus: float) -> None:
-        """Drop groups in which nothing runs, the oldest first, until they took `surplus` bytes."""
-        if surplus > 0:
+    def _keep_budget(self) -> None:
+        """Drop groups in which nothing runs, the oldest first, until there is some room in the budget."""
+        held = self.memory_bytes
+        if held > self._most_bytes:
             used = {self._name(key) for key in self._running}
             for name in [name for name in self._stores if name not in used]:
-                surplus -= self._stores.pop(name).memory_bytes
-                if surplus <= 0:
-                    return
+                held -= self._stores.pop(name).memory_bytes
+                if held <= LOW * self._most_bytes:
+                    break
+        self._free_bytes = self._most_bytes - held
 
     @property
     def memory_bytes(self) -> int:
@@ -115,10 +135,14 @@ class NgramDrafter(Drafter):
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An open request, and the last tokens of what is in its store of it; None before its prompt is."""
+    """An open request, and the last tokens of what is in its store of it; None before its prompt is.
+
+    The others wait.
+    """
 
     store: _Store
     tail: Gram | None = None
+    num_waiting: int = 0
 
 
 class _Store:
@@ -136,17 +160,29 @@ class _Store:
         self.waiting: list[tuple[_Running, Gram]] = []
         self.num_waiting = 0
 
-    def take(self, request: _Running, tokens: Sequence[int]) -> None:
-        """Tokens of a request, first its prompt's."""
+    def take(self, request: _Running, tokens: Sequence[int]) -> int:
+        """Tokens of a request, first its prompt's; how many they are."""
         self.waiting.append((request, tuple(tokens)))
+        request.num_waiting += len(tokens)
         self.num_waiting += len(tokens)
+        return len(tokens)
 
-    def catch_up(self) -> None:
-        """Put in what waits."""
-        waiting, self.waiting, self.num_waiting = self.waiting, [], 0
-        for request, tokens in waiting:
-            tail = request.tail
-            request.tail = self.add_prompt(tokens) if tail is None else self.add(tail, tokens)
+    def catch_up(self, most: float = math.inf) -> float:
+        """Put in what waits, at most so many tokens, but prompts whole; how many it were."""
+        waiting, self.waiting, before = self.waiting, [], self.num_waiting
+        left = before - most
+        for place, (request, tokens) in enumerate(waiting):
+            more = int(left) - self.num_waiting + len(tokens) if left > 0 else 0
+            if request.tail is not None and more > 0:
+                self.waiting.append((request, tokens[-more:]))
+                tokens = tokens[:-more]
+            request.tail = self.add_prompt(tokens) if request.tail is None else self.add(request.tail, tokens)
+            request.num_waiting -= len(tokens)
+            self.num_waiting -= len(tokens)
+            if self.num_waiting <= left:
+                self.waiting += waiting[place + 1 :]
+                break
+        return before - self.num_waiting
 
     @property
     def memory_bytes(self) -> int:

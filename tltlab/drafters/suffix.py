@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -112,7 +113,12 @@ class SuffixDrafter(Drafter):
         self._trees: dict[_Name, TextTree] = {}
         # Those with an index, the one that was opened longest ago first.
         self._built: dict[_Name, TextTree] = {}
+        # Those in which something runs.
+        self._in_use: dict[_Name, TextTree] = {}
         self._running: dict[Key, _Running] = {}
+        self._left_waiting = False
+        # What trees hold of finished texts is no more than this: counting takes time that grows with the trees.
+        self._most_held = 0
         self._history = History(self._most_text_bytes)
 
     def begin(self, rl_step: int) -> None:
@@ -132,21 +138,27 @@ class SuffixDrafter(Drafter):
             tree = self._tree(name)
             if name not in self._built:
                 tree.build(self._history.texts, self._make_room(tree))
+                self._most_held += tree.num_tokens
             self._built.pop(name, None)
             self._built[name] = tree
             tree.open(key, prompt)
         text = array("i", [BEFORE_TEXT])
         text.frombytes(prompt.tobytes())
         trees = [self._trees[name] for name in names]
-        growing = [tree for tree, name in zip(trees, names, strict=True) if self.live or name[0] == "request"]
+        growing = [
+            (tree, tree.number(key))
+            for tree, name in zip(trees, names, strict=True)
+            if self.live or name[0] == "request"
+        ]
         self._running[key] = _Running(names, trees, growing, text, start=len(text), width=WIDTHS[0])
+        self._in_use.update(zip(names, trees, strict=True))
 
     def extend(self, key: Key, tokens: Sequence[int]) -> None:
         request = self._running[key]
-        new = array("i", tokens)
-        request.text.extend(new)
-        for tree in request.growing:
-            tree.extend(key, new)
+        new = tokens if isinstance(tokens, list) else list(tokens)
+        request.text.fromlist(new)
+        for tree, number in request.growing:
+            tree.waiting.append((number, new))
 
     def propose(self, key: Key, depth: int) -> Draft:
         return self.propose_all([(key, depth)])[0]
@@ -165,7 +177,7 @@ class SuffixDrafter(Drafter):
                 factor = self.match_factor if matching else float(depth)
                 context = request.text[before:].tolist()
                 for tree in request.trees:
-                    if tree.waiting:
+                    if tree.waiting and not self._left_waiting:
                         tree.catch_up()
                     found = tree.index.speculate(context, depth, factor, -factor * shorter, least, False)
                     score = found.score
@@ -174,11 +186,18 @@ class SuffixDrafter(Drafter):
             drafts.append(Draft([], 0.0) if best is None else Draft(best.token_ids, most))
         return drafts
 
-    def catch_up(self) -> None:
-        for request in self._running.values():
-            for tree in request.trees:
+    def catch_up(self, most: int | None = None) -> bool:
+        room = math.inf if most is None else most
+        # A look-up puts in what is still there to wait, unless it was left there.
+        self._left_waiting = False
+        for tree in self._in_use.values():
+            if tree.waiting:
+                if room > 0:
+                    room -= tree.catch_up(room)
                 if tree.waiting:
-                    tree.catch_up()
+                    self._left_waiting = True
+                    break
+        return not self._left_waiting
 
     def observe(self, key: Key, num_drafted: int, num_accepted: int) -> None:
         if num_accepted:
@@ -188,14 +207,28 @@ class SuffixDrafter(Drafter):
             width = request.width * 2 if num_accepted >= num_drafted else request.width // 2
             request.width = min(max(width, WIDTHS[0]), WIDTHS[1])
 
+    def observe_all(self, verified: Sequence[tuple[Key, int, int]]) -> None:
+        if self.length == "doubling":
+            super().observe_all(verified)
+            return
+        accepted: Counter[str] = Counter()
+        for key, _, num_accepted in verified:
+            accepted[key[1]] += num_accepted
+        for prompt_id, num_tokens in accepted.items():
+            if num_tokens:
+                self._history.note_accepted(prompt_id, num_tokens)
+
     def close(self, key: Key) -> None:
         request = self._running.pop(key)
         response = np.frombuffer(request.text[request.start :], np.int32)
+        growing = [tree for tree, _ in request.growing]
         for name in request.names:
             tree = self._trees[name]
-            if tree not in request.growing:
+            if tree not in growing:
                 tree.extend(key, response)
             tree.running.discard(key)
+            if not tree.running:
+                del self._in_use[name]
             if name[0] == "request":
                 self._drop(name)
         self._finish(key, request.text[1 : request.start].tobytes(), response)
@@ -282,6 +315,7 @@ class SuffixDrafter(Drafter):
         if not names:
             return
         text = self._history.add(key, prompt, response, len(names))
+        self._most_held += (len(response) + self.max_match) * len(names)
         for name in names:
             for oldest in self._trees[name].finish(key, text, self.window):
                 self._history.release(oldest)
@@ -314,7 +348,7 @@ class SuffixDrafter(Drafter):
     def _keep_budget(self) -> None:
         for keys in self._history.leaving():
             self._take_out(keys)
-        if self._make_room() >= 0:
+        if self._most_held <= self._most_tokens or self._make_room() >= 0:
             return
         surplus = self._held_tokens() - LOW * self._most_tokens
         for key in self._history.texts:
@@ -338,6 +372,7 @@ class SuffixDrafter(Drafter):
                 held -= other.num_tokens
                 other.empty()
                 del self._built[name]
+        self._most_held = held
         return self._most_tokens - held
 
     def _held_tokens(self) -> int:
@@ -353,11 +388,14 @@ def _name(scope: Scope, key: Key) -> _Name:
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """An open request: `growing` are those of its `trees` that its text enters at once; `start` is its response's."""
+    """An open request: `growing` are those of its `trees` that its text enters at once, and its number in each.
+
+    `start` is where its response begins.
+    """
 
     names: list[_Name]
     trees: list[TextTree]
-    growing: list[TextTree]
+    growing: list[tuple[TextTree, int]]
     text: array[int]
     start: int
     width: int

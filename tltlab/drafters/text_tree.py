@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import math
 from array import array
 from collections.abc import Callable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +16,14 @@ from tltlab.errors import ConfigError
 
 from .base import Key
 from .history import Text
+
+Waiting: TypeAlias = "Tokens | array[int] | list[int]"
+"""Text that is to be put in."""
+
+
+def _as_list(tokens: Waiting) -> list[int]:
+    found: list[int] = tokens if isinstance(tokens, list) else tokens.tolist()
+    return found
 
 
 class TextTree:
@@ -38,7 +47,7 @@ class TextTree:
         """Give the index back; nothing may be running."""
         assert not self.running
         self.index: Any = None
-        self.waiting: list[tuple[int, Tokens | array[int]]] = []
+        self.waiting: list[tuple[int, Waiting]] = []
         self.num_tokens = 0
         self._number: dict[Key | bytes, int] = {}
         self._prompt: dict[Key, bytes] = {}
@@ -83,19 +92,31 @@ class TextTree:
             self._prompt[key] = packed
             self.extend(key, prompt[-self._num_before :])
 
-    def extend(self, key: Key | bytes, tokens: Tokens | array[int]) -> None:
+    def number(self, key: Key) -> int:
+        """What the index knows a text by."""
+        return self._number[key]
+
+    def extend(self, key: Key | bytes, tokens: Waiting) -> None:
         self.waiting.append((self._number[key], tokens))
 
-    def catch_up(self) -> None:
-        """Put what waits into the index, in the order it came."""
+    def catch_up(self, most: float = math.inf) -> int:
+        """Put what waits into the index, in the order it came, at most so many tokens; how many it were."""
         waiting, self.waiting = self.waiting, []
-        for number, tokens in waiting:
-            self.index.extend(number, tokens.tolist())
+        extend, room = self.index.extend, most
+        for place, (number, tokens) in enumerate(waiting):
+            if len(tokens) > room:
+                cut = int(room)
+                extend(number, _as_list(tokens[:cut]))
+                self.waiting = [(number, tokens[cut:]), *waiting[place + 1 :]]
+                return int(most)
+            extend(number, tokens if type(tokens) is list else _as_list(tokens))
+            room -= len(tokens)
+        return int(most - room) if room < most else 0
 
     @property
     def memory_bytes(self) -> int:
         """The index by its own estimate, for which it is walked, and what waits."""
-        return int(self.index.estimate_memory()) + sum(tokens.itemsize * len(tokens) for _, tokens in self.waiting)
+        return int(self.index.estimate_memory()) + 8 * sum(len(tokens) for _, tokens in self.waiting)
 
     def finish(self, key: Key, text: Text, window: int | None) -> list[Key]:
         """A text is complete; which older ones had to leave."""

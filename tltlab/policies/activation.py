@@ -49,7 +49,8 @@ class ElasticActivation(Selector):
             self.rl_step_, self.on_, self.held_ = state.rl_step, few, self.hold_iterations
         elif few != self.on_ and self.held_ >= self.hold_iterations:
             self.on_, self.held_ = few, 0
-        self.held_ += 1
+        self.held_ = min(self.held_ + 1, self.hold_iterations)
+        self.steady_ = not self.on_ and self.held_ == self.hold_iterations
         if not self.on_:
             self.propensity_, self.bucket_ = 1.0, None
             return NO_SPECULATION
@@ -58,13 +59,13 @@ class ElasticActivation(Selector):
         return chosen
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
-        if self._learns(strategy):
+        if self.learns_from(strategy):
             self.inner.observe(strategy, outcome)
 
     def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
-        return self.inner.reward(strategy, outcome) if self._learns(strategy) else None
+        return self.inner.reward(strategy, outcome) if self.learns_from(strategy) else None
 
-    def _learns(self, strategy: Strategy) -> bool:
+    def learns_from(self, strategy: Strategy) -> bool:
         # An engine may report an iteration after the next choice: just after a switch it need not be one of inner's.
         return self.on_ and strategy in self.inner.strategies
 

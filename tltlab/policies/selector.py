@@ -26,12 +26,15 @@ class Selector(ABC):
     `strategies` lists everything `choose` may return: engines size their buffers by it. `memoryless` promises that
     `choose` depends on nothing but `batch` and `waiting` and that `observe` does nothing; the simulator then asks once
     per change of these. `propensity_` is the probability that the last choice had, `bucket_` the bucket it fell in.
+    `steady_` promises it of the last choice alone: the next ones are the same until one of `batch`, `waiting` and
+    `rl_step` changes, whether it is asked for them or not.
     """
 
     strategies: tuple[Strategy, ...] = ()
     memoryless: bool = False
     propensity_: float = 1.0
     bucket_: int | None = None
+    steady_: bool = False
 
     @abstractmethod
     def choose(self, state: StepState) -> Strategy:
@@ -39,6 +42,10 @@ class Selector(ABC):
 
     def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:  # noqa: B027
         """Learn from an iteration that ran under `strategy`."""
+
+    def learns_from(self, strategy: Strategy) -> bool:
+        """Whether `observe` and `reward` do anything with an outcome of `strategy` as things stand."""
+        return True
 
     def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
         """The reward this selector would learn from, None if it learns nothing. Recorded in decisions.parquet."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,18 +113,42 @@ class World:
 
 
 class _Clock:
-    """Microseconds of this thread's processor time by part; one part runs at a time."""
+    """Microseconds of this thread's processor time by part, but what asking takes; one part runs at a time."""
 
     def __init__(self) -> None:
         self.us: defaultdict[str, float] = defaultdict(float)
         self._part, self._since = _VLLM, time.thread_time_ns()
+        self._asking_us = 0.0
+        self._asking_us = self._empty_us()
 
     def switch(self, part: str) -> str:
         """Let `part` run from now on; the one that ran."""
         now = time.thread_time_ns()
-        self.us[self._part] += (now - self._since) / 1e3
+        self.us[self._part] += (now - self._since) / 1e3 - self._asking_us
         before, self._part, self._since = self._part, part, now
         return before
+
+    def _empty_us(self) -> float:
+        """What a method that does nothing seems to take, at best."""
+        nothing = self.switching(lambda owner: None, "")
+        least = math.inf
+        for _ in range(200):
+            nothing(self)
+            least = min(least, self.us.pop(""))
+        self.us.clear()
+        return least
+
+    def switching(self, inner: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The method `inner`, while which `part` runs."""
+
+        def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.switch(part)
+            try:
+                return inner(owner, *args, **kwargs)
+            finally:
+                self.switch(before)
+
+        return method
 
 
 def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
@@ -130,22 +156,9 @@ def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
     (stock_cls,) = scheduler_cls.__bases__
     hooks = [name for name, value in vars(scheduler_cls).items() if callable(value) and hasattr(stock_cls, name)]
     hooks.remove("__init__")
-
-    def switching(cls: Any, name: str, part: str) -> Any:
-        inner = getattr(cls, name)
-
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            before = clock.switch(part)
-            try:
-                return inner(self, *args, **kwargs)
-            finally:
-                clock.switch(before)
-
-        return method
-
-    below = type("Stock", (stock_cls,), {name: switching(stock_cls, name, _VLLM) for name in hooks})
-    parts = {name: switching(scheduler_cls, name, _PARTS.get(name, _REQUESTS)) for name in (*hooks, "_draft")}
-    return type("Timed", (scheduler_cls, below), parts)
+    stock = {name: clock.switching(getattr(stock_cls, name), _VLLM) for name in hooks}
+    ours = {n: clock.switching(getattr(scheduler_cls, n), _PARTS.get(n, _REQUESTS)) for n in (*hooks, "_draft")}
+    return type("Timed", (scheduler_cls, type("Stock", (stock_cls,), stock)), ours)
 
 
 class Played:
@@ -228,15 +241,22 @@ class Played:
                 fed.drafter.catch_up()
         gc.collect()
         gc.freeze()
+        rows: list[dict[str, Any]] = []
         try:
-            taken = [taken for _ in range(iterations) if (taken := self.iterate())["speculates"] == drafting]
+            for n in range(iterations + iterations // 2 * drafting):
+                # Machines get slower and faster: what indices take is measured in between.
+                with self._index_timed(drafting and n % 3 == 2) as index_us:
+                    row = self.iterate()
+                if row["speculates"] == drafting:
+                    rows.append(row | {"index_us": index_us})
         finally:
             gc.unfreeze()
+        taken = [row for row in rows if not row["index_us"]]
         if len(taken) < _FEWEST:
             return None
-        ours = np.array([sum(us for part, us in row["us"].items() if part != _VLLM) for row in taken])
         by_part = {part: np.array([row["us"][part] for row in taken]) for part in dict.fromkeys(_PARTS.values())}
-        lookup_us, insert_us = self._index_us() if drafting else (0.0, 0.0)
+        ours = np.array([_ours(row) for row in taken])
+        index = [row["index_us"] for row in rows if row["index_us"]]
         self.scheduler.close_recording()
         return {
             "us_per_iteration": float(np.median(ours)),
@@ -246,8 +266,9 @@ class Played:
             "parts": {part: float(np.median(us)) for part, us in by_part.items()}
             | {"policy": float(np.median([row["policy"] for row in taken]))}
             | {part: float(np.mean([row["us"][part] for row in taken])) for part in (_REQUESTS, _CAPTURED)},
-            "lookup_us": lookup_us,
-            "insert_us": insert_us,
+            "lookup_us": float(np.median([us["lookup"] for us in index])) if index else 0.0,
+            "insert_us": float(np.median([us["insert"] for us in index])) if index else 0.0,
+            "beyond_us": _beyond_us(rows),
             "iterations": len(taken),
             "drafted": float(np.mean([row["drafted"] for row in taken])),
             "accepted": float(np.mean([row["accepted"] for row in taken])),
@@ -276,14 +297,15 @@ class Played:
         index = {name: n for n, name in enumerate(ids)}
         result = ModelRunnerOutput(req_ids=list(ids), req_id_to_index=index, sampled_token_ids=sampled)
         self._call(us, scheduler.update_from_output, output, result)
-        speculates = False
+        strategy, speculates = self.control.ledger.in_force.strategy, False
         if scheduler.num_spec_tokens:
-            speculates = bool(drafts) and self.control.ledger.in_force.strategy.speculates
+            speculates = bool(drafts) and strategy.speculates
             self._call(us, scheduler.update_draft_token_ids, DraftTokenIds(list(ids), learned))
         return {
             "us": us,
             "policy": (self.control.seconds[1] - deciding_s) * 1e6,
             "speculates": speculates,
+            "strategy": strategy,
             "drafted": drafted,
             "accepted": accepted,
         }
@@ -325,28 +347,51 @@ class Played:
         draft, right = text[at + 1 : at + 1 + depth], at % (depth + 1)
         return [token if n < right else token + 1 for n, token in enumerate(draft)]
 
-    def _index_us(self) -> tuple[float, float]:
-        """Microseconds that the drafters' indices take for the look-ups and the insertions of an iteration.
+    @contextmanager
+    def _index_timed(self, wanted: bool) -> Iterator[dict[str, float]]:
+        """Within, if `wanted`, microseconds that the drafters' indices take for look-ups and insertions.
 
-        Each of their calls is timed, in iterations of their own; what timing takes is left out.
+        What timing a call takes is left out here, but not by the clock.
         """
-        lookup, insert = [0.0], [0.0]
-        for fed in self.control.drafters._fed.values():
-            for tree in getattr(fed.drafter, "_trees", {}).values():
-                if tree.index is not None:
-                    tree.index = _TimedIndex(tree.index, {"speculate": lookup, "extend": insert})
-            for store in getattr(fed.drafter, "_stores", {}).values():
-                for name, taken in (("propose", lookup), ("add", insert)):
-                    setattr(store, name, _timed_call(getattr(store, name), taken))
-        found: list[tuple[float, float]] = []
-        for _ in range(8 * _FEWEST):
-            lookup[0] = insert[0] = 0.0
-            if self.iterate()["speculates"]:
-                found.append((lookup[0] * 1e6, insert[0] * 1e6))
-            if len(found) == 2 * _FEWEST:
-                break
-        lookup_us, insert_us = np.median(np.array(found or [(0.0, 0.0)]), axis=0).tolist()
-        return lookup_us, insert_us
+        seconds: dict[str, list[float]] = {"lookup": [0.0], "insert": [0.0]}
+        taken: dict[str, float] = {}
+        if not wanted:
+            yield taken
+            return
+        drafters = [fed.drafter for fed in self.control.drafters._fed.values()]
+        trees = [tree for drafter in drafters for tree in getattr(drafter, "_trees", {}).values() if tree.index]
+        stores = [store for drafter in drafters for store in getattr(drafter, "_stores", {}).values()]
+        for tree in trees:
+            tree.index = _TimedIndex(tree.index, {"speculate": seconds["lookup"], "extend": seconds["insert"]})
+        for store in stores:
+            for name, part in (("propose", "lookup"), ("add", "insert")):
+                setattr(store, name, _timed_call(getattr(store, name), seconds[part]))
+        yield taken
+        taken.update({part: total * 1e6 for part, (total,) in seconds.items()})
+        for tree in trees:
+            tree.index = tree.index._index
+        for store in stores:
+            del store.propose, store.add
+
+
+def _ours(row: dict[str, Any]) -> float:
+    return float(sum(us for part, us in row["us"].items() if part != _VLLM))
+
+
+def _beyond_us(rows: Sequence[dict[str, Any]]) -> float:
+    """What is ours in an iteration beyond its indices: the difference of medians by strategy, weighted by how often."""
+    plain: defaultdict[Any, list[float]] = defaultdict(list)
+    index: defaultdict[Any, list[float]] = defaultdict(list)
+    for row in rows:
+        if row["index_us"]:
+            index[row["strategy"]].append(sum(row["index_us"].values()))
+        else:
+            plain[row["strategy"]].append(_ours(row))
+    both = plain.keys() & index.keys()
+    if not both:
+        return 0.0
+    beyond = [np.median(plain[strategy]) - np.median(index[strategy]) for strategy in both]
+    return float(np.average(beyond, weights=[len(plain[strategy]) for strategy in both]))
 
 
 class _TimedIndex:

@@ -107,6 +107,10 @@ class PolicyScheduler(Scheduler):
         self._drafted = False
         self._batch: list[str] = []
         self._context_tokens = 0
+        # Of the batch: who is in it, the tokens of those that have left it since, and whether it was all that runs.
+        self._members: set[str] = set()
+        self._left: dict[str, int] = {}
+        self._whole = False
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
@@ -125,12 +129,14 @@ class PolicyScheduler(Scheduler):
     def _enter(self, request: Request, key: Key) -> None:
         prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
         live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
-        self._batch = []
         self.capture.enter(request.request_id, live)
         self._record(lambda recording: recording.arrived(live))
 
     def _leave(self, request: Request) -> Live | None:
         live = self.control.finish(request.request_id)
+        if request.request_id in self._members:
+            self._members.discard(request.request_id)
+            self._left[request.request_id] = len(request._all_token_ids)
         if live is not None:
             reason = request.get_finished_reason()
             self._record(lambda recording: recording.left(live, None if reason is None else str(reason)))
@@ -156,6 +162,7 @@ class PolicyScheduler(Scheduler):
         live = self._leave(session)
         super()._update_request_as_session(session, update)
         assert live is not None
+        self._batch = []
         rl_step, prompt_id, sample, turn = live.key
         self._enter(session, (rl_step, prompt_id, sample, turn + 1))
 
@@ -190,17 +197,12 @@ class PolicyScheduler(Scheduler):
         if ids == self._batch:
             ids = self._batch
         else:
-            self._batch = ids
-            self._context_tokens = sum(map(len, map(_all_tokens, map(self.requests.__getitem__, ids))))
+            self._join(ids, output)
         drafts = output.scheduled_spec_decode_tokens
-        # A token each and its draft: then nothing was prefilled, and most iterations are spared the sum.
-        decoding = len(ids) + sum(map(len, drafts.values()))
-        prefill = 0
-        if self.control.speechless or output.total_num_scheduled_tokens != decoding:
-            prefill = sum(
-                _prefill_tokens(self.requests[i], num, len(drafts.get(i, ())))
-                for i, num in output.num_scheduled_tokens.items()
-            )
+        # All but a token each and its draft, and of those that have no token yet that one too.
+        prefill = output.total_num_scheduled_tokens - len(ids) - sum(map(len, drafts.values()))
+        for i in self.control.speechless:
+            prefill += i in output.num_scheduled_tokens and _awaits_its_first(self.requests[i])
         return Scheduled(
             request_ids=ids,
             drafts=drafts,
@@ -210,28 +212,60 @@ class PolicyScheduler(Scheduler):
             free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
         )
 
+    def _join(self, ids: list[str], output: SchedulerOutput) -> None:
+        """The batch is another one: count its tokens, all or where that suffices those that came and those that left.
+
+        Counting all takes long: each request's list lies elsewhere in memory.
+        """
+        joined = [new.req_id for new in output.scheduled_new_reqs]
+        whole = len(ids) == len(self.running)
+        # Then nobody was put back or left out, neither then nor now.
+        known = self._batch and self._whole and whole and len(self._batch) - len(self._left) + len(joined) == len(ids)
+        self._batch, self._whole = ids, whole
+        if known and not output.scheduled_cached_reqs.resumed_req_ids:
+            self._members.update(joined)
+            self._context_tokens += self._count(joined) - sum(self._left.values())
+        else:
+            self._members = set(ids)
+            self._context_tokens = self._count(ids)
+        self._left.clear()
+
+    def _count(self, ids: Sequence[str]) -> int:
+        """Tokens of these requests, prompts and what they have generated."""
+        return sum(map(len, map(_all_tokens, map(self.requests.__getitem__, ids))))
+
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        drafts: Mapping[str, Sequence[int]] = {}
         if scheduler_output.num_scheduled_tokens:
             what = self._in_flight.popleft()
+            drafts = what.drafts
             if (ran := model_runner_output.cudagraph_stats) is not None:
                 what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
             with self.control.inside:
                 counts = _counts(what.request_ids, model_runner_output)
-                if what.request_ids is self._batch:
+                if what.request_ids is self._batch and not self._left:
                     self._context_tokens += sum(counts)
                 else:
-                    # Another batch has been put together before this one's tokens were known.
+                    # Another batch has been put together before this one's tokens were known, or some are for nobody.
                     self._batch = []
             self.control.sampled(what, counts)
             self.capture.landed()
-            if self.num_spec_tokens and self.control.steers and not self.control.overlapped:
+            if self._beside and (self._drafted or self.control.ledger.in_force.strategy.speculates):
                 self._due = what.request_ids
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if drafts and self._left and not self._left.keys().isdisjoint(drafts):
+            # Who ends in the middle of a draft does not get all that was kept of it.
+            self._batch = []
         if not self.requests:
             self.control.idle()
             self._due = None
             self._record(LiveRecording.flush)
         return outputs
+
+    @property
+    def _beside(self) -> bool:
+        """Whether drafts are made here, or cut here, once an iteration's tokens are known."""
+        return bool(self.num_spec_tokens) and self.control.steers and not self.control.overlapped
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         draft_s = getattr(draft_token_ids, "draft_s", None)
@@ -240,8 +274,10 @@ class PolicyScheduler(Scheduler):
             super().update_draft_token_ids(draft_token_ids)
         elif self._worker_depth:
             self._draft(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_s)
-        else:
+        elif self._due is not None:
             self._draft_s = draft_s
+        elif draft_s and self._beside:
+            self.control.ledger.drafted(self.control.ledger.clock(), draft_s)
 
     def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> None:
         """Give the last iteration's requests their next drafts. Those `of_workers` were made in `draft_s` seconds."""
@@ -318,12 +354,15 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if not self.control.steers:
+        if not self._worker_depth or self.control.roomy:
             return
-        ids = [i for i in scheduler_output.num_scheduled_tokens if self.requests[i].spec_token_ids]
-        for request_id, share in zip(ids, self.control.allot([self.control.live[i] for i in ids]), strict=True):
-            request = self.requests[request_id]
-            request.spec_token_ids = request.spec_token_ids[:share]
+        drafting = [
+            r for r in map(self.requests.__getitem__, scheduler_output.num_scheduled_tokens) if r.spec_token_ids
+        ]
+        for request, share in zip(drafting, self.control.allot([r.request_id for r in drafting]), strict=True):
+            if share < len(request.spec_token_ids):
+                # The placeholders are one list for all.
+                request.spec_token_ids = request.spec_token_ids[:share]
 
 
 _all_tokens = attrgetter("_all_token_ids")
@@ -340,11 +379,9 @@ def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
     return [len(sampled[index[i]]) for i in request_ids]
 
 
-def _prefill_tokens(request: Request, num_scheduled: int, num_drafts: int) -> int:
-    """Tokens of a scheduled request that are no decoding: its prompt, or after preemption prompt and output again."""
-    if request.num_output_tokens + request.num_output_placeholders == 0:
-        return num_scheduled
-    return max(num_scheduled - num_drafts - 1, 0)
+def _awaits_its_first(request: Request) -> bool:
+    """Whether none of its tokens has been sampled or is being; then nothing that it has scheduled is decoding."""
+    return bool(request.num_output_tokens + request.num_output_placeholders == 0)
 
 
 def call_control(core: Any, message: bytes) -> bytes:

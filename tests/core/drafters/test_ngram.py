@@ -220,3 +220,32 @@ def test_it_keeps_up_with_an_engine():
     assert drafted > 8_000
     assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine; the design asks for 8"
     assert (proposed - inserted) / drafted < 15e-6, "about 1 us on an idle machine; the design asks for 5"
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))
+def test_text_that_is_put_in_by_pieces_gives_the_same_drafts_and_none_before(texts, piece):
+    keys = [(0, "p", n, 0) for n in range(len(texts))]
+    whole, pieces = NgramDrafter(min_match=1), NgramDrafter(min_match=1)
+    for key, text in zip(keys, texts, strict=True):
+        for drafter in (whole, pieces):
+            told(drafter, key, text, prompt=[1, 2])
+    calls = 1
+    while not pieces.catch_up(piece):
+        assert pieces.propose(keys[-1], 4) == Draft([], 0.0) or not texts[-1]
+        calls += 1
+    assert calls <= 1 + (2 * len(texts) + sum(map(len, texts))) / piece
+    assert [pieces.propose(key, 4) for key in keys] == [whole.propose(key, 4) for key in keys]
+
+
+def test_closing_counts_the_groups_only_where_the_budget_may_be_spent(monkeypatch):
+    counted = []
+    memory_bytes = NgramDrafter.memory_bytes
+    monkeypatch.setattr(
+        NgramDrafter, "memory_bytes", property(lambda self: counted.append(0) or memory_bytes.fget(self))
+    )
+    drafter = NgramDrafter(history_mib=8)
+    for n in range(200):
+        told(drafter, (0, f"q{n}", 0, 0), [n % 7] * 100)
+        drafter.close((0, f"q{n}", 0, 0))
+    # At most 1.4 kB for each of the 20,000 tokens, of which they take little.
+    assert 1 <= len(counted) <= 4

@@ -142,8 +142,9 @@ class Drifting(NgramDrafter):
 
 class Remembering(NgramDrafter):
     def forget(self):
-        self._running = {}
-        self._stores = getattr(self, "_stores", {})
+        stores = getattr(self, "_stores", {})
+        super().forget()
+        self._stores = stores
 
 
 class Sure(NgramDrafter):

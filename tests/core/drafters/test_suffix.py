@@ -542,3 +542,20 @@ def test_it_keeps_up_with_an_engine():
     proposed = time.thread_time()
     assert (inserted - start) / len(tokens) < 24e-6, "about 2 us on an idle machine"
     assert (proposed - inserted) / 1_000 < 60e-6, "about 5 us on an idle machine"
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=12), min_size=1, max_size=4), st.integers(1, 5))
+def test_text_that_is_put_in_by_pieces_gives_the_same_drafts_once_all_is_in(texts, piece):
+    keys = [(0, "p", n, 0) for n in range(len(texts))]
+    whole, pieces = SuffixDrafter(), SuffixDrafter()
+    for key, text in zip(keys, texts, strict=True):
+        for drafter in (whole, pieces):
+            told(drafter, key, text, prompt=[1, 2])
+    (tree,) = pieces._trees.values()
+    before = sum(len(tokens) for _, tokens in tree.waiting)
+    while not pieces.catch_up(piece):
+        pieces.propose_all([(key, 4) for key in keys])
+        before -= piece
+        assert sum(len(tokens) for _, tokens in tree.waiting) == before, "a look-up puts nothing in"
+    assert not tree.waiting
+    assert [pieces.propose(key, 4) for key in keys] == [whole.propose(key, 4) for key in keys]

@@ -17,10 +17,10 @@ from tltlab.runtime.engine.vllm import starting
 from tltlab.strategy import Strategy
 
 
-def row(policy: str, batch: int, us: float, *, drafting: bool = False, lookup_us: float = 0.0) -> dict:
+def row(policy: str, batch: int, us: float, *, drafting: bool = False, beyond_us: float = 0.0) -> dict:
     return {
         "policy": policy, "batch": batch, "drafting": drafting, "us_per_iteration": us, "p99_us": 2 * us,
-        "lookup_us": lookup_us, "insert_us": 0.0,
+        "beyond_us": beyond_us,
     }  # fmt: skip
 
 
@@ -30,8 +30,8 @@ def test_goals_are_of_none_of_policies_that_are_off_and_of_what_drafting_takes_b
         row("record", 256, 59.0),
         row("none", 8, 500.0),
         row("beg-mab-suffix", 512, 299.0),
-        row("beg-mab-suffix", 128, 900.0, drafting=True, lookup_us=600.0),
-        row("beg-mab-suffix", 128, 900.0, drafting=True, lookup_us=100.0),
+        row("beg-mab-suffix", 128, 900.0, drafting=True, beyond_us=300.0),
+        row("beg-mab-suffix", 128, 900.0, drafting=True, beyond_us=800.0),
     ]
     found = seam.goals(rows)
     assert [(goal["policy"], goal["batch"], goal["met"]) for goal in found] == [
@@ -64,6 +64,7 @@ def test_every_kind_of_case_runs_beside_vllms_scheduler_and_drafts_when_it_is_to
         assert (row["drafted"] > 0) == drafting
         if policy != "beg-mab-learned":
             assert (row["lookup_us"] > 0) == drafting
+            assert 0 <= row["beyond_us"] <= row["us_per_iteration"] + row["p99_us"]
         assert row["vllm_us"] > 0
         assert row["us_per_iteration"] > row["parts"]["schedule"] > 0
         assert (row["parts"]["capture"] > 0) == (policy == "capture")

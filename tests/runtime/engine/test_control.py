@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -214,6 +215,77 @@ def test_a_budget_shares_out_the_drafts():
     assert engine.draft == [9]
 
 
+class Raising(Script):
+    """Chooses in the order given, and raises in its third call of one method."""
+
+    def __init__(self, where: str, *choices: Strategy) -> None:
+        super().__init__(*choices)
+        self.where = where
+        self.calls = 0
+
+    def _called(self, where: str) -> None:
+        self.calls += where == self.where
+        if self.calls == 3:
+            raise IndexError("no such arm")
+
+    def choose(self, state: StepState) -> Strategy:
+        self._called("choose")
+        return super().choose(state)
+
+    def observe(self, strategy: Strategy, outcome: StepOutcome) -> None:
+        self._called("observe")
+        super().observe(strategy, outcome)
+
+    def reward(self, strategy: Strategy, outcome: StepOutcome) -> float | None:
+        self._called("reward")
+        return 1.0
+
+
+@pytest.mark.parametrize("where", ["choose", "observe", "reward"])
+def test_a_policy_that_raises_is_said_once_and_the_engine_goes_on_plainly(where: str, caplog: pytest.LogCaptureFixture):
+    engine, _ = played(chain(2))
+    policy = Raising(where, *[chain(2)] * 9)
+    engine.control.set_selector(policy)
+    drafted = []
+    for _ in range(8):
+        engine.iterate()
+        drafted.append(len(engine.draft))
+    # What the third choice brought is known two iterations later.
+    assert drafted == ([2, 2, 0, 0, 0, 0, 0, 0] if where == "choose" else [2, 2, 2, 2, 0, 0, 0, 0])
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "no such arm" in text)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the policy raised IndexError: no such arm ({__file__}, line {line}); the engine goes on without speculation"
+    ]
+    rows, _, _ = engine.control.end()
+    assert [row["draft_depth"] for row in rows] == [0, *drafted[:-1]]
+    assert policy.calls == 3
+    engine.control.set_selector(Script(chain(2)))
+    assert engine.control.failure == ""
+    engine.iterate()
+    assert engine.draft == [9, 9]
+
+
+@pytest.mark.parametrize("shares", [[], "many"])
+def test_a_budget_that_raises_or_shares_out_to_others_drafts_nothing_more(
+    shares: object, caplog: pytest.LogCaptureFixture
+):
+    class Wrong(DraftBudget):
+        def allot(self, state: StepState, strategy: Strategy) -> list[int]:
+            return [0] * shares if shares else shares  # type: ignore[operator]
+
+        def finished(self, request: object, *, drafted: int, accepted: int) -> None:
+            raise AssertionError("who has failed is asked no more")
+
+    engine, script = played(*[chain(4)] * 3)
+    engine.control.set_selector(script, Wrong())
+    engine.iterate()
+    engine.iterate()
+    assert engine.draft == []
+    assert engine.control.finish("r") is not None
+    (record,) = caplog.records
+    assert engine.control.failure in record.getMessage()
+
+
 class Batch:
     """An engine of several requests; an iteration gives each a token and verifies nothing."""
 
@@ -304,6 +376,37 @@ def test_a_choice_pays_for_its_own_tokens_and_not_for_those_of_the_iterations_no
     assert [row["draft_duration"] for row in rows] == [0, 0, 0, 0, 1, 1, 1]
     assert [outcome.elapsed_s for _, outcome in script.told] == [0, 0, 0, 0, 1, 1]
     assert slow.told == [("a", 1), ("a", 4), ("a", 1), ("a", 1)]
+
+
+def test_what_came_while_a_drafter_was_off_is_put_in_by_pieces_and_for_nobodys_account():
+    class Piecemeal(Slow):
+        """Puts in a token a second, at most three at once."""
+
+        piece_tokens = 3 - 8
+        waiting = 0
+
+        def extend(self, key: Key, tokens: Sequence[int]) -> None:
+            Listening.extend(self, key, tokens)
+            self.waiting += len(tokens)
+
+        def catch_up(self, most: int | None = None) -> bool:
+            put_in = self.waiting if most is None else min(most, self.waiting)
+            self.waiting -= put_in
+            self.now_s += put_in
+            return not self.waiting
+
+    slow = Piecemeal()
+    control = Control(DrafterPool({"slow": slow}, 8), clock=lambda: slow.now_s)
+    control.set_selector(Script(*[NO_SPECULATION] * 9, *[chain(1, "slow")] * 6))
+    batch = Batch(control, "a")
+    for _ in range(15):
+        batch.iterate()
+    rows, _, _ = control.end()
+    # Ten tokens, then one more each: 3 of 10, 3 of 8, 3 of 6, 3 of 4, 2 of 2, 1 of 1.
+    assert slow.told == [("a", 10), *[("a", 1)] * 5]
+    assert slow.waiting == 0
+    # What came before the first draft of a rollout is paid by nobody, nor is what was left to wait.
+    assert [row["draft_duration"] for row in rows] == [0] * 14 + [1]
 
 
 def test_a_policy_change_in_mid_rollout_shows_the_new_drafter_what_is_running():

@@ -14,7 +14,8 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
+from tltlab.runtime.engine.engine import Engine, Rollout
+from tltlab.runtime.engine.seat import PolicyFailed
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import fixed, request
@@ -159,11 +160,13 @@ def test_a_replay_that_does_not_fit_says_where(engines: list[Engine]):
     second.set_policy(None)
     with pytest.raises(ConfigError, match="none is set"):
         second.replay(rows)
-    # The last test of the file: the engine is gone after it.
     second.set_policy(ADAPTIVE["explore"], seed=[3])
     second.replay([row for row in rows if row["iteration"] != 5])
-    with pytest.raises(EngineDied, match="none for RL step 0, worker 0, iteration 5"):
-        generate(second, 0)
+    for _ in range(2):
+        with pytest.raises(PolicyFailed, match=r"none for RL step 0, worker 0, iteration 5.*replay\.py, line \d+"):
+            generate(second, 0)
+    second.set_policy(None)
+    assert [len(response.token_ids) for response in generate(second, 0).responses]
 
 
 def test_suffix_drafts_after_a_load_follow_from_the_state_alone():
