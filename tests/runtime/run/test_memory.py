@@ -92,7 +92,7 @@ def test_an_update_takes_what_is_reckoned(wide_model: Path):
     try:
         # Each tensor has pages of its own and gives them back: glibc keeps nothing.
         set_in_glibc(MMAP_THRESHOLD, 1 << 16)
-        for rl_step in range(4):
+        for rl_step in range(3):
             trainer.old_logprobs(samples)
             trainer.update(rl_step)
             found.append(trainer.memory().parts["update"])
