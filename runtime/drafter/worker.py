@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from .heads.kinds import load_head
 from .heads.target import FrozenTarget
 from .offline.chains import kept_along
 from .sequences import TrainingSequence
-from .training import DrafterTraining, UpdateReport
+from .training import DrafterTraining, Period
 
 POLL_S = 0.02
 """How often a trainer without data, or without orders, looks again."""
@@ -77,47 +77,6 @@ class SpotPlace:
     temperature: float
     host: str = LOOPBACK
     keys: Any = None
-
-
-@dataclass(slots=True, kw_only=True)
-class Period:
-    """One training period as it goes on; fields as in the trace's `spot_training`, `unsaved` updates among them."""
-
-    rl_step: int
-    term: int
-    began: float
-    members: int = 1
-    setup_s: float = 0.0
-    train_s: float = 0.0
-    wait_s: float = 0.0
-    blocked_s: float = 0.0
-    yield_s: float | None = None
-    updates: int = 0
-    unsaved: int = 0
-    tokens: int = 0
-    sequences: int = 0
-    checkpoints: int = 0
-    ended: str = "stopped"
-    loss: float | None = None
-    accept: list[float] = field(default_factory=list)
-    detail: str | None = None
-
-    def learned(self, report: UpdateReport, own: list[TrainingSequence]) -> None:
-        """An update was applied, to which this worker gave its `own` sequences."""
-        self.updates += 1
-        self.unsaved += 1
-        self.tokens += sum(sequence.num_rows for sequence in own)
-        self.sequences += len(own)
-        self.loss, self.accept = report.loss, report.accept
-
-    def row(self, worker: int, rl_step_began: float, freed: float) -> Row:
-        """The row of the trace; times are of `time.perf_counter`."""
-        row = asdict(self) | {
-            "worker": worker,
-            "t_start": max(self.began - rl_step_began, 0.0),
-            "duration": freed - self.began,
-        }
-        return {name: value for name, value in row.items() if name not in ("began", "unsaved")}
 
 
 class SpotTrainer:

@@ -18,7 +18,7 @@ from tltlab.policies.policy import load_policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import plan_graphs
 
-from .gpus import Bundles, bundles_of, places_of
+from .gpus import Bundles, bundles_of, places_of, weights_way
 from .graphs import EngineBuild, engines_of
 from .memory import (
     PHASES,
@@ -218,6 +218,7 @@ def _sizes(recipe: Recipe, shape: ModelShape, gpu: Gpu | None, bundles: Bundles,
         colocated=bundles.colocated,
         drafters={name: spec for name, spec in build.drafters.items() if name in in_use},
         drafted_rows=rows,
+        way=weights_way(recipe),
         graph_bytes=build.graph_bytes,
     )
 

@@ -31,6 +31,9 @@ LOGITS = 1 << 26
 """That lie in memory at once, as in `token_logprobs` and `drafter_loss`."""
 CONTEXT_BYTES = 1e9
 """Of a process on a GPU that computes nothing: CUDA context, NCCL's and cuBLAS's buffers."""
+BUCKET_BYTES = 32 << 20
+DEVICE_BUCKET_BYTES = 256 << 20
+"""Of new weights on their way, by the host and between devices (`engine.weights`, `vllm.transfer`)."""
 BESIDE = 8
 """Held-out sequences, and prompts kept for siblings, take a part of the drafter's buffer each."""
 
@@ -40,11 +43,12 @@ samples; new weights go to the engines."""
 PHASES: tuple[Phase, ...] = get_args(Phase)
 GENERATING: tuple[Phase, ...] = ("rollout", "idle training")
 Device = Literal["GPU", "host"]
+Way = Literal["host", "nccl", "ipc"]
 
-WORKER, RANK, RANK_0, SPOT, DRIVER = "rollout worker", "trainer rank", "trainer rank 0", "drafter trainer", "driver"
+WORKER, RANK, SPOT, DRIVER = "rollout worker", "trainer rank", "drafter trainer", "driver"
 STORE, REWARDS, RAY = "Ray's object store", "reward process", "Ray"
 
-HOST_RUNTIME = {WORKER: 0.95e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.65e9, REWARDS: 0.35e9, RAY: 0.6e9}
+HOST_RUNTIME = {WORKER: 0.85e9, RANK: 0.75e9, SPOT: 0.65e9, DRIVER: 0.75e9, REWARDS: 0.35e9, RAY: 0.6e9}
 """Resident bytes of a process before it holds anything: Python, torch, vLLM, and what glibc keeps of freed tensors."""
 
 _VLLM_UTILIZATION = 0.92
@@ -100,7 +104,7 @@ class Sizes:
     """What sizes follow from: the recipe, its model, its GPU if one is named, and what its policy drafts with.
 
     `drafters` are those that the policy may end up with, `drafted_rows` the most tokens that an iteration verifies,
-    `graph_bytes` those of planned CUDA graphs, None where none are planned.
+    `way` that of new weights, `graph_bytes` those of planned CUDA graphs, None where none are planned.
     """
 
     recipe: Recipe
@@ -110,6 +114,7 @@ class Sizes:
     colocated: bool  # on GPUs: without, nobody sleeps
     drafters: Mapping[str, DrafterSpec]
     drafted_rows: int
+    way: Way
     graph_bytes: float | None = None
 
     @property
@@ -152,7 +157,7 @@ class Sizes:
         """
         shape = self.shape
         params = shape.layer_params + 2 * shape.hidden**2 + shape.hidden
-        if self.recipe.drafter is None or self.recipe.drafter.loss.method == "eagle":
+        if self.recipe.drafter is None or self.recipe.drafter.loss.method != "eagle3":
             return params
         wider = (shape.heads + 2 * shape.kv_heads) * shape.head_dim * shape.hidden
         return params + wider + shape.hidden**2 + 3 * shape.hidden
@@ -175,8 +180,8 @@ class Sizes:
 
     @property
     def generating(self) -> tuple[Phase, ...]:
-        """Those in which they have their caches there; colocated, new weights come before these do."""
-        return GENERATING if self.colocated else PHASES
+        """Those in which they have their caches there; colocated, weights within a device come before these do."""
+        return GENERATING if self.colocated and self.way == "ipc" else self.loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,7 +245,11 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
     # vLLM pads the vocabulary to a multiple of 64.
     padding = -shape.vocab % 64 * shape.hidden * (1 if shape.tied_embeddings else 2)
     weights = (shape.stored_params + padding) * value / tp
-    held.add("engine weights", weights, f"{value} bytes x parameters / TP", loaded)
+    formula = f"{value} bytes x parameters / TP"
+    if not sizes.on_gpu:
+        weights += (sizes.shared_params + padding) * value / tp
+        formula += "; the CPU build has embedding and LM head packed too"
+    held.add("engine weights", weights, formula, loaded)
     if sizes.learned:
         formula = "its head; embedding and LM head are the target's"
         held.add("drafter, serving", sizes.head_params * value, f"{value} bytes x parameters of {formula}", loaded)
@@ -283,6 +292,7 @@ def engine_memory(sizes: Sizes) -> EngineMemory:
         asleep = tp * (weights + sizes.learned * sizes.head_params * value)
         held.add("engine asleep", asleep, formula, device="host")
     _engine_host(sizes, held)
+    sent_memory(sizes, held)
     return EngineMemory(held=held, at_once=int(kv // (tokens * per_token)), running=sizes.running)
 
 
@@ -339,11 +349,12 @@ def trainer_memory(sizes: Sizes) -> Holdings:
         ("reference model", 4 * share * bool(train.kl_coef), "4 bytes x parameters / ranks"),
     ]
     offloads = sizes.colocated and train.offload
-    own: tuple[Phase, ...] = ("training", "sync") if offloads else PHASES
+    together: tuple[Phase, ...] = ("training", "sync") if sizes.way == "ipc" else ("training",)
+    own = together if offloads else PHASES
     for name, num_bytes, formula in states:
         held.add(name, num_bytes, formula, own)
         if offloads:
-            held.add(name, num_bytes, f"{formula}, offloaded", GENERATING, device="host")
+            held.add(name, num_bytes, f"{formula}, offloaded", (p for p in PHASES if p not in own), device="host")
     training: tuple[Phase, ...] = ("training",)
     held.add("gradients", 4 * share, "4 bytes x parameters / ranks", training)
     if train.ranks > 1 or value == 2:
@@ -373,20 +384,26 @@ def trainer_memory(sizes: Sizes) -> Holdings:
     held.add("trainer rank runtime", HOST_RUNTIME[RANK], "measured", device="host")
     samples = 28 * sizes.responses * sizes.tokens / train.data_ranks
     held.add("samples", samples, "28 bytes x responses x tokens / ranks of other sequences", training, device="host")
-    if sizes.on_gpu:
-        size = (4 + value) * shape.head_params
-        held.add("gathered tensor", size, "the largest in float32, and cast", ("sync",))
+    sent_memory(sizes, held)
     return held
 
 
-def sync_memory(sizes: Sizes) -> list[Holdings]:
-    """New weights on their way by the host: what rank 0 has gathered and pickled, and Ray's copy."""
-    value = value_bytes(sizes.recipe.train.dtype, on_gpu=sizes.on_gpu)
-    whole = value * sizes.shape.stored_params
-    sender, store = Holdings(RANK_0, "host"), Holdings(STORE, "host")
-    sender.add("weights sent", 2 * whole, f"2 x {value} bytes x parameters: gathered and pickled", ("sync",))
-    store.add("weights, stored", whole, f"{value} bytes x parameters", ("sync",))
-    return [sender, store]
+def sent_memory(sizes: Sizes, held: Holdings) -> None:
+    """New weights on their way (`engine.weights`): a process's buckets, and on a trainer's GPU what is gathered.
+
+    By the host the buckets are memory that processes of a machine share, mapped for good; between devices they are
+    there for a sync alone.
+    """
+    value, shape = value_bytes(sizes.recipe.train.dtype, on_gpu=sizes.on_gpu), sizes.shape
+    largest = max(shape.head_params, shape.hidden * shape.intermediate)
+    if held.device == "GPU" and held.process == RANK:
+        formula = "the largest tensor in float32, and cast"
+        held.add("gathered tensor", (4 + value) * largest, formula, ("sync",))
+    if sizes.way == "host":
+        buckets = 2 * max(BUCKET_BYTES, value * largest)
+        held.add("weights, shared", buckets, "2 buckets of a tensor or more, in shared memory", device="host")
+    else:
+        held.add("weights, in buckets", 2 * max(DEVICE_BUCKET_BYTES, value * largest), "2 buckets", ("sync",))
 
 
 def drafter_memory(sizes: Sizes) -> Holdings:
@@ -450,7 +467,7 @@ def driver_memory(sizes: Sizes) -> list[Holdings]:
         driver.add("drafter served, driver", 4 * sizes.head_params, "4 bytes x the head's parameters")
     ray.add("Ray runtime", HOST_RUNTIME[RAY], "measured: raylet, GCS, agents")
     rewards.add("reward process runtime", HOST_RUNTIME[REWARDS], "measured")
-    return [driver, store, *sync_memory(sizes), ray, rewards]
+    return [driver, store, ray, rewards]
 
 
 def times(part: Part, count: float) -> Part:

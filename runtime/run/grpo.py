@@ -81,8 +81,11 @@ def train(recipe: Recipe, out: Path, *, resume: bool = False, replay: Path | Non
         if run.rl_step:
             log.say(f"goes on with RL step {run.rl_step}")
         run.watch = lambda report: log.step(report, report.measures)
+        begins_at = run.rl_step
         while run.rl_step < last_step:
             report = run.step()
+            if run.rl_step in (begins_at + 1, last_step):
+                run.memory()
             every = recipe.eval.every
             if evaluates and every and run.rl_step % every == 0 and run.rl_step < last_step:
                 evaluate(f"after RL step {report.rl_step}")

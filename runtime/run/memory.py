@@ -1,6 +1,6 @@
 """What a run's processes hold, by the names that a dry run gives its parts (`tltlab.runtime.recipe.memory`).
 
-`GrpoRun.memory` asks all of them and writes `memory.json`.
+`RUN/memory.json` has it as it was after the first RL step and, at its end, after the last.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class Peak:
-    """The most that pieces of work took beyond what was there when they began, in `bytes`.
+    """The most that the last piece of work took beyond what was there when it began, in `bytes`.
 
     On CUDA of the device, by torch's count. On a CPU of resident memory, by Linux's: freed memory that glibc keeps is
     given back before, and what it keeps meanwhile counts.
@@ -70,7 +70,7 @@ class Peak:
             before = _resident()[0]
         yield
         most = torch.cuda.max_memory_allocated() if self._cuda else _resident()[1]
-        self.bytes = max(self.bytes, most - before)
+        self.bytes = max(most - before, 0)
 
 
 def _resident() -> tuple[int, int]:

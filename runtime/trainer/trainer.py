@@ -380,7 +380,7 @@ class Trainer:
         self._move(self.device)
 
     def memory(self) -> ProcessMemory:
-        """What this process holds; `update` is the most that one has taken beside it."""
+        """What this process holds; `update` is the most that the last one took beside it."""
         moments = [state[name] for state in self.optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         parts = {
             "master weights": tensor_bytes(self.policy.parameters()),

@@ -290,9 +290,12 @@ def held_bytes(worker: Any) -> dict[str, int]:
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     own = {} if model is None else {place: size for place, size in _weight_bytes(model).items() if place not in target}
-    caches = {name: layer.kv_cache for name, layer in runner.compilation_config.static_forward_context.items()}
-    of_drafter = getattr(drafter, "attn_layer_names", None) or getattr(drafter, "draft_attn_layer_names", None) or ()
-    sizes = {name: cache.untyped_storage().nbytes() for name, cache in caches.items() if hasattr(cache, "nbytes")}
+    layers = runner.vllm_config.compilation_config.static_forward_context
+    caches = {name: getattr(layer, "kv_cache", None) for name, layer in layers.items()}
+    # The V1 runner's proposers and the V2 runner's speculators call them otherwise.
+    names = ("_draft_attn_layer_names", "draft_attn_layer_names")
+    of_drafter = {layer for name in names for layer in getattr(drafter, name, ())}
+    sizes = {name: cache.nbytes for name, cache in caches.items() if isinstance(cache, torch.Tensor)}
     return {
         "engine weights": sum(target.values()),
         "drafter, serving": sum(own.values()),

@@ -29,7 +29,7 @@ def test_what_travels_grows_with_the_tokens_and_not_with_the_workers(cases: list
     for name in ("worker.generate returns", "ray.put", "rewards"):
         assert few[name] == pytest.approx(many[name], rel=0.15), name
     # 8 bytes of tokens and log-probs; rows of 900 iterations and 32 responses come on top.
-    assert 8 < few["worker.generate returns"] < 20
+    assert 8 < few["worker.generate returns"] < 24
     assert sum(few.values()) < 45
 
 

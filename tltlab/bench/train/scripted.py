@@ -26,6 +26,7 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.pool import WorkerPool
 from tltlab.runtime.rollout.worker import packed
 from tltlab.runtime.run.actors import RunActors
+from tltlab.runtime.run.memory import Peak
 from tltlab.runtime.trainer.attention import ALONE
 from tltlab.runtime.trainer.group import TrainerGroup
 from tltlab.runtime.trainer.model import PackedTokens
@@ -268,6 +269,7 @@ class ScriptedTrainer(Trainer):
         self.reference = None
         self.optimizer = torch.optim.AdamW(self.policy.parameters())
         self.steps = 0
+        self._work = Peak(self.device)
         self._samples, self._rank_of, self._old = [], [], []
 
     def weights(self) -> dict[str, torch.Tensor]:
