@@ -27,7 +27,7 @@ from tltlab.runtime.recipe.rules import exact_replay, refuse
 from tltlab.runtime.rollout.collected import Collected, RolloutTools, Trajectory
 from tltlab.runtime.rollout.reward_pool import RewardPool
 from tltlab.runtime.trainer.group import TrainerDied
-from tltlab.runtime.trainer.trainer import Sample
+from tltlab.runtime.trainer.samples import Sample
 from tltlab.traces.recorder import Recorder
 from tltlab.traces.recording import lock
 from tltlab.traces.trace import Trace, read

@@ -22,7 +22,8 @@ from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.memory import ProcessMemory
 
 from .losses import Mismatch
-from .trainer import Pair, Sample, Trainer, UpdateMetrics, share_out
+from .samples import Pair, Sample, share_out
+from .trainer import Trainer, UpdateMetrics
 
 NOTICE_S = 10.0
 """How long Ray may take to say that an actor is dead, seconds: those it was talking with may notice before."""

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,7 +24,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from tltlab.arrays import Tokens
 from tltlab.errors import RunError
 from tltlab.runtime.drafter.heads.mtp import mtp_weights, save_with_mtp
 from tltlab.runtime.drafter.heads.target import FrozenTarget, is_mimo
@@ -37,129 +35,18 @@ from .attention import ALONE
 from .checkpoint import load_trainer, save_trainer
 from .losses import (
     Mismatch,
-    advantages,
     correction_weights,
     kl_estimate,
     mismatch,
     mismatch_sums,
     policy_loss,
-    shape_rewards,
-    token_weights,
 )
 from .model import PackedTokens, PolicyModel, WholeTensors, checkpoint_activations, load_policy_model
-from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, ranks_of, sequence_groups
+from .ranks import be_repeatable, device_of, meet, micro_batches, own_micro_batches, sequence_groups
+from .samples import Pair, Sample, UpdateBatch, Worth, minibatches_of, pairs_of, share_out
 
 DRIFT_SAMPLES = 16
 """Responses on which an update's step is measured."""
-
-Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
-"""Token ids of a prompt, one at least, and of its response."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One whole response of N tokens to learn from.
-
-    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
-    answers; `truncated`: it ended at its cap. A rank that does not compute it knows how long it is and no more.
-    """
-
-    prompt_token_ids: Sequence[int] | Tokens
-    token_ids: Sequence[int] | Tokens
-    logprobs: Sequence[float] | npt.NDArray[np.float32]
-    reward: float
-    group: int
-    truncated: bool = False
-
-    def in_arrays(self) -> Sample:
-        """The same as it travels: arrays go to Ray's store as they lie in memory."""
-        tokens, logprobs = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
-        return replace(self, token_ids=tokens, logprobs=logprobs)
-
-    def without_tokens(self) -> Sample:
-        """For ranks that do not compute it: equally long, of tokens that take no memory."""
-        tokens = range(len(self.token_ids))
-        return replace(self, prompt_token_ids=range(len(self.prompt_token_ids)), token_ids=tokens, logprobs=())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worth:
-    """What N responses teach, [N] each, as `UpdateBatch` says."""
-
-    lengths: Tensor
-    advantages: Tensor
-    counted: Tensor
-    trained: Tensor
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Worth:
-        lengths = torch.tensor([len(s.token_ids) for s in samples])
-        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
-        rewards = shape_rewards(
-            torch.tensor([s.reward for s in samples], dtype=torch.float32),
-            lengths,
-            truncated,
-            overlong=config.overlong,
-            buffer=config.overlong_buffer,
-            max_response_tokens=max_response_tokens,
-        )
-        groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
-        advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
-        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
-        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
-        return cls(lengths=lengths, advantages=advantage, counted=counted, trained=trained)
-
-
-def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:
-    """The responses of each mini-batch of the update of `rl_step`, in random order."""
-    order = torch.from_numpy(np.random.default_rng([seed, rl_step]).permutation(num))
-    return list(order.tensor_split(config.minibatches))
-
-
-def share_out(
-    samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
-) -> list[int]:
-    """Which data rank computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
-
-    What is not trained is dealt out by itself: only its log-probs are computed.
-    """
-    if ranks == 1:
-        return [0] * len(samples)
-    trained = Worth.of(samples, config, max_response_tokens).trained
-    parts = []
-    for rows in minibatches_of(len(samples), config, seed, rl_step):
-        parts += [rows[trained[rows]].tolist(), rows[~trained[rows]].tolist()]
-    lengths = [sum(map(len, pair)) for pair in _pairs(samples)]
-    return ranks_of(lengths, parts, ranks, config.tokens_per_microbatch)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateBatch:
-    """N responses to learn from. Lists have an entry for each of them, of its n tokens.
-
-    `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
-    an advantage a response has no gradient, unless a penalty for the distance to the reference moves it.
-    """
-
-    pairs: list[Pair]
-    lengths: Tensor  # [N], n of each
-    advantages: Tensor  # [N]
-    counted: Tensor  # [N], bool
-    trained: Tensor  # [N], bool
-    base: list[Tensor]  # N of [n]: log-probs that ratios are taken to
-    corrections: list[Tensor]  # N of [n]: weights of tokens for who drew them
-    reference: list[Tensor] | None  # N of [n], [0] where nothing is trained: the reference's log-probs, with a penalty
-
-    def token_weights(self, rows: Tensor, config: TrainConfig, max_response_tokens: int) -> Tensor:
-        """[N]: what each token of a response weighs in the mini-batch of `rows`; 0 for all that are not in it."""
-        weights = torch.zeros(len(self.pairs))
-        weights[rows] = token_weights(
-            self.lengths[rows],
-            self.counted[rows],
-            aggregation=config.aggregation,
-            max_response_tokens=max_response_tokens,
-        )
-        return weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,7 +297,7 @@ class Trainer:
             for i, logp in zip(rows, self._own_logprobs(self.reference, rows), strict=True):
                 reference[i] = logp
         return UpdateBatch(
-            pairs=_pairs(samples),
+            pairs=pairs_of(samples),
             lengths=worth.lengths,
             advantages=worth.advantages,
             counted=worth.counted,
@@ -485,7 +372,7 @@ class Trainer:
         logprobs = dict.fromkeys(rows, torch.empty(0))
         with torch.no_grad():
             for own in self._own_batches(rows):
-                pairs = _pairs([self._samples[i] for i in own])
+                pairs = pairs_of([self._samples[i] for i in own])
                 logp = model(self._packed(pairs)).float().cpu()
                 logprobs |= zip(own, logp.split([len(response) for _, response in pairs]), strict=True)
         return list(logprobs.values())
@@ -507,7 +394,7 @@ class Trainer:
 
     def _own_batches(self, rows: Sequence[int]) -> Iterator[list[int]]:
         """This rank's micro-batches of the kept samples `rows`."""
-        lengths = [sum(map(len, pair)) for pair in _pairs([self._samples[i] for i in rows])]
+        lengths = [sum(map(len, pair)) for pair in pairs_of([self._samples[i] for i in rows])]
         rank_of = [self._rank_of[i] for i in rows]
         budget = self.config.tokens_per_microbatch
         for members in own_micro_batches(lengths, rank_of, self.data_rank, self.data_ranks, budget):
@@ -541,7 +428,3 @@ class Trainer:
             # cuBLAS keeps a workspace per stream (32 MiB on Hopper), which counts as allocated until cleared.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-
-
-def _pairs(samples: Sequence[Sample]) -> list[Pair]:
-    return [(s.prompt_token_ids, s.token_ids) for s in samples]

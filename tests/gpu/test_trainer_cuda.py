@@ -21,7 +21,8 @@ from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer.packing import pack
 from tltlab.runtime.trainer.ranks import be_repeatable
-from tltlab.runtime.trainer.trainer import Sample, Trainer
+from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.trainer import Trainer
 
 from ..runtime.drafter.small_heads import made_head, made_sequence, made_target
 

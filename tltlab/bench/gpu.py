@@ -340,7 +340,8 @@ def _update(mode: str, model: str, batches: list[int], kv_bytes: int, rounds: in
 
     from tltlab.runtime.recipe.recipe import TrainConfig
     from tltlab.runtime.trainer.ranks import be_repeatable
-    from tltlab.runtime.trainer.trainer import Sample, Trainer
+    from tltlab.runtime.trainer.samples import Sample
+    from tltlab.runtime.trainer.trainer import Trainer
 
     vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
     rng = np.random.default_rng(0)

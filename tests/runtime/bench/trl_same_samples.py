@@ -19,7 +19,8 @@ from trl import GRPOConfig, GRPOTrainer
 from tltlab.files import write_json
 from tltlab.runtime.models.runs import prompts_of
 from tltlab.runtime.recipe.recipe import load_recipe
-from tltlab.runtime.trainer.trainer import Sample, Trainer
+from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.trainer import Trainer
 
 
 class SamplesGiven(GRPOTrainer):

@@ -15,7 +15,8 @@ from tltlab.runtime.recipe.dry_run import Plan, plan_of
 from tltlab.runtime.recipe.memory import PHASES
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.run.grpo import train
-from tltlab.runtime.trainer.trainer import Sample, Trainer
+from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.trainer import Trainer
 
 CLOSE = 0.1
 MMAP_THRESHOLD = -3

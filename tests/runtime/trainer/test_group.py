@@ -23,7 +23,8 @@ from tltlab.runtime.ray import actors as ray_actors
 from tltlab.runtime.ray.start import start_ray
 from tltlab.runtime.recipe.recipe import Recipe, load_recipe
 from tltlab.runtime.trainer.group import TrainerDied, TrainerGroup
-from tltlab.runtime.trainer.trainer import Sample, Trainer
+from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.trainer import Trainer
 
 SETTINGS = (
     "train.tokens_per_microbatch=64", "train.kl_coef=0.1", "train.minibatches=3", "faults.collective_timeout_s=1234"

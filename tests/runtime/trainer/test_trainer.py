@@ -18,7 +18,8 @@ from tltlab.errors import ConfigError, RunError
 from tltlab.runtime.recipe.recipe import TrainConfig
 from tltlab.runtime.trainer import logprobs as of_tokens
 from tltlab.runtime.trainer.ranks import be_repeatable
-from tltlab.runtime.trainer.trainer import Sample, Trainer, UpdateMetrics
+from tltlab.runtime.trainer.samples import Sample
+from tltlab.runtime.trainer.trainer import Trainer, UpdateMetrics
 
 TEMPERATURE = 0.8
 CAP = 64

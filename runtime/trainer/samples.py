@@ -1,0 +1,131 @@
+"""What an update learns from: samples, what each is worth, in which mini-batch and on which rank it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tltlab.arrays import Tokens
+from tltlab.runtime.recipe.recipe import TrainConfig
+
+from .losses import advantages, shape_rewards, token_weights
+from .ranks import ranks_of
+
+Pair = tuple[Sequence[int] | Tokens, Sequence[int] | Tokens]
+"""Token ids of a prompt, one at least, and of its response."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One whole response of N tokens to learn from.
+
+    `logprobs` are the behaviour's as the engine returned them, N natural logarithms. `group` numbers the prompt that it
+    answers; `truncated`: it ended at its cap. A rank that does not compute it knows how long it is and no more.
+    """
+
+    prompt_token_ids: Sequence[int] | Tokens
+    token_ids: Sequence[int] | Tokens
+    logprobs: Sequence[float] | npt.NDArray[np.float32]
+    reward: float
+    group: int
+    truncated: bool = False
+
+    def in_arrays(self) -> Sample:
+        """The same as it travels: arrays go to Ray's store as they lie in memory."""
+        tokens, logprobs = np.asarray(self.token_ids, np.int32), np.asarray(self.logprobs, np.float32)
+        return replace(self, token_ids=tokens, logprobs=logprobs)
+
+    def without_tokens(self) -> Sample:
+        """For ranks that do not compute it: equally long, of tokens that take no memory."""
+        tokens = range(len(self.token_ids))
+        return replace(self, prompt_token_ids=range(len(self.prompt_token_ids)), token_ids=tokens, logprobs=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worth:
+    """What N responses teach, [N] each, as `UpdateBatch` says."""
+
+    lengths: Tensor
+    advantages: Tensor
+    counted: Tensor
+    trained: Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], config: TrainConfig, max_response_tokens: int) -> Worth:
+        lengths = torch.tensor([len(s.token_ids) for s in samples])
+        truncated = torch.tensor([s.truncated for s in samples], dtype=torch.bool)
+        rewards = shape_rewards(
+            torch.tensor([s.reward for s in samples], dtype=torch.float32),
+            lengths,
+            truncated,
+            overlong=config.overlong,
+            buffer=config.overlong_buffer,
+            max_response_tokens=max_response_tokens,
+        )
+        groups = torch.tensor([s.group for s in samples], dtype=torch.int64)
+        advantage = advantages(rewards, groups, scale=config.advantage_scale) if samples else rewards
+        counted = ~truncated if config.overlong == "filter" else torch.ones(len(samples), dtype=torch.bool)
+        trained = (advantage.ne(0) | bool(config.kl_coef)) & counted & lengths.gt(0)
+        return cls(lengths=lengths, advantages=advantage, counted=counted, trained=trained)
+
+
+def minibatches_of(num: int, config: TrainConfig, seed: int, rl_step: int) -> list[Tensor]:
+    """The responses of each mini-batch of the update of `rl_step`, in random order."""
+    order = torch.from_numpy(np.random.default_rng([seed, rl_step]).permutation(num))
+    return list(order.tensor_split(config.minibatches))
+
+
+def share_out(
+    samples: Sequence[Sample], config: TrainConfig, ranks: int, *, seed: int, rl_step: int, max_response_tokens: int
+) -> list[int]:
+    """Which data rank computes each sample, so that all have as much to do in each mini-batch of `rl_step`'s update.
+
+    What is not trained is dealt out by itself: only its log-probs are computed.
+    """
+    if ranks == 1:
+        return [0] * len(samples)
+    trained = Worth.of(samples, config, max_response_tokens).trained
+    parts = []
+    for rows in minibatches_of(len(samples), config, seed, rl_step):
+        parts += [rows[trained[rows]].tolist(), rows[~trained[rows]].tolist()]
+    lengths = [sum(map(len, pair)) for pair in pairs_of(samples)]
+    return ranks_of(lengths, parts, ranks, config.tokens_per_microbatch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateBatch:
+    """N responses to learn from. Lists have an entry for each of them, of its n tokens.
+
+    `counted` ones have a share in the means of their mini-batch; those of them that are `trained` are computed: without
+    an advantage a response has no gradient, unless a penalty for the distance to the reference moves it.
+    """
+
+    pairs: list[Pair]
+    lengths: Tensor  # [N], n of each
+    advantages: Tensor  # [N]
+    counted: Tensor  # [N], bool
+    trained: Tensor  # [N], bool
+    base: list[Tensor]  # N of [n]: log-probs that ratios are taken to
+    corrections: list[Tensor]  # N of [n]: weights of tokens for who drew them
+    reference: list[Tensor] | None  # N of [n], [0] where nothing is trained: the reference's log-probs, with a penalty
+
+    def token_weights(self, rows: Tensor, config: TrainConfig, max_response_tokens: int) -> Tensor:
+        """[N]: what each token of a response weighs in the mini-batch of `rows`; 0 for all that are not in it."""
+        weights = torch.zeros(len(self.pairs))
+        weights[rows] = token_weights(
+            self.lengths[rows],
+            self.counted[rows],
+            aggregation=config.aggregation,
+            max_response_tokens=max_response_tokens,
+        )
+        return weights
+
+
+def pairs_of(samples: Sequence[Sample]) -> list[Pair]:
+    """Token ids of prompt and response of each."""
+    return [(s.prompt_token_ids, s.token_ids) for s in samples]
