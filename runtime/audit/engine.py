@@ -10,7 +10,8 @@ import torch
 
 from tltlab.drafters.base import Key
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.engine.vllm import on_cpu
 
 from .exact import Sampling

@@ -26,7 +26,8 @@ from tltlab.policies.policy import ExploreSpec, Policy
 from tltlab.policies.simple import Fixed
 from tltlab.strategy import Strategy
 
-from .engine import Engine, GenerationRequest, Rollout
+from .engine import Engine
+from .generation import GenerationRequest, Rollout
 from .graphs import GraphPlan, Runner, plan_graphs
 
 TEMPERATURE = 1.0

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import ColumnRows
 

@@ -20,7 +20,7 @@ from tltlab.drafters.base import Key
 from tltlab.drafters.specs import DrafterSpec, SuffixSpec
 from tltlab.policies.policy import Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 
 from .collected import load_ragged, save_ragged
 

@@ -14,7 +14,7 @@ import numpy as np
 from tltlab.errors import ConfigError
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.engine import GenerationRequest
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.recipe import PartialConfig, Recipe
 
 from .collected import (

@@ -28,9 +28,9 @@ from tltlab.runtime.data.order import prompt_batch
 from tltlab.runtime.data.prompts import load_prompts
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import GenerationRequest
-from tltlab.runtime.engine.engine import Rollout as Part
 from tltlab.runtime.engine.environment import run_json
+from tltlab.runtime.engine.generation import GenerationRequest
+from tltlab.runtime.engine.generation import Rollout as Part
 from tltlab.runtime.ray.start import ray_running
 from tltlab.runtime.recipe.graphs import engine_build
 from tltlab.runtime.recipe.recipe import Recipe

@@ -16,7 +16,7 @@ from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayEr
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Response, Rollout
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.ray.actors import actor_env, error_of, runtime_env

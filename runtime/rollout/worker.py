@@ -21,7 +21,8 @@ from tltlab.drafters.base import Key
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.feed import Feed, FeedSender, NullFeed
 from tltlab.runtime.engine.drafter_pool import DrafterReport
-from tltlab.runtime.engine.engine import Engine, EngineDied, GenerationRequest, Rollout, capture_room
+from tltlab.runtime.engine.engine import Engine, capture_room
+from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm.dispatch import CapturedGraphs
 from tltlab.runtime.engine.weights import Slots, visible
 from tltlab.runtime.recipe.graphs import EngineBuild

@@ -19,8 +19,8 @@ from tltlab.files import found_in, write_json
 from tltlab.policies.policy import CustomSpec, Policy, PolicySource, load_policy
 from tltlab.runtime.drafter.offline.data import load_tokenizer
 from tltlab.runtime.drafter.run import drafter_of
-from tltlab.runtime.engine.engine import GenerationRequest, Rollout
 from tltlab.runtime.engine.environment import run_json, versions
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.recipe.checks import policy_on_engines
 from tltlab.runtime.recipe.recipe import Recipe, keep_code, located
 from tltlab.runtime.recipe.rules import exact_replay, refuse

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
 from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.traces.recorder import ColumnRows
 from tltlab.traces.schema import TABLES, Manifest

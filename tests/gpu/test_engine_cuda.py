@@ -12,7 +12,8 @@ import torch
 from tltlab.drafters.specs import LearnedSpec
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import GIB, plan_graphs
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -187,7 +187,8 @@ def _graphs(
     from tltlab.policies.simple import Fixed
     from tltlab.runtime.cli.export_policy import graph_pool
     from tltlab.runtime.drafter.heads.kinds import new_head
-    from tltlab.runtime.engine.engine import Engine, GenerationRequest
+    from tltlab.runtime.engine.engine import Engine
+    from tltlab.runtime.engine.generation import GenerationRequest
     from tltlab.runtime.engine.graphs import chain_policies, memory_bytes, plan_graphs
     from tltlab.runtime.engine.profile import ForcedDrafter
     from tltlab.strategy import Strategy

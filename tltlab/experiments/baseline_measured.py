@@ -27,8 +27,9 @@ from tltlab.policies.policy import (
     load_policy,
 )
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.environment import hardware, versions
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm.stock import PlainStock
 from tltlab.runtime.models.make import MAX_RESPONSE_TOKENS
 from tltlab.runtime.models.runs import prompts_of

@@ -315,7 +315,7 @@ def measure(model: Path, work: Work, *, seed: int, progress: Callable[[str], Non
 
 def _starts(engine: Any, model: Path, work: Work, room: int) -> list[list[int]]:
     """Token ids to go on from: prompts, each with the first half of a response among the longest."""
-    from tltlab.runtime.engine.engine import GenerationRequest
+    from tltlab.runtime.engine.generation import GenerationRequest
     from tltlab.runtime.models.runs import prompts_of
 
     prompts = prompts_of(model, "train", 4 * max(work.batches))
@@ -406,7 +406,7 @@ class _Bench:
 
     def _generate(self, batch: int, starts: Sequence[list[int]]) -> tuple[list[dict[str, Any]], Sequence[Any]]:
         """Rows that count, and the responses; it ends after the `tokens` of the work for each request on average."""
-        from tltlab.runtime.engine.engine import GenerationRequest
+        from tltlab.runtime.engine.generation import GenerationRequest
 
         self.number += 1
         requests = [

@@ -25,7 +25,8 @@ from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.runtime.drafter.heads.target import FrozenTarget, hidden_states_of, read_config
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.traces.trace import is_trace, locate, read
 
 Count = Annotated[int, Field(ge=1)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tltlab.errors import ConfigError, RunError
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 
 from . import on_cpu, starting, uncompiled
 from .llm import add_request, engine_arguments, running, sampling_params

@@ -13,7 +13,7 @@ import pytest
 from tltlab.bench.train.driver import measured, text
 from tltlab.bench.train.scripted import DriverCase, ScriptedWorker
 from tltlab.cli.app import main
-from tltlab.runtime.engine.engine import GenerationRequest
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.rollout.worker import packed
 
 SMALL = DriverCase(workers=2, responses=32, tokens=600, group_size=8, ranks=4, reward_processes=0, rl_steps=1)

@@ -15,7 +15,8 @@ from tltlab.experiments import baseline
 from tltlab.experiments.baseline_figures import Measured, PlainSteps, summarise
 from tltlab.experiments.baseline_measured import bench_runtime, measured, modes
 from tltlab.experiments.result import read_settings
-from tltlab.runtime.engine.engine import Engine, Response, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import Response, Rollout
 
 
 def row(mode: str, kind: str, seconds: float, tail_seconds: float, *, epoch: int = 1, round: int = 1) -> Measured:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
-from tltlab.runtime.engine.engine import GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32

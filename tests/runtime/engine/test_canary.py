@@ -11,7 +11,8 @@ from tltlab.coordination.canary import CanaryConfig
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.engine import Engine, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import Rollout
 
 from .asking import fixed, requests, texts
 

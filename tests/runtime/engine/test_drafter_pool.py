@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tltlab.policies.policy import Activation, BegMabSpec, Bucket, LengthAwareBudgetSpec, Policy
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import accept_length, fixed, request, texts

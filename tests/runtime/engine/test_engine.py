@@ -13,7 +13,8 @@ from scipy.stats import chi2
 from transformers import AutoModelForCausalLM
 
 from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy, TableRow, TableSpec, load_policy
-from tltlab.runtime.engine.engine import Engine, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.vllm.plugin import speculative_sampling_is_sound, unmended_sampling
 from tltlab.state import StepState
 from tltlab.strategy import NO_SPECULATION, Strategy

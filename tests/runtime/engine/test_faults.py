@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import Policy
-from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import EngineDied, Rollout
 from tltlab.runtime.engine.weights import Slots
 from tltlab.strategy import Strategy
 

@@ -18,7 +18,8 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy
 from tltlab.policies.simple import NoSpeculation
-from tltlab.runtime.engine.engine import Engine, EngineDied, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import EngineDied, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .asking import changed, fixed, groups_of_four, kept_and_refused, request, requests, settings, texts

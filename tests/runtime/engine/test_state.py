@@ -14,7 +14,8 @@ import pytest
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import BegMabSpec, Bucket, ExploreSpec, Policy
 from tltlab.runtime.engine.drafter_pool import DrafterPool
-from tltlab.runtime.engine.engine import Engine, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import Rollout
 from tltlab.runtime.engine.seat import PolicyFailed
 from tltlab.strategy import NO_SPECULATION, Strategy
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tltlab.runtime.data.order import DataOrder
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.recipe.recipe import Recipe
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory
 from tltlab.runtime.rollout.worker import enough

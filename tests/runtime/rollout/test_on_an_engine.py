@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.data.prompts import Prompt
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.rollout.collected import RolloutTools
 from tltlab.runtime.rollout.ways import rollouts_of
 from tltlab.runtime.rollout.worker import enough

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, SuffixSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, load_policy
-from tltlab.runtime.engine.engine import EngineDied, GenerationRequest, Rollout
+from tltlab.runtime.engine.generation import EngineDied, GenerationRequest, Rollout
 from tltlab.runtime.engine.graphs import plan_graphs
 from tltlab.runtime.engine.weights import Engines, Slots, load_buckets
 from tltlab.runtime.ray.start import start_ray

@@ -15,7 +15,7 @@ import pytest
 from scipy.stats import chisquare
 
 from tltlab.errors import ConfigError
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.rollout.collected import RolloutTools, Trajectory, save_ragged
 from tltlab.runtime.rollout.prefix_reuse import (
     EARLIER_FILE,

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.run.metrics import step_metrics
 from tltlab.runtime.run.rows import Row, StepReport, step_rows
 

@@ -19,7 +19,7 @@ import numpy as np
 import ray
 import torch
 
-from tltlab.runtime.engine.engine import GenerationRequest, Response, Rollout
+from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollout
 from tltlab.runtime.engine.weights import Way
 from tltlab.runtime.recipe.graphs import drafters_of, engine_build
 from tltlab.runtime.recipe.recipe import Recipe

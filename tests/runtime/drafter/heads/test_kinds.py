@@ -40,7 +40,8 @@ from tltlab.runtime.drafter.offline.annotate import learned_annotator
 from tltlab.runtime.drafter.offline.chains import kept_along
 from tltlab.runtime.drafter.offline.export import write_checkpoint
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.runtime.recipe.drafter import LossConfig
 from tltlab.runtime.trainer.packing import pack
 from tltlab.strategy import Strategy

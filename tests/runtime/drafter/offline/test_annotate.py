@@ -25,7 +25,8 @@ from tltlab.policies.simple import Fixed
 from tltlab.runtime.drafter.heads.head import DrafterHead
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.offline.annotate import DraftModel, Eagle, learned_annotator
-from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest
 from tltlab.strategy import Strategy
 from tltlab.traces.drafts import RecordedResponse
 from tltlab.traces.schema import Manifest

@@ -21,7 +21,8 @@ from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.engine.engine import Engine, GenerationRequest, Rollout
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.runtime.engine.vllm import llm as adapter
 from tltlab.runtime.engine.vllm.capture import _Batch, _PinnedWay
 from tltlab.runtime.engine.vllm.row_store import RowStore

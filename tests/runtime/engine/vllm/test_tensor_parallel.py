@@ -12,7 +12,8 @@ from transformers import LlamaForCausalLM
 
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.runtime.engine import weights
-from tltlab.runtime.engine.engine import Engine, GenerationRequest
+from tltlab.runtime.engine.engine import Engine
+from tltlab.runtime.engine.generation import GenerationRequest
 
 from ..asking import BLOCK, fixed, groups_of_four, kept_and_refused, texts
 from .test_capture import Files, check, deep_model_and_head, load
