@@ -21,8 +21,8 @@ _VLLM_COUNTS = ("max_num_seqs", "max_model_len", "kv_cache_memory_bytes")
 
 
 def refuse(complaints: Iterable[str], error: type[Exception] = ConfigError) -> None:
-    """Raise `error` with all complaints in one line, where there are any; pydantic wants ValueError."""
-    if sentences := list(complaints):
+    """Raise `error` with all complaints in one line, each once, where there are any; pydantic wants ValueError."""
+    if sentences := dict.fromkeys(complaints):
         raise error("; ".join(sentences))
 
 
