@@ -73,8 +73,9 @@ def test_a_notebook_runs_from_its_script(script, kernel):
     if script.stem in ENGINES:
         pytest.importorskip("vllm", reason="no engine installed: extra 'runtime' or 'runtime-cpu'")
     notebook = jupytext.read(script)
-    # Nothing of the notebook before is known, but what it imported need not be imported anew.
-    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    # Nothing of the notebook before is known, but what it imported need not be imported anew. Who starts processes by
+    # multiprocessing looks for __spec__, which goes too.
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f\n__spec__ = None"))
     nbclient.NotebookClient(notebook, timeout=400, km=kernel).execute()
     assert not errors(notebook)
     assert pictures(notebook) == pictures(jupytext.read(script.with_suffix(".ipynb")))
