@@ -82,7 +82,8 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, lo
         if acceptance is None:
             raise ConfigError(
                 f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
-                "acceptance.parquet nor acceptance.json; give --acceptance constant:A, geometric:ALPHA or a fitted file"
+                "acceptance.parquet nor acceptance.json nor iterations that speculated; give --acceptance constant:A, "
+                "geometric:ALPHA or a fitted file"
             )
         acceptance.check(strategy)
         tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)
