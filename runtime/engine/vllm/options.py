@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tltlab.config import FrozenModel
+from tltlab.config import FrozenModel, shown
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -25,7 +25,8 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
 
-    Without a policy vLLM drafts as it was started to, and `record` writes down what that did.
+    Without a policy vLLM drafts as it was started to, and `record` writes down what that did. `reload` is the file from
+    which another policy may come.
     """
 
     policy: Policy | None = None
@@ -34,6 +35,7 @@ class Attachment(FrozenModel):
     worker: int = 0
     seed: int = 0
     record: str | None = None
+    reload: str | None = None
 
     def of_replica(self, index: int) -> Attachment:
         """The same for one of several data-parallel engines: a worker and a trace of its own."""
@@ -43,7 +45,7 @@ class Attachment(FrozenModel):
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
-        control = Control(pool, worker=self.worker, overlapped=overlapped)
+        control = Control(pool, worker=self.worker, overlapped=overlapped, counted=True)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
         control.steers = self.policy is not None
@@ -60,6 +62,7 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
+    reload: bool = False,
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM`, `AsyncEngineArgs` or, as JSON, for `vllm serve`, that run `policy`.
 
@@ -67,7 +70,8 @@ def vllm_options(
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
-    trace there. ConfigError for what vLLM cannot run.
+    trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
+    within seconds; the engine's depth, drafters and graphs stay. ConfigError for what vLLM cannot run.
 
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
     made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
@@ -91,6 +95,10 @@ def vllm_options(
     attachment = Attachment(policy=chosen, drafters=pool_specs, max_draft_depth=depth, worker=worker, seed=seed)
     if record is not None:
         attachment = attachment.model_copy(update={"record": str(record)})
+    if reload:
+        if not isinstance(policy, str | Path) or not Path(policy).is_file():
+            raise ConfigError(f"reload looks at the policy's file again, and {shown(policy)} is none: give a file")
+        attachment = attachment.model_copy(update={"reload": str(Path(policy).resolve())})
     if pool.feeds:
         async_scheduling = False
     options: dict[str, Any] = {

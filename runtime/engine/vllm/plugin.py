@@ -2,17 +2,24 @@
 
 Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
 registered; drafting is timed, and what CUDA graphs take is kept; and an engine core, in whatever process it runs, can
-be asked about its policy. All this changes vLLM's own modules for as long as the process lives.
+be asked about its policy, as it is where a server is asked for its metrics. All this changes vLLM's own modules for as
+long as the process lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import wraps
+import asyncio
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from typing import Any
 
+import prometheus_client
 import torch
+
+from tltlab.runtime.engine.metrics import Collector, Labels, Metrics
 
 from .dispatch import keep_captured_bytes
 from .runners import model_runners, spare_speculation, time_drafting
@@ -20,6 +27,9 @@ from .transfer import register_backend
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
+
+ASK_S = 2.0
+"""How long a server that is asked for metrics waits at most for an engine core, which answers between iterations."""
 
 
 def register() -> None:
@@ -36,6 +46,7 @@ def register() -> None:
         keep_captured_bytes(runner)
     answer_for_the_policy()
     wait_for_recordings()
+    show_metrics()
 
 
 def answer_for_the_policy() -> None:
@@ -96,6 +107,62 @@ def wait_for_recordings() -> None:
         stop(self, timeout=max(timeout or 0.0, grace_s) if grace_s else timeout)
 
     CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
+
+
+def show_metrics() -> None:
+    """Have servers of an engine with a policy show what it does among vLLM's own metrics.
+
+    Engine cores are asked, between two iterations, when the server is: it answers in a thread of its own. With several
+    API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    if hasattr(AsyncMPClient, "tltlab_metrics"):
+        return
+    AsyncMPClient.tltlab_metrics = collector = Collector()
+    prometheus_client.REGISTRY.register(collector)
+    start = AsyncMPClient.__init__
+
+    @wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        config = self.vllm_config.additional_config
+        if isinstance(config, dict) and config.get("tltlab"):
+            collector.asks.append(partial(ask_for_metrics, weakref.ref(self)))
+
+    AsyncMPClient.__init__ = __init__
+
+
+def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
+    """The metrics of each engine core that the client talks to; nothing where it is gone or has not begun.
+
+    Nor is there anything in the client's own loop, which would have to wait for itself. TimeoutError where a core does
+    not answer within `ASK_S`.
+    """
+    asked = client()
+    task = asked.resources.output_queue_task if asked is not None else None
+    if task is None:
+        return []
+    loop = task.get_loop()
+    with suppress(RuntimeError):
+        if asyncio.get_running_loop() is loop:
+            return []
+    message = pickle.dumps(("metrics", ()))
+
+    async def ask() -> list[bytes]:
+        cores = asked.core_engines
+        return list(
+            await asyncio.gather(*(asked._call_utility_async("tltlab", message, engine=core) for core in cores))
+        )
+
+    answering = asyncio.run_coroutine_threadsafe(ask(), loop)
+    try:
+        answers = answering.result(ASK_S)
+    finally:
+        answering.cancel()
+    model = asked.vllm_config.model_config.served_model_name
+    names = [(model, str(rank)) for rank in asked.engine_ranks_managed]
+    return [(name, pickle.loads(answer)) for name, answer in zip(names, answers, strict=True)]
 
 
 def mend_speculative_sampling() -> None:
