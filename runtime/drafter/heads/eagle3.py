@@ -43,9 +43,9 @@ class Eagle3Head(DrafterHead):
     `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means what the last one
     gives. `draft_vocabulary`: the token ids that it drafts, None for all; it has an LM head of its own for them, and
     with `own_lm_head` for all too. `verifier`: the target's name or folder, for who serves the checkpoint by its folder
-    alone, as are the verifier's architectures and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: what it does unlike the first EAGLE-3 heads. The residual may be
-    the normed state, `fc` may read normed states, together or layer by layer, and it may go on from what the LM head
-    reads (EAGLE-3.1).
+    alone, as are `verifier_architectures` and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: what it
+    does unlike the first EAGLE-3 heads. The residual may be the normed state, `fc` may read normed states, together or
+    layer by layer, and it may go on from what the LM head reads (EAGLE-3.1).
     """
 
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle3"

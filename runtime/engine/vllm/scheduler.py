@@ -96,9 +96,8 @@ class PolicyScheduler(Scheduler):
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
             model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
-            self.recording = LiveRecording(
-                attachment.record, self.control, model=model, hardware=hardware(), engine=engine
-            )
+            begin = LiveRecording.numbered if attachment.numbered else LiveRecording
+            self.recording = begin(attachment.record, self.control, model=model, hardware=hardware(), engine=engine)
         self.policy_file: PolicyFile | None = None
         if attachment.reload is not None and attachment.policy is not None:
             self.policy_file = PolicyFile(attachment.reload, attachment.policy)
