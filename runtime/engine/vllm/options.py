@@ -169,7 +169,7 @@ def vllm_options(
 
 
 def file_to_reload(policy: object) -> str:
-    """The whole path of the file that `policy` names. ConfigError where it names none, so that none can be looked at."""
+    """The whole path of the file that `policy` names. ConfigError where it names none."""
     if not isinstance(policy, str | Path) or not os.path.isfile(policy):
         raise ConfigError(f"with reload the policy is a file, which is looked at again, and {shown(policy)} is none")
     return os.path.abspath(policy)

@@ -3,7 +3,8 @@
 Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
 registered; drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can
 be asked about its policy, as it is where a server is asked for its metrics; and engines of programs that know nothing
-of tltlab are made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as the process lives.
+of tltlab are made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as
+the process lives.
 """
 
 from __future__ import annotations
