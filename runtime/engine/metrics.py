@@ -44,7 +44,7 @@ _TOGETHER = 256
 
 @dataclass(slots=True)
 class ArmCounts:
-    """What iterations of one arm did. `drafts` counts drafts by (tokens drafted, tokens kept), both from 1 and 0."""
+    """What iterations of one arm did. `drafts` counts drafts by tokens drafted, at least 1, and tokens kept."""
 
     iterations: int = 0
     seconds: float = 0.0
@@ -103,7 +103,9 @@ class Tally:
             if not strategy.speculates:
                 self._relative.learn(strategy, outcome)
                 continue
-            counts.drafts.update(draft for draft in zip(iteration.drafted, iteration.accepted, strict=True) if draft[0])
+            counts.drafts.update(zip(iteration.drafted, iteration.accepted, strict=True))
+            # Who was drafted nothing.
+            del counts.drafts[0, 0]
             speed_up = self._relative(strategy, outcome)
             if speed_up is not None:
                 counts.gained_s += (speed_up - 1.0) * outcome.elapsed_s
