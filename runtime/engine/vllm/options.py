@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Attachment(FrozenModel):
 
 
 def vllm_options(
-    policy: PolicySource,
+    policy: PolicySource | None,
     *,
     drafters: Mapping[str, DrafterSpec] | None = None,
     max_draft_depth: int | None = None,
@@ -69,6 +70,10 @@ def vllm_options(
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
     trace there. ConfigError for what vLLM cannot run.
 
+    Without a policy the engine is only recorded: scheduler, speculation and all else stay what vLLM makes of the other
+    arguments (`watch.record_only`), and what speculation of its own kept is written down. Recording that fails ends
+    no engine.
+
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
     made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
     asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
@@ -77,6 +82,16 @@ def vllm_options(
     >>> sorted(vllm_options("beg-mab"))
     ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
     """
+    if policy is None:
+        if record is None or (drafters, max_draft_depth, max_batch, async_scheduling) != (None,) * 4:
+            raise ConfigError(
+                "without a policy an engine is only recorded: name a place to record to, and no drafters, depth, batch "
+                "or scheduling of ours"
+            )
+        if "tltlab" not in os.environ.get("VLLM_PLUGINS", "tltlab").split(","):
+            raise ConfigError("VLLM_PLUGINS leaves out 'tltlab', which records: add it")
+        only = Attachment(worker=worker, seed=seed, record=str(Path(record).absolute()))
+        return {"additional_config": {"tltlab": only.model_dump(mode="json")}}
     chosen = load_policy(policy)
     pool_specs = {**DEFAULT_DRAFTERS, **chosen.drafters, **(drafters or {})}
     deepest = max((strategy.draft_depth for strategy in chosen.strategies), default=0)
@@ -90,7 +105,7 @@ def vllm_options(
         )
     attachment = Attachment(policy=chosen, drafters=pool_specs, max_draft_depth=depth, worker=worker, seed=seed)
     if record is not None:
-        attachment = attachment.model_copy(update={"record": str(record)})
+        attachment = attachment.model_copy(update={"record": str(Path(record).absolute())})
     if pool.feeds:
         async_scheduling = False
     options: dict[str, Any] = {

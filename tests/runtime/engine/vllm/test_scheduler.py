@@ -283,9 +283,9 @@ def test_a_key_that_is_none_ends_no_engine(engine: Engine, key: object):
 
 
 def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    from tltlab.runtime.engine.vllm import scheduler
+    from tltlab.runtime.engine.vllm import watch
 
-    monkeypatch.setattr(scheduler, "NAMELESS_PER_STEP", 3)
+    monkeypatch.setattr(watch, "NAMELESS_PER_STEP", 3)
     worker = Overlapped(engine, Told())
     worker.scheduler.control.end()
     for n in range(7):
