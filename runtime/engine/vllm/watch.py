@@ -34,6 +34,12 @@ EXTRA = "tltlab"
 NAMELESS_PER_STEP = 1024
 """Requests without keys that count as one RL step where nothing says when one begins, so that drafters can forget."""
 
+WATCHED = (
+    "add_request", "_update_request_as_session", "schedule", "_update_after_schedule", "update_from_output",
+    "update_draft_token_ids", "_free_request", "reset_prefix_cache",
+)  # fmt: skip
+"""The methods of a scheduler that is only recorded which are wrapped."""
+
 REMEMBERED = 1 << 18
 """Prompts of which the samples are counted, the newest ones."""
 
@@ -270,30 +276,36 @@ def record_only(scheduler: Any) -> None:
         control = settings.control(overlapped=bool(scheduler.scheduler_config.async_scheduling))
         watch = Watch(scheduler, control, settings)
         if watch.recording is not None:
-            _Wrapping(watch, watch.recording)
+            _RecordOnly(watch, watch.recording)
     except Exception as error:  # the engine is the user's
         logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
 
 
-class _Wrapping:
-    """The wrapped methods of a scheduler that is only recorded."""
+class _RecordOnly:
+    """The wrapped methods of a scheduler that is only recorded, until the recording ends or `close_recording`."""
 
     def __init__(self, watch: Watch, recording: LiveRecording) -> None:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
         self._known = False
         self._before: Live | None = None
-        self._scheduler.control, self._scheduler.close_recording = watch.control, recording.close
-        self._names: list[str] = []
-        self._wrap("add_request", self._adds, self._added)
-        self._wrap(
-            "_update_request_as_session", self._turns, lambda session, *_: watch.continues(session, self._before)
-        )
-        self._wrap("schedule", lambda *_: watch.control.iteration_starts(), None)
-        self._wrap("_update_after_schedule", self._scheduled, None)
-        self._wrap("update_from_output", watch.back, lambda *_: watch.landed())
-        self._wrap("update_draft_token_ids", watch.drafted, None)
-        self._wrap("_free_request", lambda request, *_: watch.left(request), None)
-        self._wrap("reset_prefix_cache", lambda *_: watch.new_weights(), None)
+        self._scheduler.control, self._scheduler.close_recording = watch.control, self._close
+        around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
+            "add_request": (self._adds, self._added),
+            "_update_request_as_session": (self._turns, lambda session, *_: watch.continues(session, self._before)),
+            "schedule": (lambda *_: watch.control.iteration_starts(), None),
+            "_update_after_schedule": (self._scheduled, None),
+            "update_from_output": (watch.back, lambda *_: watch.landed()),
+            "update_draft_token_ids": (watch.drafted, None),
+            "_free_request": (lambda request, *_: watch.left(request), None),
+            "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
+        }
+        for name in WATCHED:
+            self._wrap(name, *around[name])
+
+    def _close(self) -> None:
+        self._unwrap()
+        self._scheduler.__dict__.pop("close_recording", None)
+        self._recording.close()
 
     def _adds(self, request: Request) -> None:
         self._known = request.request_id in self._scheduler.requests
@@ -323,7 +335,6 @@ class _Wrapping:
             return result
 
         setattr(self._scheduler, name, method)
-        self._names.append(name)
 
     def _take_down(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
         if self._recording.ended:
@@ -336,9 +347,8 @@ class _Wrapping:
             self._unwrap()
 
     def _unwrap(self) -> None:
-        for name in self._names:
+        for name in WATCHED:
             self._scheduler.__dict__.pop(name, None)
-        self._names.clear()
 
 
 @cache

@@ -87,12 +87,10 @@ class Recorded:
         self.scheduler = scheduler_of(llm)
         if hasattr(self.scheduler, "close_recording"):
             self.scheduler.close_recording()
-            self.answers(1)  # the next call finds that it has ended
-            del self.scheduler.close_recording
         config = self.scheduler.vllm_config
         config.additional_config = vllm_options(None, record=path)["additional_config"]
         record_only(self.scheduler)
-        self.recording: LiveRecording = self.scheduler.close_recording.__self__
+        self.recording: LiveRecording = self.scheduler.close_recording.__self__._recording
 
     def answers(self, num: int = 3, **settings: Any) -> list[Any]:
         from vllm import SamplingParams
@@ -358,17 +356,14 @@ def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recor
 
 
 def test_where_a_recording_is_already_another_one_goes_beside_it(recorded: Recorded, llm: Any):
-    first = recorded.recording
-    del recorded.scheduler.close_recording
-    for name in list(recorded.scheduler.__dict__):
-        if callable(recorded.scheduler.__dict__[name]) and hasattr(type(recorded.scheduler), name):
-            del recorded.scheduler.__dict__[name]
+    first = recorded.scheduler.__dict__.pop("close_recording").__self__
+    first._unwrap()
     beside = Recorded(llm, recorded.path)
     assert beside.recording.path.name == "trace.2"
     beside.answers()
     beside.scheduler.close_recording()
     assert len(tltlab.read(recorded.path.with_name("trace.2")).outcomes) == 3
-    first.close()
+    first._close()
 
 
 def test_a_place_that_cannot_be_written_leaves_the_engine_unrecorded(
@@ -377,8 +372,6 @@ def test_a_place_that_cannot_be_written_leaves_the_engine_unrecorded(
     from tltlab.runtime.engine.vllm.watch import record_only
 
     recorded.scheduler.close_recording()
-    recorded.answers(1)
-    del recorded.scheduler.close_recording
     (tmp_path / "file").write_text("")
     options = vllm_options(None, record=tmp_path / "file" / "trace")
     recorded.scheduler.vllm_config.additional_config = options["additional_config"]
