@@ -35,8 +35,8 @@ def text(found: dict[str, Any]) -> str:
             "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the "
             "scheduler",
             "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's",
-            f"rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over {rounds} "
-            "rounds" + (", too narrow below ten" if rounds < 10 else ""),
+            f"rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over "
+            f"{rounds} rounds" + (", too narrow below ten" if rounds < 10 else ""),
         ]
     if found.get("off"):
         lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
