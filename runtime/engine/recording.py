@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar
@@ -51,8 +52,8 @@ class LiveRecording:
     What happened is durable `flush_s` later at the latest, about a second later where the engine has fallen idle, and
     earlier where more than `flush_bytes` wait. The engine never waits for the disk: where it does not keep up, so that
     more than `most_bytes` wait, where it is full or the folder is gone, the recording says so once and has `ended`, and
-    what is durable stays. Where a recording is at `path` already, this one goes beside it, to PATH.2. Methods called
-    after the end do nothing; an error of ours they raise, and whoever calls them is to `give_up`.
+    what is durable stays. Methods called after the end do nothing; an error of ours they raise, and whoever calls them
+    is to `give_up`. ConfigError where a recording is at `path` already, or none can be made.
 
     `policy_version` counts how often the prefix cache was reset, which trainers do after each weight update. Rewards
     and log-probs are not known here and stay null. Of prompts and keys `remembered` are remembered, the newest ones:
@@ -79,8 +80,9 @@ class LiveRecording:
         self._given = self._written = 0
         self._is_idle = self._closing = False
         self._wake, self._ending = Event(), Lock()
-        self._recorder = _recorder_beside(
-            Path(path),
+        self.path = Path(path)
+        self._recorder = Recorder(
+            path,
             Manifest(
                 kind="recorded",
                 name=Path(path).name,
@@ -94,9 +96,25 @@ class LiveRecording:
                 "requests carried keys",
             ),
         )
-        self.path = self._recorder.path
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def numbered(cls, path: str | Path, control: Control, **who: str) -> LiveRecording:
+        """The same at the first of PATH, PATH-1, PATH-2, ... where there is nothing yet.
+
+        Engines that know nothing of each other, of one process or several, in turn or at once, each get one.
+        """
+        first = Path(path)
+        for place in chain([first], (first.with_name(f"{first.name}-{n}") for n in count(1))):
+            if recording_of(place).exists() or place.is_symlink() or (place.exists() and not _is_empty(place)):
+                continue
+            try:
+                return cls(place, control, **who)
+            except ConfigError:
+                if not recording_of(place).exists():
+                    raise
+        raise AssertionError("numbers do not end")
 
     def arrives(self, rl_step: int | None) -> None:
         """A request is about to enter, with the rl_step of its key if it has one; an idle engine begins a rollout."""
@@ -278,18 +296,5 @@ class LiveRecording:
         self._wake.set()
 
 
-def _recorder_beside(path: Path, manifest: Manifest) -> Recorder:
-    """A recorder of the trace `path`; of PATH.2, PATH.3 ... where a recording is there already, in progress or not."""
-    number, at = 1, path
-    while True:
-        try:
-            recorder = Recorder(at, manifest)
-        except ConfigError:
-            if not recording_of(at).exists():
-                raise
-        else:
-            if at != path:
-                logger.warning("%s: a recording is there already, this one goes to %s", path, at)
-            return recorder
-        number += 1
-        at = path.with_name(f"{path.name}.{number}")
+def _is_empty(place: Path) -> bool:
+    return place.is_dir() and not any(place.iterdir())

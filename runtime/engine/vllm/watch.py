@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import vllm
@@ -24,6 +25,7 @@ from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.recording import recording_of
 
 from .dispatch import kind_of
 from .options import Attachment
@@ -253,9 +255,15 @@ def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRe
     """The recording that the settings ask for; where it cannot begin that is said, and the engine goes on without."""
     if settings.record is None:
         return None
-    model, engine = scheduler.vllm_config.model_config.model, f"vllm {vllm.__version__}"
+    who = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
+    # One that a killed engine has left, or another one's, stays as it is.
+    numbered = settings.numbered or recording_of(Path(settings.record)).exists()
     try:
-        return LiveRecording(settings.record, control, model=model, hardware=hardware(), engine=engine)
+        begin = LiveRecording.numbered if numbered else LiveRecording
+        recording = begin(settings.record, control, hardware=hardware(), **who)
+        if recording.path != Path(settings.record):
+            logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
+        return recording
     except Exception as error:  # the engine is the user's
         logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
         return None
@@ -273,7 +281,11 @@ def record_only(scheduler: Any) -> None:
         settings = settings_of(scheduler)
         if settings.record is None or settings.policy is not None:
             return
-        control = settings.control(overlapped=bool(scheduler.scheduler_config.async_scheduling))
+        if scheduler.vllm_config.model_config.runner_type == "pooling":
+            logger.warning("the engine pools and generates nothing: nothing is recorded")
+            return
+        several = scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
+        control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
         watch = Watch(scheduler, control, settings)
         if watch.recording is not None:
             _RecordOnly(watch, watch.recording)

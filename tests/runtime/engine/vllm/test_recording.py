@@ -359,10 +359,10 @@ def test_where_a_recording_is_already_another_one_goes_beside_it(recorded: Recor
     first = recorded.scheduler.__dict__.pop("close_recording").__self__
     first._unwrap()
     beside = Recorded(llm, recorded.path)
-    assert beside.recording.path.name == "trace.2"
+    assert beside.recording.path.name == "trace-1"
     beside.answers()
     beside.scheduler.close_recording()
-    assert len(tltlab.read(recorded.path.with_name("trace.2")).outcomes) == 3
+    assert len(tltlab.read(recorded.path.with_name("trace-1")).outcomes) == 3
     first._close()
 
 
