@@ -26,7 +26,8 @@ from vllm.v1.request import Request
 
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Live
-from tltlab.runtime.engine.seat import raised_at
+from tltlab.runtime.engine.metrics import Metrics
+from tltlab.runtime.engine.seat import PolicyFile, raised_at
 
 from .capture import NoCapture, pause_capture, start_capture
 from .dispatch import captured_graphs
@@ -79,6 +80,10 @@ class PolicyScheduler(Scheduler):
         speculative = self.vllm_config.speculative_config
         self.drafts_here_alone = speculative is not None and str(speculative.model).endswith(NoProposer.__name__)
         self.watch = Watch(self, self.control, settings)
+        self.policy_file: PolicyFile | None = None
+        if settings.reload is not None and settings.policy is not None:
+            self.policy_file = PolicyFile(settings.reload, settings.policy)
+            self._seed = settings.seed, settings.worker
         self.capture: NoCapture = NoCapture()
         self.given_up = False
         # Of the last iteration: how deep the workers drafted, in which time, and the requests that have no draft yet.
@@ -138,8 +143,27 @@ class PolicyScheduler(Scheduler):
         if self._due is not None and self.requests:
             # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
             self._give(self._ours(self._draft, self._due, (), self._draft_s))
+        if self.policy_file is not None and self.policy_file.waiting is not None:
+            self._ours(self.take_policy)
         self._ours(self.control.iteration_starts)
         return super().schedule(*args, **kwargs)
+
+    def take_policy(self) -> None:
+        """Have the policy in force that waits in its file, if one does."""
+        if self.policy_file is not None:
+            self.policy_file.take(lambda policy, number: self.control.replace_policy(policy, (*self._seed, number)))
+
+    def metrics(self) -> Metrics:
+        """What the policy did until now, for `Collector`."""
+        # An idle engine schedules nothing.
+        self.take_policy()
+        return self.control.metrics(self.policy_file.changes if self.policy_file is not None else {})
+
+    def shutdown(self) -> None:
+        if self.policy_file is not None:
+            with suppress(Exception):
+                self.policy_file.close()
+        super().shutdown()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
@@ -304,6 +328,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "held_bytes": lambda core: core.model_executor.collective_rpc(held_bytes)[0],
     "capture": start_capture,
     "captured": lambda core: core.scheduler.capture.captured,
+    "metrics": lambda core: core.scheduler.metrics(),
     "pause_capture": pause_capture,
     "sampling_is_sound": lambda core: speculative_sampling_is_sound(),
     # Ranks capture the same graphs.
