@@ -252,6 +252,16 @@ class Ledger:
             iteration.reward = self._tell(choice, iteration.outcome)
         self._is_over(iteration)
 
+    def take(self) -> Over:
+        """The iterations that are over and whose rows nobody has asked for; they are the ledger's no more."""
+        over, self._over = self._over, []
+        return Over(self.rl_step, self.worker, self.origin, over)
+
+    @property
+    def num_over(self) -> int:
+        """How many iterations the next `take` gives."""
+        return len(self._over)
+
     @property
     def iterations(self) -> list[Row]:
         """The rollout's rows of `iterations.parquet` so far."""
@@ -267,10 +277,31 @@ class Ledger:
     def _make_rows(self) -> None:
         # Rows are made after the rollout: making them between forward passes costs several times as much, because the
         # caches are cold.
-        for it in self._over:
-            ran = asdict(it.verified.strategy)
-            which = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
-            self._iterations.append(
+        iterations, decisions = self.take().rows()
+        self._iterations += iterations
+        self._decisions += decisions
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Iterations that are over, of the rollout of `rl_step` that began at `origin`."""
+
+    rl_step: int
+    worker: int
+    origin: float
+    passed: Sequence[Iteration]
+
+    def rows(self) -> tuple[list[Row], list[Row]]:
+        """Their rows of `iterations.parquet`, and of `decisions.parquet` where somebody chose."""
+        iterations: list[Row] = []
+        decisions: list[Row] = []
+        fields: dict[Strategy, Row] = {}
+        for it in self.passed:
+            strategy = it.verified.strategy
+            if (ran := fields.get(strategy)) is None:
+                ran = fields[strategy] = asdict(strategy)
+            which: Row = {"rl_step": self.rl_step, "worker": self.worker, "iteration": it.number}
+            iterations.append(
                 {
                     **which,
                     "t_start": it.start_s - self.origin,
@@ -284,17 +315,17 @@ class Ledger:
                     "num_drafted": sum(it.drafted),
                     "num_accepted": sum(it.accepted),
                     "num_generated": it.num_generated,
-                    "accepted_per_request": list(it.accepted) if it.verified.strategy.speculates else None,
+                    "accepted_per_request": list(it.accepted) if strategy.speculates else None,
                     "next_draft_depth": it.next_depth,
                     "graph": it.graph[0] if it.graph is not None else None,
                     "graph_tokens": it.graph[1] if it.graph is not None else None,
                 }
             )
             if it.verified.selector is not None:
-                self._decisions.append(
+                decisions.append(
                     which
                     | {"bucket": it.verified.bucket}
                     | ran
                     | {"propensity": it.verified.propensity, "reward": it.reward}
                 )
-        self._over.clear()
+        return iterations, decisions

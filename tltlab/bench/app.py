@@ -270,10 +270,16 @@ def runtime(
     ] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts of each rollout.")] = 24,
     group_size: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 8,
-    epochs: Annotated[int, typer.Option(min=1, help="Drafters know the prompts from the second one on.")] = 2,
+    epochs: Annotated[
+        int, typer.Option(min=0, help="Drafters know the prompts from the second one on; 0 for --off-batches alone.")
+    ] = 2,
     rounds: Annotated[int, typer.Option(min=1, help="Times that every mode runs in each epoch, in turn.")] = 6,
     off_batches: Annotated[
-        str, typer.Option(help="Batch sizes at which engines that draft nothing run beside stock vLLM; '' for none.")
+        str,
+        typer.Option(
+            help="Batch sizes at which engines that draft nothing, and one that is only recorded, run beside stock "
+            "vLLM; '' for none."
+        ),
     ] = "1,8,64,256",
     out: Result = None,
     fast: Annotated[bool, typer.Option("--fast", help="4 prompts x 4, two rounds, a tiny model.")] = False,

@@ -28,14 +28,16 @@ def text(found: dict[str, Any]) -> str:
         ]  # fmt: skip
         known = "drafters know earlier responses" if epoch > 1 else "drafters know nothing at first"
         lines += [f"epoch {epoch}, {known}", table(_HEADER, rows, indent=2)]
-    rounds = found["modes"][0]["rollouts"]
-    lines += [
-        "",
-        "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the scheduler",
-        "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's rollouts; a",
-        f"speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over {rounds} rounds"
-        + (", too narrow below ten" if rounds < 10 else ""),
-    ]
+    if found["modes"]:
+        rounds = found["modes"][0]["rollouts"]
+        lines += [
+            "",
+            "record, policy, drafting: what of the seconds went into our book, our choices, drafters beside the "
+            "scheduler",
+            "plain: what plain decoding of the same responses would take, from the step times of stock vLLM's",
+            f"rollouts; a speed-up is its ratio to the seconds, over that of stock vLLM, with 95 % intervals over "
+            f"{rounds} rounds" + (", too narrow below ten" if rounds < 10 else ""),
+        ]
     if found.get("off"):
         lines += ["", "engines built for drafts that draft nothing, against stock vLLM"]
         rows = [
@@ -46,7 +48,16 @@ def text(found: dict[str, Any]) -> str:
             for row in found["off"]
         ]  # fmt: skip
         header = ("batch", "drafters", "stock", "off", "speed", "ms an iteration", "off")
-        lines += [table(header, rows, indent=2), ""]
+        lines.append(table(header, rows, indent=2))
+    if found.get("record_only"):
+        lines += ["", "stock vLLM that is only recorded, against the same engine unrecorded, tokens per second"]
+        rows = [
+            (f"{row['batch']}", f"{row['stock_tokens_per_s']:.0f}", f"{row['recorded_tokens_per_s']:.0f}",
+             _interval(row, digits=3))
+            for row in found["record_only"]
+        ]  # fmt: skip
+        lines.append(table(("batch", "stock", "recorded", "speed"), rows, indent=2))
+    lines.append("")
     for goal in found["goals"]:
         lines.append(
             f"  {'met   ' if goal['met'] else 'MISSED'} {goal['mode']}, epoch {goal['epoch']}: {_interval(goal)} "
@@ -55,10 +66,10 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _interval(found: dict[str, Any] | None) -> str:
+def _interval(found: dict[str, Any] | None, *, digits: int = 2) -> str:
     if found is None:
         return ""
     if found["ratio"] is None:
         return "unknown"
-    low_high = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
-    return f"{found['ratio']:.2f}x{low_high}"
+    low_high = "" if found["low"] is None else f" [{found['low']:.{digits}f}, {found['high']:.{digits}f}]"
+    return f"{found['ratio']:.{digits}f}x{low_high}"

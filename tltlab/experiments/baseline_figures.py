@@ -18,6 +18,9 @@ PER_SECONDS = ("duration", "per_token", "per_plain_second")
 """What is compared: seconds of a rollout, per token generated, and per second that plain decoding would take."""
 JUDGED_BY = "per_plain_second"
 
+NOTHING: dict[str, Any] = {"modes": [], "speedups": [], "judged_by": JUDGED_BY, "goals": []}
+"""What `summarise` gives, of no rollouts."""
+
 TAIL_GOAL, ROLLOUT_GOAL, NEVER_BELOW, OFF_GOAL = 1.7, 1.3, 0.97, 0.98
 
 
@@ -187,6 +190,10 @@ def _goal(goal: str, mode: str, epoch: int, wanted: float, speedup: dict[str, An
 
 def off_goal(row: dict[str, Any]) -> dict[str, Any]:
     return _goal(f"times stock at batch {row['batch']}", f"off, {row['drafters']}", 1, OFF_GOAL, row)
+
+
+def record_goal(row: dict[str, Any]) -> dict[str, Any]:
+    return _goal(f"times stock at batch {row['batch']}", "record only", 1, OFF_GOAL, row)
 
 
 def finite(value: float) -> float | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -37,12 +39,14 @@ from tltlab.stats import paired_interval
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces.metrics import tail_start
 
-from .baseline_figures import Kind, Measured, PlainSteps, finite, off_goal, summarise
+from .baseline_figures import NOTHING, Kind, Measured, PlainSteps, finite, off_goal, record_goal, summarise
 
 TEMPERATURE = 1.0
 MAX_DEPTH = 8
 OFF_TOKENS = 64
 """Of each response where engines without drafts are compared."""
+BLOCK_S = 2.0
+"""Seconds for which stock vLLM runs at a time, recorded or not: a recording writes about once a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +128,11 @@ def bench_runtime(
     learning from round to round, in each epoch on their own; round 0 warms up and counts in `rows` only. `draft` is
     the folder of a draft model.
 
-    At each of `off_batches` requests of OFF_TOKENS tokens, engines that draft nothing are compared with stock vLLM.
+    At each of `off_batches` requests of OFF_TOKENS tokens, engines that draft nothing are compared with stock vLLM, and
+    stock vLLM that is recorded with itself. With 0 `epochs` nothing else is measured.
     """
-    if min(prompts, group_size, epochs, rounds, max_response_tokens) < 1:
-        raise ConfigError("prompts, group size, epochs, rounds and the cap on response tokens must be at least 1")
+    if min(prompts, group_size, epochs + 1, rounds, max_response_tokens) < 1:
+        raise ConfigError("prompts, group size, rounds and the cap on response tokens must be at least 1, epochs 0")
     work = prompts_of(model, "train", prompts)
     if len(work) < prompts:
         raise ConfigError(f"{model / 'train.jsonl'} has {len(work)} prompts, {prompts} were asked for")
@@ -156,14 +161,15 @@ def bench_runtime(
                 str(model), drafters=held, max_draft_depth=MAX_DEPTH, seed=seed, vllm_args=vllm_args
             )
         progress(f"{len(chosen)} modes, {epochs} epochs, {prompts} prompts x {group_size} of up to {cap} tokens")
-        rollouts = bench.measure(chosen, epochs, rounds, seed, progress)
+        rollouts = bench.measure(chosen, epochs, rounds, seed, progress) if epochs else []
         off = bench.measure_off(off_batches, rounds, seed, progress)
+        record_only = bench.measure_recorded(off_batches, rounds, seed, progress)
     finally:
         if bench.stock is not None:
             bench.stock.close()
         for engine in bench.engines.values():
             engine.close()
-    summary = summarise([row for row in rollouts if row.round], seed=seed)
+    summary = summarise([row for row in rollouts if row.round], seed=seed) if epochs else NOTHING
     return {
         "model": str(model),
         "model_report": _report(model),
@@ -180,8 +186,9 @@ def bench_runtime(
         "versions": versions(),
         "policies": {mode.name: mode.policy.model_dump(mode="json") for mode in chosen},
         **summary,
-        "goals": [*summary["goals"], *map(off_goal, off)],
+        "goals": [*summary["goals"], *map(off_goal, off), *map(record_goal, record_only)],
         "off": off,
+        "record_only": record_only,
         "rows": [asdict(row) for row in rollouts],
     }
 
@@ -268,6 +275,41 @@ class _Bench:
                     }
                 )  # fmt: skip
         return found
+
+    def measure_recorded(
+        self, batches: Sequence[int], rounds: int, seed: int, progress: Callable[[str], None]
+    ) -> list[dict[str, Any]]:
+        """Stock vLLM recorded and not, in turn, the same engine, for BLOCK_S at a time, at each batch size.
+
+        Tokens per second, with the ratio and its interval over rounds. What a recording writes meanwhile counts.
+        """
+        order = np.random.default_rng(seed)
+        found = []
+        for batch in batches:
+            repeats, speeds = 1, np.zeros((rounds + 1, 2))
+            for round_ in range(rounds + 1):
+                for recorded in order.permutation(2):
+                    speeds[round_, recorded], took_s = self._tokens_per_s(batch, repeats, bool(recorded))
+                repeats = max(repeats, round(repeats * BLOCK_S / took_s))
+            plain, with_it = speeds[1:].T
+            progress(f"batch {batch}: {rounds} x {repeats} rollouts recorded and not")
+            interval = paired_interval(with_it, plain, rng=order)
+            found.append(
+                {
+                    "batch": batch, "stock_tokens_per_s": float(plain.mean()),
+                    "recorded_tokens_per_s": float(with_it.mean()), "ratio": interval.estimate,
+                    "low": finite(interval.low), "high": finite(interval.high),
+                }
+            )  # fmt: skip
+        return found
+
+    def _tokens_per_s(self, batch: int, repeats: int, recorded: bool) -> tuple[float, float]:
+        """Tokens per second of so many rollouts on stock vLLM, and their seconds."""
+        assert self.stock is not None
+        with TemporaryDirectory() as folder, self.stock.recorded(Path(folder) / "trace") if recorded else nullcontext():
+            rollouts = [self._generate(self.stock, self._of_fixed_length(batch)) for _ in range(repeats)]
+        took_s = sum(rollout.duration_s for rollout in rollouts)
+        return repeats * batch * OFF_TOKENS / took_s, took_s
 
     def _of_fixed_length(self, batch: int) -> list[GenerationRequest]:
         return [

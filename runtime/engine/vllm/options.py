@@ -102,6 +102,10 @@ def vllm_options(
     trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
     within seconds; the engine's depth, drafters and graphs stay. ConfigError for what vLLM cannot run.
 
+    Without a policy the engine is only recorded: scheduler, speculation and all else stay what vLLM makes of the other
+    arguments (`watch.record_only`), and what speculation of its own kept is written down. Recording that fails ends
+    no engine.
+
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
     made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
     asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
@@ -146,20 +150,21 @@ def vllm_options(
     if chosen is not None:
         attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:
-        attachment = attachment.model_copy(update={"record": str(record)})
+        attachment = attachment.model_copy(update={"record": str(Path(record).absolute())})
     if reload:
         attachment = attachment.model_copy(update={"reload": file_to_reload(policy)})
     if pool.feeds:
         async_scheduling = False
-    options: dict[str, Any] = {
-        "scheduler_cls": scheduler_cls(async_scheduling),
-        "additional_config": {"tltlab": attachment.model_dump(mode="json")},
-    }
+    options: dict[str, Any] = {"additional_config": {"tltlab": attachment.model_dump(mode="json")}}
+    if chosen is not None:
+        options["scheduler_cls"] = scheduler_cls(async_scheduling)
+        if record is not None:
+            # Iterations tell what kind of CUDA graph they ran in.
+            options["cudagraph_metrics"] = True
+    elif "tltlab" not in os.environ.get("VLLM_PLUGINS", "tltlab").split(","):
+        raise ConfigError("VLLM_PLUGINS leaves out 'tltlab', which records: add it")
     if async_scheduling is not None:
         options["async_scheduling"] = async_scheduling
-    if record is not None:
-        # Iterations tell what kind of CUDA graph they ran in.
-        options["cudagraph_metrics"] = True
     plan = None
     if max_batch is not None:
         options["max_num_seqs"] = max_batch

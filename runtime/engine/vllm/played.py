@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -34,6 +36,7 @@ from tltlab.runtime.engine.ledger import Stopwatch
 from .capture import Capture, RunnerCapture
 from .options import speculative_config, vllm_options
 from .scheduler import PolicyScheduler
+from .watch import WATCHED, record_only
 
 _WARM_UP = 12
 _FEWEST = 10
@@ -161,11 +164,25 @@ def _timed(scheduler_cls: Any, clock: _Clock) -> Any:
     return type("Timed", (scheduler_cls, type("Stock", (stock_cls,), stock)), ours)
 
 
+def _recorded(clock: _Clock, **arguments: Any) -> Any:
+    """vLLM's own scheduler, recorded, with the clock switched wherever it and what is ours call each other."""
+    stock = {name: clock.switching(getattr(Scheduler, name), _VLLM) for name in WATCHED}
+    scheduler = type("Stock", (Scheduler,), stock)(**arguments)
+    record_only(scheduler)
+    for name in WATCHED:
+        wrapped = getattr(scheduler, name)
+        timed = clock.switching(
+            lambda _, *args, _wrapped=wrapped, **kw: _wrapped(*args, **kw), _PARTS.get(name, _REQUESTS)
+        )
+        setattr(scheduler, name, partial(timed, None))
+    return scheduler
+
+
 class Played:
     """The scheduler under `policy` and the worker that is played to it, with `batch` requests at a time.
 
-    The policy has a `learned` drafter or not; beside it a trace is recorded, or hidden states are captured. `cold`
-    empties the processor's caches before each call.
+    The policy has a `learned` drafter or not; in its place a trace is recorded, or beside it hidden states are
+    captured. `cold` empties the processor's caches before each call.
     """
 
     def __init__(
@@ -188,13 +205,14 @@ class Played:
         self._sweep = np.zeros(1 << 24, np.uint32) if cold else None
         world.taken += 1
         options = vllm_options(
-            policy,
+            None if record else policy,
             drafters={"learned": LearnedSpec(method="draft_model", model=str(world.folder))} if learned else None,
             record=world.folder / f"trace-{world.taken}" if record else None,
         )
         config = world.config(options.get("speculative_config"))
         config.additional_config = options["additional_config"]
-        self.scheduler: Any = _timed(PolicyScheduler, self.clock)(
+        make = partial(_recorded, self.clock) if record else _timed(PolicyScheduler, self.clock)
+        self.scheduler: Any = make(
             vllm_config=config,
             kv_cache_config=self._blocks(config),
             structured_output_manager=StructuredOutputManager(config),

@@ -56,6 +56,7 @@ def register() -> None:
     for runner in model_runners():
         keep_captured_bytes(runner)
     answer_for_the_policy()
+    record_where_asked()
     wait_for_recordings()
     show_metrics()
     follow_variables()
@@ -229,6 +230,26 @@ def answer_for_the_policy() -> None:
         stock(self)
 
     EngineCore.shutdown, EngineCore.post_step = shutdown, post_step
+
+
+def record_where_asked() -> None:
+    """Have vLLM's own schedulers recorded where an engine's settings ask for that and for no policy (`record_only`)."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if hasattr(Scheduler.__init__, "recorded_by_tltlab"):
+        return
+    start = Scheduler.__init__
+
+    @wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        if isinstance(self.vllm_config.additional_config, dict) and "tltlab" in self.vllm_config.additional_config:
+            from .watch import record_only
+
+            record_only(self)
+
+    __init__.recorded_by_tltlab = True  # type: ignore[attr-defined]
+    Scheduler.__init__ = __init__
 
 
 def wait_for_recordings() -> None:

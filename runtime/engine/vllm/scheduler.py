@@ -7,17 +7,15 @@ Either is given to vLLM as `scheduler_cls`, or `policy_scheduler` for the one th
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import random
-from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
 import torch
-import vllm
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -26,28 +24,17 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
-from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Live
-from tltlab.runtime.engine.environment import hardware
-from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.metrics import Metrics
-from tltlab.runtime.engine.recording import LiveRecording
-from tltlab.runtime.engine.seat import PolicyFile
-from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.runtime.engine.seat import PolicyFile, raised_at
 
 from .capture import NoCapture, pause_capture, start_capture
-from .dispatch import captured_graphs, kind_of
-from .options import Attachment
+from .dispatch import captured_graphs
 from .plugin import speculative_sampling_is_sound
 from .runners import NoProposer as NoProposer
 from .runners import held_bytes
-
-EXTRA = "tltlab"
-"""Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
-
-NAMELESS_PER_STEP = 1024
-"""Requests without keys that count as one RL step where nothing says when one begins, so that drafters can forget."""
+from .watch import Watch, settings_of
 
 logger = init_logger(__name__)
 
@@ -83,101 +70,82 @@ class PolicyScheduler(Scheduler):
                 f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several "
                 "batches that are under way at once; use tensor parallelism"
             )
-        settings = (self.vllm_config.additional_config or {}).get(EXTRA) or {}
-        attachment = Attachment.model_validate(settings).of_replica(parallel.data_parallel_index)
+        settings = settings_of(self)
         # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
-        self.control = attachment.control(overlapped=overlapped, beside=beside)
+        self.control = settings.control(overlapped=overlapped, beside=beside)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         if self.num_spec_tokens and self.control.steers:
-            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+            self._draft_at_most(self.num_spec_tokens)
         speculative = self.vllm_config.speculative_config
         self.drafts_here_alone = speculative is not None and str(speculative.model).endswith(NoProposer.__name__)
-        self.recording: LiveRecording | None = None
-        if attachment.record is not None:
-            model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
-            begin = LiveRecording.numbered if attachment.numbered else LiveRecording
-            self.recording = begin(attachment.record, self.control, model=model, hardware=hardware(), engine=engine)
+        self.watch = Watch(self, self.control, settings)
         self.policy_file: PolicyFile | None = None
-        if attachment.reload is not None and attachment.policy is not None:
-            self.policy_file = PolicyFile(attachment.reload, attachment.policy)
-            self._seed = attachment.seed, attachment.worker
+        if settings.reload is not None and settings.policy is not None:
+            self.policy_file = PolicyFile(settings.reload, settings.policy)
+            self._seed = settings.seed, settings.worker
         self.capture: NoCapture = NoCapture()
-        self._anonymous: Counter[tuple[int, str]] = Counter()
-        self._in_flight: deque[Scheduled] = deque()
+        self.given_up = False
         # Of the last iteration: how deep the workers drafted, in which time, and the requests that have no draft yet.
         self._worker_depth = 0
         self._draft_s: float | None = None
         self._due: list[str] | None = None
         self._drafted = False
-        self._batch: list[str] = []
-        self._context_tokens = 0
-        # Of the batch: who is in it, the tokens of those that have left it since, and whether it was all that runs.
-        self._members: set[str] = set()
-        self._left: dict[str, int] = {}
-        self._whole = False
+
+    def _draft_at_most(self, depth: int) -> None:
+        self.dynamic_sd_lookup = [depth] * (self.max_num_running_reqs + 1)
+
+    def _ours(self, part: Callable[..., Any], *args: Any) -> Any:
+        """What a part of ours returns; None once one has raised, whatever it was: others are being served.
+
+        The engine goes on as vLLM's own would without speculation. What was recorded stays.
+        """
+        if self.given_up:
+            return None
+        try:
+            return part(*args)
+        except Exception as error:
+            self.given_up = True
+            failure = f"tltlab raised {type(error).__name__}: {error} ({raised_at(error)})"
+            logger.error("%s; the engine goes on without a policy, a recording or a capture", failure)
+            self.control.failure = self.control.failure or failure
+            self._worker_depth, self._due = 0, None
+            if self.num_spec_tokens and self.control.steers:
+                self._draft_at_most(0)
+            with suppress(Exception):
+                self.capture.stop()
+            if self.watch.recording is not None:
+                with suppress(Exception):
+                    self.watch.recording.give_up(error)
+            return None
 
     def add_request(self, request: Request) -> None:
         known = request.request_id in self.requests
         super().add_request(request)
-        if known:
-            return
-        given = self._given_key(request)
-        self._record(lambda recording: recording.arrives(given[0] if given is not None else None))
-        if self.recording is None:
-            if given is not None:
-                self.control.advance(given[0])
-        elif given is not None and not self.recording.is_new(given):
-            given = None
-        self._enter(request, given or self._new_key(request))
+        if not known:
+            self._ours(self._came, request)
 
-    def _enter(self, request: Request, key: Key) -> None:
-        prompt, output = list(request.prompt_token_ids or ()), request._output_token_ids
-        live = self.control.add(request.request_id, key, prompt, output, request.max_tokens)
-        self.capture.enter(request.request_id, live)
-        self._record(lambda recording: recording.arrived(live))
-
-    def _leave(self, request: Request) -> Live | None:
-        live = self.control.finish(request.request_id)
-        if request.request_id in self._members:
-            self._members.discard(request.request_id)
-            self._left[request.request_id] = len(request._all_token_ids)
-        if live is not None:
-            reason = request.get_finished_reason()
-            self._record(lambda recording: recording.left(live, None if reason is None else str(reason)))
-        return live
-
-    def _record(self, take_down: Callable[[LiveRecording], object]) -> None:
-        """Have the recording, where there is one, take something down. Where it cannot, it ends and not the engine."""
-        if self.recording is None:
-            return
-        try:
-            take_down(self.recording)
-        except Exception as error:  # whatever it is, others are being served
-            recording, self.recording = self.recording, None
-            logger.error(
-                "the recording %s ends here, and the engine goes on: %s: %s; what is durable becomes a trace with "
-                "'tltlab trace repair %s'",
-                *(recording.path, type(error).__name__, error, recording.path),
-            )
-            recording.give_up(error)
+    def _came(self, request: Request) -> None:
+        if (live := self.watch.came(request)) is not None:
+            self.capture.enter(request.request_id, live)
 
     def _update_request_as_session(self, session: Request, update: Any) -> None:
         # A streaming session's next input: the output so far becomes prompt, and the request a turn of its own.
-        live = self._leave(session)
+        before = self._ours(self.watch.left, session)
         super()._update_request_as_session(session, update)
-        assert live is not None
-        self._batch = []
-        rl_step, prompt_id, sample, turn = live.key
-        self._enter(session, (rl_step, prompt_id, sample, turn + 1))
+        self._ours(self._continues, session, before)
+
+    def _continues(self, session: Request, before: Live | None) -> None:
+        if (live := self.watch.continues(session, before)) is not None:
+            self.capture.enter(session.request_id, live)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self._due is not None and self.requests:
             # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
-            self._draft(self._due, (), self._draft_s)
+            self._give(self._ours(self._draft, self._due, (), self._draft_s))
         if self.policy_file is not None and self.policy_file.waiting is not None:
-            self.take_policy()
-        self.control.iteration_starts()
+            self._ours(self.take_policy)
+        self._ours(self.control.iteration_starts)
         return super().schedule(*args, **kwargs)
 
     def take_policy(self) -> None:
@@ -193,97 +161,42 @@ class PolicyScheduler(Scheduler):
 
     def shutdown(self) -> None:
         if self.policy_file is not None:
-            self.policy_file.close()
+            with suppress(Exception):
+                self.policy_file.close()
         super().shutdown()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
         if scheduler_output.num_scheduled_tokens:
-            with self.control.inside:
-                what = self._scheduled(scheduler_output)
-            self._in_flight.append(what)
+            self._ours(self._scheduled, scheduler_output)
             if self.control.steers:
-                self._worker_depth = self.control.scheduled(what)
                 scheduler_output.num_spec_tokens_to_schedule = self._worker_depth
-            else:
-                self.control.watched(what, self._of_vllm(scheduler_output.num_spec_tokens_to_schedule))
-            self.capture.scheduled(scheduler_output)
         super()._update_after_schedule(scheduler_output)
 
-    def _of_vllm(self, depth: int) -> Strategy:
-        """What vLLM drafts by itself: by the name of its method, as deep as it was started to or its own table says."""
-        speculative = self.vllm_config.speculative_config
-        return Strategy.chain(str(speculative.method), depth) if speculative and depth else NO_SPECULATION
-
-    def _scheduled(self, output: SchedulerOutput) -> Scheduled:
-        ids = list(output.num_scheduled_tokens)
-        if ids == self._batch:
-            ids = self._batch
+    def _scheduled(self, scheduler_output: SchedulerOutput) -> None:
+        with self.control.inside:
+            what = self.watch.scheduled(scheduler_output)
+        if self.control.steers:
+            self._worker_depth = self.control.scheduled(what)
         else:
-            self._join(ids, output)
-        drafts = output.scheduled_spec_decode_tokens
-        # All but a token each and its draft, and of those that have no token yet that one too.
-        prefill = output.total_num_scheduled_tokens - len(ids) - sum(map(len, drafts.values()))
-        for i in self.control.speechless:
-            prefill += i in output.num_scheduled_tokens and _awaits_its_first(self.requests[i])
-        return Scheduled(
-            request_ids=ids,
-            drafts=drafts,
-            waiting=len(self.waiting),
-            context_tokens=self._context_tokens,
-            prefill_tokens=prefill,
-            free_kv_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
-        )
-
-    def _join(self, ids: list[str], output: SchedulerOutput) -> None:
-        """The batch is another one: count its tokens, all or where that suffices those that came and those that left.
-
-        Counting all takes long: each request's list lies elsewhere in memory.
-        """
-        joined = [new.req_id for new in output.scheduled_new_reqs]
-        whole = len(ids) == len(self.running)
-        # Then nobody was put back or left out, neither then nor now.
-        known = self._batch and self._whole and whole and len(self._batch) - len(self._left) + len(joined) == len(ids)
-        self._batch, self._whole = ids, whole
-        if known and not output.scheduled_cached_reqs.resumed_req_ids:
-            self._members.update(joined)
-            self._context_tokens += self._count(joined) - sum(self._left.values())
-        else:
-            self._members = set(ids)
-            self._context_tokens = self._count(ids)
-        self._left.clear()
-
-    def _count(self, ids: Sequence[str]) -> int:
-        """Tokens of these requests, prompts and what they have generated."""
-        return sum(map(len, map(_all_tokens, map(self.requests.__getitem__, ids))))
+            self.watch.watched(what, scheduler_output.num_spec_tokens_to_schedule)
+        self.capture.scheduled(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        drafts: Mapping[str, Sequence[int]] = {}
-        if scheduler_output.num_scheduled_tokens:
-            what = self._in_flight.popleft()
-            drafts = what.drafts
-            if (ran := model_runner_output.cudagraph_stats) is not None:
-                what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
-            with self.control.inside:
-                counts = _counts(what.request_ids, model_runner_output)
-                if what.request_ids is self._batch and not self._left:
-                    self._context_tokens += sum(counts)
-                else:
-                    # Another batch has been put together before this one's tokens were known, or some are for nobody.
-                    self._batch = []
-            self.control.sampled(what, counts)
-            self.capture.landed()
-            if self._beside and (self._drafted or self.control.ledger.in_force.strategy.speculates):
-                self._due = what.request_ids
+        self._ours(self._back, scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if drafts and self._left and not self._left.keys().isdisjoint(drafts):
-            # Who ends in the middle of a draft does not get all that was kept of it.
-            self._batch = []
+        self._ours(self.watch.landed)
         if not self.requests:
-            self.control.idle()
             self._due = None
-            self._record(LiveRecording.flush)
         return outputs
+
+    def _back(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> None:
+        what = self.watch.back(scheduler_output, model_runner_output)
+        if what is None:
+            return
+        self.capture.landed()
+        if self._beside and (self._drafted or self.control.ledger.in_force.strategy.speculates):
+            self._due = what.request_ids
 
     @property
     def _beside(self) -> bool:
@@ -293,80 +206,59 @@ class PolicyScheduler(Scheduler):
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         draft_s = getattr(draft_token_ids, "draft_s", None)
         if not self.control.steers:
-            self.control.ledger.drafted(self.control.ledger.clock(), draft_s or 0.0)
+            self._ours(self.watch.drafted, draft_token_ids)
             super().update_draft_token_ids(draft_token_ids)
         elif self._worker_depth:
-            self._draft(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, draft_s)
+            workers = draft_token_ids.draft_token_ids
+            self._give(self._ours(self._draft, draft_token_ids.req_ids, workers, draft_s))
         elif self._due is not None:
             self._draft_s = draft_s
         elif draft_s and self._beside:
-            self.control.ledger.drafted(self.control.ledger.clock(), draft_s)
+            self._ours(self.watch.drafted, draft_token_ids)
 
-    def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> None:
-        """Give the last iteration's requests their next drafts. Those `of_workers` were made in `draft_s` seconds."""
+    def _draft(self, ids: list[str], of_workers: Sequence[list[int]], draft_s: float | None) -> DraftTokenIds | None:
+        """The next drafts of the last iteration's requests, None where nobody has one and nobody gets one.
+
+        Those `of_workers` were made in `draft_s` seconds.
+        """
         self._due, self._draft_s = None, None
         drafts = self.control.drafts(ids, of_workers, draft_s)
         before, self._drafted = self._drafted, any(drafts)
         if not self._drafted and not before:
-            # Nobody has a draft, and nobody gets one.
+            return None
+        return DraftTokenIds(ids, drafts or [[] for _ in ids])
+
+    def _give(self, drafts: DraftTokenIds | None) -> None:
+        """Have them verified."""
+        if drafts is None:
             return
-        super().update_draft_token_ids(DraftTokenIds(ids, drafts or [[] for _ in ids]))
-        if len(self.running) > len(ids):
+        super().update_draft_token_ids(drafts)
+        if len(self.running) > len(drafts.req_ids):
             # What had no room in this iteration would else be verified with the draft of an earlier choice.
-            here = set(ids)
+            here = set(drafts.req_ids)
             for request in self.running:
                 if request.spec_token_ids and request.request_id not in here:
                     request.spec_token_ids = []
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        live = self._leave(request)
-        if live is not None:
-            self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
+        self._ours(self._leaves, request)
         freed = super()._free_request(request, *args, **kwargs)
         if not self.requests:
-            self.capture.idle()
+            self._ours(self.capture.idle)
         return freed
 
+    def _leaves(self, request: Request) -> None:
+        if (live := self.watch.left(request)) is not None:
+            self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
+
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        if self.recording is not None:
-            # Trainers do this after each weight update, of which a scheduler hears nothing else.
-            self.recording.policy_version += 1
+        self.watch.new_weights()
         return bool(super().reset_prefix_cache(*args, **kwargs))
 
     def close_recording(self) -> None:
         """Turn what was recorded into a trace; nothing is recorded after."""
-        self._record(LiveRecording.close)
-        self.recording = None
-
-    def _given_key(self, request: Request) -> Key | None:
-        """The key that came with the request, unless it is none or one that runs has it already."""
-        params = request.sampling_params
-        given = (params.extra_args or {}).get(EXTRA) if params is not None else None
-        if given is None:
-            return None
-        try:
-            rl_step, prompt_id, sample, turn = given
-            key = int(rl_step), str(prompt_id), int(sample), int(turn)
-            if self.recording is not None and not self.recording.can_have(key):
-                raise ValueError
-        except (TypeError, ValueError, OverflowError):
-            # Raising here would end the engine, and with it everybody's requests.
-            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, given)
-            return None
-        return None if key in self.control.keys else key
-
-    def _new_key(self, request: Request) -> Key:
-        """A key for a request that has none: its prompt's digest and a running number."""
-        tokens = ",".join(map(str, request.prompt_token_ids or ()))
-        prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
-        before = self.control.ledger.rl_step
-        if self.recording is None and self._anonymous.total() >= NAMELESS_PER_STEP:
-            self.control.advance(before + 1)
-        rl_step = self.control.ledger.rl_step
-        if rl_step != before:
-            self._anonymous.clear()
-        self._anonymous[rl_step, prompt_id] += 1
-        return rl_step, prompt_id, self._anonymous[rl_step, prompt_id] - 1, 0
+        if self.watch.recording is not None:
+            self.watch.recording.close()
 
 
 class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
@@ -377,8 +269,10 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         super()._update_after_schedule(scheduler_output)
-        if not self._worker_depth or self.control.roomy:
-            return
+        if self._worker_depth and not self.control.roomy:
+            self._ours(self._trim, scheduler_output)
+
+    def _trim(self, scheduler_output: SchedulerOutput) -> None:
         drafting = [
             r for r in map(self.requests.__getitem__, scheduler_output.num_scheduled_tokens) if r.spec_token_ids
         ]
@@ -386,25 +280,6 @@ class AsyncPolicyScheduler(PolicyScheduler, AsyncScheduler):
             if share < len(request.spec_token_ids):
                 # The placeholders are one list for all.
                 request.spec_token_ids = request.spec_token_ids[:share]
-
-
-_all_tokens = attrgetter("_all_token_ids")
-
-
-def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
-    """The tokens that each request got, in their order: the runner's is most often the same."""
-    sampled = output.sampled_token_ids
-    if not sampled:
-        return [0] * len(request_ids)
-    if output.req_ids == request_ids:
-        return list(map(len, sampled))
-    index = output.req_id_to_index
-    return [len(sampled[index[i]]) for i in request_ids]
-
-
-def _awaits_its_first(request: Request) -> bool:
-    """Whether none of its tokens has been sampled or is being; then nothing that it has scheduled is decoding."""
-    return bool(request.num_output_tokens + request.num_output_placeholders == 0)
 
 
 def call_control(core: Any, message: bytes) -> bytes:

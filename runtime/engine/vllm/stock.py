@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tltlab.runtime.engine.generation import GenerationRequest, Response, Rollou
 
 from . import on_cpu, starting, uncompiled
 from .llm import add_request, engine_arguments, running, sampling_params
+from .options import vllm_options
 
 _DRAFTS = "vllm:spec_decode_num_drafts"
 _PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -48,6 +50,24 @@ class PlainStock:
     def close(self) -> None:
         """Release the engine's memory and threads."""
         self.llm.llm_engine.engine_core.shutdown()
+
+    @contextmanager
+    def recorded(self, path: Path) -> Iterator[None]:
+        """Within, the engine is recorded as `vllm_options(None, record=path)` has it; the trace is there afterwards."""
+        from .watch import record_only
+
+        scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        config = scheduler.vllm_config
+        before, config.additional_config = (
+            config.additional_config,
+            vllm_options(None, record=path)["additional_config"],
+        )
+        try:
+            record_only(scheduler)
+            yield
+        finally:
+            config.additional_config = before
+            scheduler.close_recording()
 
     def generate(self, requests: Sequence[GenerationRequest], *, rl_step: int, temperature: float) -> Rollout:
         """Every request to its end, in the loop of `Engine.generate`. Nothing may be running.

@@ -11,7 +11,7 @@ import pytest
 
 from tltlab.bench.runtime import text
 from tltlab.errors import ConfigError
-from tltlab.experiments import baseline
+from tltlab.experiments import baseline, baseline_measured
 from tltlab.experiments.baseline_figures import Measured, PlainSteps, summarise
 from tltlab.experiments.baseline_measured import bench_runtime, measured, modes
 from tltlab.experiments.result import read_settings
@@ -158,6 +158,7 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
 ):
     said: list[str] = []
     known: list[int] = []
+    monkeypatch.setattr(baseline_measured, "BLOCK_S", 0.1)
     remember = Engine.remember
 
     def counted(self: Engine, texts: Sequence[Any]) -> None:
@@ -184,10 +185,13 @@ def test_every_mode_runs_in_every_epoch_and_round_and_history_is_there_from_the_
     assert [g["goal"] for g in found["goals"] if g["mode"] == "off, model-free"] == [
         "times stock at batch 1", "times stock at batch 4",
     ]  # fmt: skip
+    assert [row["batch"] for row in found["record_only"]] == [1, 4]
+    assert all(row["recorded_tokens_per_s"] > 0 < row["stock_tokens_per_s"] for row in found["record_only"])
+    assert len([g for g in found["goals"] if g["mode"] == "record only"]) == 2
     assert all(row["num_pairs"] > 0 for row in found["rows"] if row["mode"] == "suffix 8")
     drafting = len(names) - 1
     assert known == ([0] * drafting + [12] * drafting) * 2, "texts that drafters know: those of a rollout from then on"
-    assert len(said) == 7
+    assert len(said) == 9
     assert text(found).count("epoch") > 4
     (tmp_path / "bench.json").write_text(json.dumps(found, allow_nan=False))
     settings = read_settings(baseline.Settings, None, ["parts=measured", f"measured={tmp_path / 'bench.json'}"])

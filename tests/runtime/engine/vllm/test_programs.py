@@ -115,7 +115,8 @@ def test_recording_alone_leaves_vllms_scheduling_and_speculation_as_they_are(
     assert attached(config).record == str(tmp_path / "x")
     assert config.scheduler_config.async_scheduling == stock.scheduler_config.async_scheduling
     assert config.speculative_config.method == "ngram"
-    assert config.observability_config.cudagraph_metrics
+    assert config.scheduler_config.scheduler_cls is None
+    assert config.observability_config == stock.observability_config
 
 
 WRONG: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {

@@ -282,10 +282,63 @@ def test_a_key_that_is_none_ends_no_engine(engine: Engine, key: object):
     worker.finish(kept=0)
 
 
-def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
-    from tltlab.runtime.engine.vllm import scheduler
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize(
+    "part",
+    [
+        "watch.came", "control.iteration_starts", "watch.scheduled", "control.scheduled", "control.allot",
+        "control.drafts", "watch.back", "watch.landed", "watch.left", "capture.leave",
+    ],
+)  # fmt: skip
+def test_whatever_of_ours_raises_is_said_once_and_the_engine_goes_on_without_drafts(
+    engine: Engine, part: str, asynchronous: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    from vllm.v1.outputs import DraftTokenIds
 
-    monkeypatch.setattr(scheduler, "NAMELESS_PER_STEP", 3)
+    from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
+
+    if part == ("control.drafts" if asynchronous else "control.allot"):
+        pytest.skip("not called")
+    scheduler = scheduled_by(policy_scheduler, engine, asynchronous=asynchronous)
+    worker = Overlapped.of(scheduler)
+    learned = LearnedSpec(method="draft_model", model="the/target")
+    scheduler.control.drafters = DrafterPool({"learned": learned}, 4)
+    scheduler.control.set_selector(Fixed(LEARNED), OneEach())
+    owner, name = part.split(".")
+
+    def raises(*args: object) -> None:
+        raise LookupError("a bug of ours")
+
+    worker.add("a", 11)
+    monkeypatch.setattr(getattr(scheduler, owner), name, raises)
+    worker.add("b", 7)
+    requests = dict(scheduler.requests)
+    depths = []
+    while scheduler.has_unfinished_requests():
+        output: Any = worker.schedule()
+        if output.num_scheduled_tokens:
+            depths.append(output.num_spec_tokens_to_schedule)
+        if asynchronous and len(worker.flight) < 2:
+            continue
+        ids = list(worker.flight[0].num_scheduled_tokens)
+        worker.finish(kept=2)
+        if not asynchronous and output.num_spec_tokens_to_schedule:
+            scheduler.update_draft_token_ids(DraftTokenIds(ids, [[9] * 4 for _ in ids]))
+    while worker.flight:
+        worker.finish(kept=2)
+    assert [len(requests[i].output_token_ids) for i in "ab"] == [11, 7]
+    assert scheduler.given_up
+    assert depths[-1] == 0 or part in ("watch.left", "watch.landed", "capture.leave")
+    (said,) = [record.getMessage() for record in caplog.records if "the engine goes on" in record.getMessage()]
+    assert "LookupError: a bug of ours" in said
+    assert "test_scheduler.py, line" in said
+    assert scheduler.control.failure in said
+
+
+def test_nameless_requests_of_a_server_let_drafters_forget_in_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from tltlab.runtime.engine.vllm import watch
+
+    monkeypatch.setattr(watch, "NAMELESS_PER_STEP", 3)
     worker = Overlapped(engine, Told())
     worker.scheduler.control.end()
     for n in range(7):

@@ -1,0 +1,387 @@
+"""What goes through a scheduler of vLLM's, taken down beside it: requests that come and go, iterations, drafts kept.
+
+`Watch` is called by a `PolicyScheduler`, or, where an engine is only recorded, around the methods of vLLM's own
+scheduler, of whatever class it is (`record_only`): asynchronous, for diffusion, or somebody's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from tltlab.drafters.base import Key
+from tltlab.runtime.engine.control import Control, Live
+from tltlab.runtime.engine.environment import hardware
+from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.strategy import NO_SPECULATION, Strategy
+from tltlab.traces.recording import recording_of
+
+from .dispatch import kind_of
+from .options import Attachment
+
+EXTRA = "tltlab"
+"""Where a request carries its key, in `SamplingParams.extra_args`, and an engine its settings."""
+
+NAMELESS_PER_STEP = 1024
+"""Requests without keys that count as one RL step where nothing says when one begins, so that drafters can forget."""
+
+WATCHED = (
+    "add_request", "_update_request_as_session", "schedule", "_update_after_schedule", "update_from_output",
+    "update_draft_token_ids", "_free_request", "reset_prefix_cache",
+)  # fmt: skip
+"""The methods of a scheduler that is only recorded which are wrapped."""
+
+REMEMBERED = 1 << 18
+"""Prompts of which the samples are counted, the newest ones."""
+
+logger = init_logger(__name__)
+
+
+def settings_of(scheduler: Any) -> Attachment:
+    """What the engine of a scheduler was told."""
+    config = scheduler.vllm_config
+    given = config.additional_config
+    settings = (given.get(EXTRA) or {}) if isinstance(given, dict) else {}
+    return Attachment.model_validate(settings).of_replica(config.parallel_config.data_parallel_index)
+
+
+class Watch:
+    """Follows the requests and iterations of one scheduler for its `Control`, and for a recording where there is one.
+
+    A request has come once vLLM's `add_request` is over, and leaves before `_free_request`; an iteration is scheduled
+    before `_update_after_schedule`, which AsyncScheduler changes requests in, and back before `update_from_output`, at
+    whose end it has `landed`. Requests of pooling models are not followed. Each call takes O(1) where the batch is the
+    last one, and what joins and leaves it where not, but for the tokens each request got.
+    """
+
+    def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
+        self.scheduler = scheduler
+        self.control = control
+        self.recording = _recording(scheduler, control, settings)
+        self._samples: dict[tuple[int, str], int] = {}
+        self._least_sample = self._num_nameless = 0
+        self._in_flight: deque[Scheduled] = deque()
+        self._drafts: Any = None
+        self._batch: list[str] = []
+        self._context_tokens = 0
+        # Of the batch: who is in it, the tokens of those that have left it since, and whether it was all that runs.
+        self._members: set[str] = set()
+        self._left: dict[str, int] = {}
+        self._whole = False
+
+    @property
+    def _records(self) -> LiveRecording | None:
+        return self.recording if self.recording is not None and not self.recording.ended else None
+
+    def came(self, request: Request) -> Live | None:
+        """A request is in the scheduler."""
+        if request.sampling_params is None:
+            return None
+        given, recording = self._given_key(request), self._records
+        if recording is not None:
+            recording.arrives(given[0] if given is not None else None)
+        elif given is not None:
+            self.control.advance(given[0])
+        return self._enter(request, given or self._new_key(request))
+
+    def continues(self, session: Request, before: Live | None) -> Live | None:
+        """A streaming session goes on after what has `left`: the output so far is prompt, and this its next turn."""
+        self._batch = []
+        if before is None:
+            return None
+        rl_step, prompt_id, sample, turn = before.key
+        return self._enter(session, (rl_step, prompt_id, sample, turn + 1))
+
+    def _enter(self, request: Request, key: Key) -> Live:
+        rl_step, prompt_id, sample, _ = key
+        least = self._samples.pop((rl_step, prompt_id), 0)
+        self._samples[rl_step, prompt_id] = max(least, sample + 1)
+        if len(self._samples) > REMEMBERED:
+            self._least_sample = max(self._least_sample, self._samples.pop(next(iter(self._samples))))
+        prompt = list(request.prompt_token_ids or ())
+        live = self.control.add(request.request_id, key, prompt, request._output_token_ids, request.max_tokens)
+        if (recording := self._records) is not None:
+            recording.arrived(live)
+        return live
+
+    def left(self, request: Request) -> Live | None:
+        """A request is about to be freed; what was known of it."""
+        name = request.request_id
+        live = self.control.finish(name)
+        if name in self._members:
+            self._members.discard(name)
+            self._left[name] = len(request._all_token_ids)
+        if live is not None and (recording := self._records) is not None:
+            reason = request.get_finished_reason()
+            recording.left(live, None if reason is None else str(reason))
+        return live
+
+    def scheduled(self, output: SchedulerOutput) -> Scheduled:
+        """An iteration is put together."""
+        ids = list(output.num_scheduled_tokens)
+        if ids == self._batch:
+            ids = self._batch
+        else:
+            self._join(ids, output)
+        scheduler, drafts = self.scheduler, output.scheduled_spec_decode_tokens
+        # All but a token each and its draft, and of those that have no token yet that one too.
+        prefill = output.total_num_scheduled_tokens - len(ids) - sum(map(len, drafts.values()))
+        for i in self.control.speechless:
+            prefill += i in output.num_scheduled_tokens and _awaits_its_first(scheduler.requests[i])
+        what = Scheduled(
+            request_ids=ids,
+            drafts=drafts,
+            waiting=len(scheduler.waiting),
+            context_tokens=self._context_tokens,
+            prefill_tokens=prefill,
+            free_kv_tokens=scheduler.kv_cache_manager.block_pool.get_num_free_blocks() * scheduler.block_size,
+        )
+        self._in_flight.append(what)
+        return what
+
+    def watched(self, what: Scheduled, depth: int) -> None:
+        """Nobody of ours chooses what this iteration drafts: vLLM does, by its own method and `depth` tokens deep."""
+        speculative = self.scheduler.vllm_config.speculative_config
+        self.control.watched(what, _chain(str(speculative.method), depth) if speculative else NO_SPECULATION)
+
+    def _join(self, ids: list[str], output: SchedulerOutput) -> None:
+        """The batch is another one: count its tokens, all or where that suffices those that came and those that left.
+
+        Counting all takes long: each request's list lies elsewhere in memory.
+        """
+        joined = [new.req_id for new in output.scheduled_new_reqs]
+        whole = len(ids) == len(self.scheduler.running)
+        # Then nobody was put back or left out, neither then nor now.
+        known = self._batch and self._whole and whole and len(self._batch) - len(self._left) + len(joined) == len(ids)
+        self._batch, self._whole = ids, whole
+        if known and not output.scheduled_cached_reqs.resumed_req_ids:
+            self._members.update(joined)
+            self._context_tokens += self._count(joined) - sum(self._left.values())
+        else:
+            self._members = set(ids)
+            self._context_tokens = self._count(ids)
+        self._left.clear()
+
+    def _count(self, ids: Sequence[str]) -> int:
+        """Tokens of these requests, prompts and what they have generated."""
+        return sum(map(len, map(_all_tokens, map(self.scheduler.requests.__getitem__, ids))))
+
+    def back(self, output: SchedulerOutput, model_output: Any) -> Scheduled | None:
+        """The oldest iteration in flight is back, with what the model made of it; None where nothing ran."""
+        self._drafts = None
+        if not output.num_scheduled_tokens:
+            return None
+        what = self._in_flight.popleft()
+        self._drafts = what.drafts
+        if (ran := model_output.cudagraph_stats) is not None:
+            what.graph = kind_of(ran.runtime_mode), ran.num_padded_tokens
+        with self.control.inside:
+            counts = _counts(what.request_ids, model_output)
+            if what.request_ids is self._batch and not self._left:
+                self._context_tokens += sum(counts)
+            else:
+                # Another batch has been put together before this one's tokens were known, or some are for nobody.
+                self._batch = []
+        self.control.sampled(what, counts)
+        return what
+
+    def landed(self) -> None:
+        """What came of it has reached the requests."""
+        if self._drafts and self._left and not self._left.keys().isdisjoint(self._drafts):
+            # Who ends in the middle of a draft does not get all that was kept of it.
+            self._batch = []
+        recording = self._records
+        if not self.scheduler.requests:
+            self.control.idle()
+            if recording is not None:
+                recording.idle()
+        elif recording is not None:
+            recording.iterated()
+
+    def drafted(self, draft_token_ids: Any) -> None:
+        """vLLM has drafted by itself."""
+        ledger = self.control.ledger
+        ledger.drafted(ledger.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
+
+    def new_weights(self) -> None:
+        """The prefix cache was reset. Trainers do this after each weight update, of which a scheduler hears nothing."""
+        if self.recording is not None:
+            self.recording.policy_version += 1
+
+    def _given_key(self, request: Request) -> Key | None:
+        """The key that came with the request, None unless it is one; of those that share it the samples differ."""
+        params, recording = request.sampling_params, self._records
+        given = (params.extra_args or {}).get(EXTRA) if params is not None else None
+        if given is None:
+            return None
+        try:
+            rl_step, prompt_id, sample, turn = given
+            key = int(rl_step), str(prompt_id), int(sample), int(turn)
+            if recording is not None and not recording.can_have(key):
+                raise ValueError
+        except (TypeError, ValueError, OverflowError):
+            # Raising here would end the engine, and with it everybody's requests.
+            logger.warning("a request's %s must be [rl_step, prompt_id, sample, turn], ignored: %r", EXTRA, given)
+            return None
+        if key not in self.control.keys and (recording is None or recording.is_new(key)):
+            return key
+        # `n` responses to a prompt are requests with one key.
+        return key[0], key[1], self._samples.get(key[:2], self._least_sample), key[3]
+
+    def _new_key(self, request: Request) -> Key:
+        """A key for a request that has none: its prompt's digest and a running number."""
+        tokens = ",".join(map(str, request.prompt_token_ids or ()))
+        prompt_id = hashlib.blake2b(tokens.encode(), digest_size=8).hexdigest()
+        self._num_nameless += 1
+        if self._num_nameless > NAMELESS_PER_STEP and self._records is None:
+            self.control.advance(self.control.ledger.rl_step + 1)
+            self._num_nameless = 1
+        rl_step = self.control.ledger.rl_step
+        return rl_step, prompt_id, self._samples.get((rl_step, prompt_id), self._least_sample), 0
+
+
+def _recording(scheduler: Any, control: Control, settings: Attachment) -> LiveRecording | None:
+    """The recording that the settings ask for; where it cannot begin that is said, and the engine goes on without."""
+    if settings.record is None:
+        return None
+    who = {"model": scheduler.vllm_config.model_config.model, "engine": f"vllm {vllm.__version__}"}
+    # One that a killed engine has left, or another one's, stays as it is.
+    numbered = settings.numbered or recording_of(Path(settings.record)).exists()
+    try:
+        begin = LiveRecording.numbered if numbered else LiveRecording
+        recording = begin(settings.record, control, hardware=hardware(), **who)
+        if recording.path != Path(settings.record):
+            logger.warning("%s is taken, so this engine records to %s", settings.record, recording.path)
+        return recording
+    except Exception as error:  # the engine is the user's
+        logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
+        return None
+
+
+def record_only(scheduler: Any) -> None:
+    """Have what goes through a scheduler recorded, where its engine's settings ask for that and for no policy.
+
+    vLLM's class stays as it is, and so do all that its methods get and give: those of this one scheduler are wrapped.
+    When the recording ends, by itself or by an error of ours, they are vLLM's own again.
+    """
+    if hasattr(scheduler, "close_recording"):
+        return
+    try:
+        settings = settings_of(scheduler)
+        if settings.record is None or settings.policy is not None:
+            return
+        if scheduler.vllm_config.model_config.runner_type == "pooling":
+            logger.warning("the engine pools and generates nothing: nothing is recorded")
+            return
+        several = scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
+        control = settings.control(overlapped=several or bool(scheduler.scheduler_config.async_scheduling))
+        watch = Watch(scheduler, control, settings)
+        if watch.recording is not None:
+            _RecordOnly(watch, watch.recording)
+    except Exception as error:  # the engine is the user's
+        logger.error("%s: %s; the engine goes on, and nothing is recorded", type(error).__name__, error)
+
+
+class _RecordOnly:
+    """The wrapped methods of a scheduler that is only recorded, until the recording ends or `close_recording`."""
+
+    def __init__(self, watch: Watch, recording: LiveRecording) -> None:
+        self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
+        self._known = False
+        self._before: Live | None = None
+        self._scheduler.control, self._scheduler.close_recording = watch.control, self._close
+        around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
+            "add_request": (self._adds, self._added),
+            "_update_request_as_session": (self._turns, lambda session, *_: watch.continues(session, self._before)),
+            "schedule": (lambda *_: watch.control.iteration_starts(), None),
+            "_update_after_schedule": (self._scheduled, None),
+            "update_from_output": (watch.back, lambda *_: watch.landed()),
+            "update_draft_token_ids": (watch.drafted, None),
+            "_free_request": (lambda request, *_: watch.left(request), None),
+            "reset_prefix_cache": (lambda *_: watch.new_weights(), None),
+        }
+        for name in WATCHED:
+            self._wrap(name, *around[name])
+
+    def _close(self) -> None:
+        self._unwrap()
+        self._scheduler.__dict__.pop("close_recording", None)
+        self._recording.close()
+
+    def _adds(self, request: Request) -> None:
+        self._known = request.request_id in self._scheduler.requests
+
+    def _added(self, request: Request) -> None:
+        if not self._known:
+            self._watch.came(request)
+
+    def _turns(self, session: Request, *_: Any) -> None:
+        self._before = self._watch.left(session)
+
+    def _scheduled(self, output: SchedulerOutput) -> None:
+        if output.num_scheduled_tokens:
+            with self._watch.control.inside:
+                what = self._watch.scheduled(output)
+            self._watch.watched(what, output.num_spec_tokens_to_schedule)
+
+    def _wrap(self, name: str, before: Callable[..., object], after: Callable[..., object] | None) -> None:
+        stock = getattr(self._scheduler, name)
+
+        @wraps(stock)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._take_down(before, args)
+            result = stock(*args, **kwargs)
+            if after is not None:
+                self._take_down(after, args)
+            return result
+
+        setattr(self._scheduler, name, method)
+
+    def _take_down(self, part: Callable[..., object], args: tuple[Any, ...]) -> None:
+        if self._recording.ended:
+            self._unwrap()
+            return
+        try:
+            part(*args)
+        except Exception as error:  # whatever it is, others are being served
+            self._recording.give_up(error)
+            self._unwrap()
+
+    def _unwrap(self) -> None:
+        for name in WATCHED:
+            self._scheduler.__dict__.pop(name, None)
+
+
+@cache
+def _chain(method: str, depth: int) -> Strategy:
+    return Strategy.chain(method, depth)
+
+
+_all_tokens = attrgetter("_all_token_ids")
+
+
+def _counts(request_ids: Sequence[str], output: Any) -> list[int]:
+    """The tokens that each request got, in their order: the runner's is most often the same."""
+    sampled = output.sampled_token_ids
+    if not sampled:
+        return [0] * len(request_ids)
+    if output.req_ids == request_ids:
+        return list(map(len, sampled))
+    index = output.req_id_to_index
+    return [len(sampled[index[i]]) for i in request_ids]
+
+
+def _awaits_its_first(request: Request) -> bool:
+    """Whether none of its tokens has been sampled or is being; then nothing that it has scheduled is decoding."""
+    return bool(request.num_output_tokens + request.num_output_placeholders == 0)

@@ -1,0 +1,381 @@
+"""An engine that is only recorded: whatever requests, disk and our own code do, it goes on as vLLM's own.
+
+One engine of vLLM's, as its users start it, serves all tests; each records in a place of its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tltlab
+from tltlab.runtime import vllm_options
+from tltlab.runtime.engine import recording as recording_module
+from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.traces.recording import chunks_of
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A LoRA adapter that changes what the model says."""
+    from safetensors.torch import save_file
+
+    folder = tmp_path_factory.mktemp("adapter")
+    generator = torch.Generator().manual_seed(5)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    shapes = {"A": (4, 64), "B": (64, 4)}
+    save_file(
+        {name.format(part): torch.randn(shape, generator=generator) for part, shape in shapes.items()},
+        folder / "adapter_model.safetensors",
+    )
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """vLLM with its own scheduler and an n-gram drafter of the user's, recorded."""
+    from tltlab.runtime.engine.vllm import starting, uncompiled
+
+    with starting(), uncompiled(True), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        import vllm
+
+        llm = vllm.LLM(
+            str(random_model),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=128,
+            kv_cache_memory_bytes=1 << 25,
+            max_num_seqs=16,
+            enable_lora=True,
+            max_lora_rank=8,
+            generation_config="vllm",
+            speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2},
+            **vllm_options(None, record=tmp_path_factory.mktemp("first") / "trace"),
+        )
+        yield llm
+        llm.llm_engine.engine_core.shutdown()
+
+
+def scheduler_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.scheduler
+
+
+class Recorded:
+    """The engine's own scheduler, recorded to another place."""
+
+    def __init__(self, llm: Any, path: Path) -> None:
+        from tltlab.runtime.engine.vllm.watch import record_only
+
+        self.llm, self.path = llm, path
+        self.scheduler = scheduler_of(llm)
+        if hasattr(self.scheduler, "close_recording"):
+            self.scheduler.close_recording()
+        config = self.scheduler.vllm_config
+        config.additional_config = vllm_options(None, record=path)["additional_config"]
+        record_only(self.scheduler)
+        self.recording: LiveRecording = self.scheduler.close_recording.__self__._recording
+
+    def answers(self, num: int = 3, **settings: Any) -> list[Any]:
+        from vllm import SamplingParams
+
+        more = {name: settings.pop(name) for name in ("lora_request",) if name in settings}
+        params = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, "seed": 1, **settings})
+        prompts = [{"prompt_token_ids": [1, 4 + n, 5, 4 + n, 5]} for n in range(num)]
+        return list(self.llm.generate(prompts, params, use_tqdm=False, **more))
+
+    def trace(self) -> Any:
+        self.scheduler.close_recording()
+        return tltlab.read(self.path)
+
+    @property
+    def hooked(self) -> bool:
+        return "schedule" in self.scheduler.__dict__
+
+
+@pytest.fixture
+def recorded(llm: Any, tmp_path: Path) -> Recorded:
+    return Recorded(llm, tmp_path / "trace")
+
+
+def texts(answers: list[Any]) -> list[list[int]]:
+    return [list(one.token_ids) for answer in answers for one in answer.outputs]
+
+
+def test_scheduler_and_speculation_are_vllms_own_and_what_was_kept_is_written_down(recorded: Recorded):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    assert type(recorded.scheduler) is Scheduler
+    answers = recorded.answers(4, temperature=0.0, max_tokens=40)
+    core = recorded.llm.llm_engine.engine_core.engine_core
+    assert core.use_spec_decode
+    trace = recorded.trace()
+    rows = trace.iterations
+    drafted = rows[rows["num_drafted"] > 0]
+    assert set(drafted["drafter"]) == {"ngram"}
+    assert set(drafted["draft_depth"]) == {3}
+    assert [sum(kept) for kept in drafted["accepted_per_request"]] == list(drafted["num_accepted"])
+    assert drafted["num_accepted"].sum() > 0
+    # What is kept of a draft may reach beyond the cap.
+    assert rows["num_generated"].sum() >= trace.outcomes["response_tokens"].sum() == 4 * 40
+    assert sorted(map(list, trace.tokens["token_ids"])) == sorted(texts(answers))
+    assert texts(recorded.answers(4, temperature=0.0, max_tokens=40)) == texts(answers), "unrecorded"
+    assert not recorded.hooked
+
+
+def structured(recorded: Recorded, adapter: Path) -> list[str]:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    # The vocabulary has no blank: vLLM itself ends what it cannot go on with as an error.
+    reasons = []
+    for choice in (["w3", "w4"], ["w1 w2"]):
+        params = StructuredOutputsParams(choice=choice)
+        answers = recorded.answers(2, structured_outputs=params, ignore_eos=False)
+        reasons += [
+            "abort" if one.finish_reason == "error" else one.finish_reason for a in answers for one in a.outputs
+        ]
+    return reasons
+
+
+def repeated(recorded: Recorded, adapter: Path) -> list[str]:
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
+    answers = recorded.answers(2, allowed_token_ids=[9], repetition_detection=repeats)
+    return [one.finish_reason for answer in answers for one in answer.outputs]
+
+
+def aborted(recorded: Recorded, adapter: Path) -> list[str]:
+    from vllm import SamplingParams
+
+    engine = recorded.llm.llm_engine
+    for name in ("stays", "goes"):
+        engine.add_request(name, {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.step()
+    engine.abort_request(["goes"])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return ["length", "abort"]
+
+
+def failed(recorded: Recorded, adapter: Path) -> list[str]:
+    from vllm import SamplingParams
+    from vllm.v1.request import RequestStatus
+
+    engine = recorded.llm.llm_engine
+    for name in ("errs", "ends"):
+        engine.add_request(name, {"prompt_token_ids": [1, 9, 5]}, SamplingParams(max_tokens=6, ignore_eos=True))
+    engine.step()
+    # As vLLM does with a request whose keys and values cannot be loaded.
+    recorded.scheduler.finish_requests(recorded.scheduler.running[0].request_id, RequestStatus.FINISHED_ERROR)
+    while recorded.scheduler.has_unfinished_requests():
+        engine.step()
+    engine.abort_request(["errs"])
+    return ["abort", "length"]
+
+
+def adapted(recorded: Recorded, adapter: Path) -> list[str]:
+    from vllm.lora.request import LoRARequest
+
+    plain = texts(recorded.answers(2, temperature=0.0))
+    assert texts(recorded.answers(2, temperature=0.0, lora_request=LoRARequest("a", 1, str(adapter)))) != plain
+    return ["length"] * 4
+
+
+def several(recorded: Recorded, adapter: Path) -> list[str]:
+    answers = recorded.answers(2, n=3, extra_args={"tltlab": [5, "p", 0, 0]}, seed=None)
+    assert len(texts(answers)) == 6
+    return ["length"] * 6
+
+
+def streamed(recorded: Recorded, adapter: Path) -> list[str]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, pieces = recorded.llm.llm_engine, 0
+    params = SamplingParams(max_tokens=6, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    engine.add_request("s", {"prompt_token_ids": [1, 9, 5]}, params)
+    while engine.has_unfinished_requests():
+        pieces += len(engine.step())
+    assert pieces > 1
+    return ["length"]
+
+
+def nonsense(recorded: Recorded, adapter: Path) -> list[str]:
+    for key in ("nonsense", [3, "a"], [2**40, "a", 0, 0], [0, "\ud800", 0, 0], {"a": 1}, 7):
+        recorded.answers(1, extra_args={"tltlab": key})
+    return ["length"] * 6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [structured, repeated, aborted, failed, adapted, several, streamed, nonsense],
+    ids=lambda case: case.__name__,
+)
+def test_whatever_requests_are_they_are_served_and_written_down(
+    recorded: Recorded, adapter: Path, case: Callable[[Recorded, Path], list[str]], caplog: pytest.LogCaptureFixture
+):
+    reasons = case(recorded, adapter)
+    assert not recorded.recording.ended
+    assert "ends here" not in caplog.text
+    outcomes = recorded.trace().outcomes
+    # A trace knows no repetition: the engine ended it, as at a stop.
+    assert sorted(outcomes["finish_reason"]) == sorted({"repetition": "stop"}.get(one, one) for one in reasons)
+    keys = list(zip(outcomes["rl_step"], outcomes["prompt_id"], outcomes["sample"], outcomes["turn"], strict=True))
+    assert len(set(keys)) == len(keys)
+    if case is several:
+        assert [key[:3] for key in sorted(keys)] == [(5, "p", n) for n in range(6)]
+
+
+@pytest.mark.parametrize("reason", [None, "stop", "length", "abort", "error", "repetition", "of a later vLLM"])
+def test_a_reason_that_nobody_knows_is_an_abort(reason: str | None):
+    assert recording_module.how_it_ended(reason, 3) in ("stop", "length", "abort")
+
+
+def vanishes(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+    shutil.rmtree(f"{recorded.path}.recording")
+    return "No such file"
+
+
+def is_full(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch.setattr(os, "fsync", fsync)
+    return "No space left on device"
+
+
+def has_a_bug(recorded: Recorded, patch: pytest.MonkeyPatch) -> str:
+    def left(*args: Any) -> None:
+        raise KeyError("of ours")
+
+    patch.setattr(recorded.recording, "left", left)
+    return r"KeyError: 'of ours' \(.*test_recording\.py, line \d+\)"
+
+
+@pytest.mark.parametrize("trouble", [vanishes, is_full, has_a_bug], ids=lambda trouble: trouble.__name__)
+def test_a_recording_in_trouble_ends_says_so_once_and_vllm_goes_on(
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    trouble: Callable[[Recorded, pytest.MonkeyPatch], str],
+):
+    monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
+    monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
+    before = texts(recorded.answers(temperature=0.0))
+    why = trouble(recorded, monkeypatch)
+    deadline = time.monotonic() + 60
+    while not recorded.recording.ended:
+        assert texts(recorded.answers(temperature=0.0)) == before
+        assert time.monotonic() < deadline
+    monkeypatch.undo()
+    assert texts(recorded.answers(temperature=0.0)) == before
+    assert not recorded.hooked
+    said = [record.getMessage() for record in caplog.records if "the engine goes on" in record.getMessage()]
+    assert len(said) == 1
+    assert re.search(why, said[0])
+    recorded.scheduler.close_recording()
+    assert not recorded.path.exists()
+
+
+def test_the_engine_does_not_wait_for_a_disk_that_hangs_and_what_waits_is_bounded(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    asked, answers = threading.Event(), threading.Event()
+    fsync = os.fsync
+
+    def hangs(descriptor: int) -> None:
+        asked.set()
+        answers.wait(100)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", hangs)
+    monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
+    monkeypatch.setattr(LiveRecording, "flush_s", 0.01)
+    try:
+        recorded.answers()
+        assert asked.wait(60)
+        for _ in range(3):
+            recorded.answers()
+        assert not recorded.recording.ended
+        monkeypatch.setattr(LiveRecording, "most_bytes", 10_000)
+        recorded.answers()
+        assert recorded.recording.ended
+        assert len(recorded.recording._waiting) == 0
+        recorded.answers()
+        assert not recorded.hooked
+    finally:
+        answers.set()
+    assert caplog.text.count("the disk does not keep up") == 1
+
+
+def test_an_engine_that_is_never_idle_is_written_down_as_it_goes(recorded: Recorded, monkeypatch: pytest.MonkeyPatch):
+    from vllm import SamplingParams
+
+    monkeypatch.setattr(LiveRecording, "idle_s", 0.01)
+    monkeypatch.setattr(LiveRecording, "flush_s", 0.02)
+    monkeypatch.setattr(recording_module, "_TOGETHER", 4)
+    engine, number = recorded.llm.llm_engine, 0
+    folder = Path(f"{recorded.path}.recording")
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("*.arrow"))) < 3:
+        while len(recorded.scheduler.requests) < 2:
+            number += 1
+            params = SamplingParams(max_tokens=6 + number % 5, ignore_eos=True)
+            engine.add_request(str(number), {"prompt_token_ids": [1, 4 + number % 9, 5]}, params)
+        engine.step()
+        assert time.monotonic() < deadline
+    durable = sum(len(table) for chunk in chunks_of(folder) if (table := chunk.load("iterations")) is not None)
+    assert durable > 0
+    ledger = recorded.recording.control.ledger
+    assert ledger.num_over <= 4
+    assert ledger._iterations == []
+    assert len(ledger.first_token_s) <= 2
+    while engine.has_unfinished_requests():
+        engine.step()
+    trace = recorded.trace()
+    assert len(trace.outcomes) == number
+    # Where all happen to end at once, that is a rollout.
+    for _, rows in trace.iterations.groupby("rl_step"):
+        assert sorted(rows["iteration"]) == list(range(len(rows))), "each once"
+
+
+def test_where_a_recording_is_already_another_one_goes_beside_it(recorded: Recorded, llm: Any):
+    first = recorded.scheduler.__dict__.pop("close_recording").__self__
+    first._unwrap()
+    beside = Recorded(llm, recorded.path)
+    assert beside.recording.path.name == "trace-1"
+    beside.answers()
+    beside.scheduler.close_recording()
+    assert len(tltlab.read(recorded.path.with_name("trace-1")).outcomes) == 3
+    first._close()
+
+
+def test_a_place_that_cannot_be_written_leaves_the_engine_unrecorded(
+    recorded: Recorded, llm: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from tltlab.runtime.engine.vllm.watch import record_only
+
+    recorded.scheduler.close_recording()
+    (tmp_path / "file").write_text("")
+    options = vllm_options(None, record=tmp_path / "file" / "trace")
+    recorded.scheduler.vllm_config.additional_config = options["additional_config"]
+    record_only(recorded.scheduler)
+    assert not recorded.hooked
+    assert "nothing is recorded" in caplog.text
+    assert len(recorded.answers(1)) == 1
