@@ -1,12 +1,15 @@
 """A trace that an engine writes by itself, without a trainer of ours: `vllm_options(record=...)`.
 
-A rollout is what runs between two moments of idleness, or, where requests carry keys, what carries one rl_step.
+Requests with keys say of which RL step they are; those without are put into RL steps by weight updates, or by sessions
+(`Grouping`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import re
 import sys
 import time
 from collections import deque
@@ -16,6 +19,8 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar
 
+import numpy as np
+
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.traces.recorder import Recorder
@@ -23,7 +28,7 @@ from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
-from .ledger import Over, Row
+from .ledger import Clock, Over, Row
 from .seat import raised_at
 
 logger = logging.getLogger(__name__)
@@ -46,6 +51,73 @@ def how_it_ended(finish_reason: str | None, num_tokens: int) -> str:
     return ended if num_tokens else "abort"
 
 
+_BRINGS_WEIGHTS = re.compile(r"(update|load|receive|sync|finish)\w*_(weight|param|state_dict)")
+
+
+def brings_weights(method: str) -> bool:
+    """Whether a method of vLLM's workers, by its name, brings new weights, or ends an update that did.
+
+    >>> [brings_weights(f"{name}_weights") for name in ("update", "reload", "start", "init", "compute")]
+    [True, True, False, False, False]
+    """
+    return _BRINGS_WEIGHTS.search(method) is not None
+
+
+class Grouping:
+    """Which requests without keys make an RL step: those between two weight updates, or, without any, a session.
+
+    `version` counts weight updates. What is heard of one while nothing else happens is one update, and what comes
+    before the first request none. From the first on only updates end an RL step. Before, a session ends with an idle
+    gap that is longer than `GAP_S` and than `GAP_SHARE` of the session: a client that stalls for a moment goes on with
+    its batch.
+    """
+
+    GAP_S: ClassVar[float] = 1.0
+    GAP_SHARE: ClassVar[float] = 0.1
+
+    def __init__(self, clock: Clock) -> None:
+        self.version = 0
+        self._clock = clock
+        self._began_s = self._left_s = -math.inf
+        self._version_before = 0
+        self._progress = 0
+
+    def updated(self, progress: int) -> bool:
+        """Something was heard of new weights after requests and tokens of this number; whether it is another update."""
+        if progress == self._progress:
+            return False
+        self._progress = progress
+        self.version += 1
+        return True
+
+    def left(self) -> None:
+        """A request has left."""
+        self._left_s = self._clock()
+
+    def ends(self, busy: bool) -> bool:
+        """Whether the request that arrives now, in an engine that is `busy` with others, is of another RL step."""
+        if self.version:
+            return self.version != self._version_before
+        if busy:
+            return False
+        return self._clock() - self._left_s > max(self.GAP_S, self.GAP_SHARE * (self._left_s - self._began_s))
+
+    def begin(self) -> None:
+        """An RL step begins."""
+        self._began_s = self._left_s = self._clock()
+        self._version_before = self.version
+
+    @property
+    def notes(self) -> str:
+        """For people: how requests without keys were put into RL steps."""
+        if self.version:
+            return "an RL step of requests without keys ends with a weight update, or the prefix cache being reset"
+        return (
+            f"an RL step of requests without keys is a session, which ends with an idle gap longer than {self.GAP_S:g} "
+            f"s and {self.GAP_SHARE:.0%} of it, since no weight update was seen"
+        )
+
+
 class LiveRecording:
     """Takes down what enters and leaves one engine, for a thread that writes it; a trace once closed.
 
@@ -55,8 +127,9 @@ class LiveRecording:
     what is durable stays. Methods called after the end do nothing; an error of ours they raise, and whoever calls them
     is to `give_up`. ConfigError where a recording is at `path` already, or none can be made.
 
-    `policy_version` counts how often the prefix cache was reset, which trainers do after each weight update. Rewards
-    and log-probs are not known here and stay null. Of prompts and keys `remembered` are remembered, the newest ones:
+    Requests that are under way when it closes are aborted ones. An RL step never begins again: what comes late has the
+    times of its own RL step and runs in the iterations of the newest. Rewards and log-probs are not known here and stay
+    null. Of prompts and keys `remembered` are remembered, the newest ones:
     visits of others count from 0 again, and their keys are taken for used.
     """
 
@@ -69,8 +142,17 @@ class LiveRecording:
 
     def __init__(self, path: str | Path, control: Control, *, model: str, hardware: str, engine: str) -> None:
         self.control = control
-        self.policy_version = 0
         self.ended = False
+        self._clock = control.ledger.clock
+        self._grouping = Grouping(self._clock)
+        self._began_s = self._clock()
+        self._origins: dict[int, float] = {}
+        # Of requests that run, in seconds of the clock: those whose first token came in an earlier rollout.
+        self._first_token_s: dict[Key, float] = {}
+        # Of requests that run: how many tokens they had at each weight update.
+        self._updated_at: dict[Key, list[int]] = {}
+        self._updates_drafter = False
+        self._num_arrived = self._num_tokens = 0
         self._visits: dict[str, int] = {}
         self._epochs: dict[tuple[int, str], int] = {}
         self._arrived_s: dict[Key, float] = {}
@@ -86,14 +168,13 @@ class LiveRecording:
             Manifest(
                 kind="recorded",
                 name=Path(path).name,
-                created=datetime.now(UTC).isoformat(timespec="seconds"),
+                created=datetime.now(UTC).isoformat(timespec="milliseconds"),
                 model=Path(model).name,
                 hardware=hardware,
                 engine=engine,
                 num_workers=control.ledger.worker + 1,
                 source="tltlab",
-                notes="recorded by the engine itself: a rollout is what ran between two moments of idleness, unless "
-                "requests carried keys",
+                notes=f"recorded by the engine itself; {self._grouping.notes}",
             ),
         )
         self._thread = Thread(target=self._write_on, name="tltlab-recording", daemon=True)
@@ -117,14 +198,51 @@ class LiveRecording:
         raise AssertionError("numbers do not end")
 
     def arrives(self, rl_step: int | None) -> None:
-        """A request is about to enter, with the rl_step of its key if it has one; an idle engine begins a rollout."""
+        """A request is about to enter, with the rl_step of its key if it has one; it may begin a rollout."""
         self._is_idle = False
-        if self.control.live:
+        newest = self.control.ledger.rl_step
+        if not self._origins:
+            self._begin(newest if rl_step is None else rl_step)
+        elif rl_step is None:
+            if self._grouping.ends(bool(self.control.live)):
+                self._begin(newest + 1)
+        elif rl_step > newest:
+            self._begin(rl_step)
+        else:
+            self._origins.setdefault(rl_step, self._clock())
+
+    def _begin(self, rl_step: int) -> None:
+        """Begin the rollout of an RL step; requests may still run, those of the one before."""
+        ledger = self.control.ledger
+        ledger.end()
+        self._hand_over()
+        for live in self.control.live.values():
+            if (first_s := ledger.first_token_s.get(live.key)) is not None:
+                self._first_token_s[live.key] = ledger.origin + first_s
+        self.control.begin(rl_step)
+        self._grouping.begin()
+        self._origins[rl_step] = ledger.origin
+        row = {"rl_step": rl_step, "t_start": ledger.origin - self._began_s, "policy_version": self._grouping.version}
+        self._give(("steps", row), _ROW_BYTES)
+
+    def new_weights(self, method: str | None = None) -> None:
+        """The engine has new weights, as far as its core hears: None, or a `method` was called on all its workers.
+
+        None stands for the prefix cache being reset, which trainers do after an update, and for another version of the
+        weights being set.
+        """
+        if method == "start_draft_weight_update":
+            self._updates_drafter = True
+        if method is not None and (self._updates_drafter or not brings_weights(method)):
+            self._updates_drafter &= method != "finish_weight_update"
             return
-        following = self.control.ledger.rl_step + bool(self._seen) if rl_step is None else rl_step
-        if following != self.control.ledger.rl_step or not self._seen:
-            self._hand_over()
-            self.control.begin(following)
+        live = self.control.live.values()
+        before = self._grouping.version
+        if self._grouping.updated(self._num_arrived + self._num_tokens + sum(len(each.output) for each in live)):
+            for each in live:
+                self._updated_at.setdefault(each.key, []).append(len(each.output))
+            if not before:
+                self._recorder.note(f"recorded by the engine itself; {self._grouping.notes}")
 
     def arrived(self, live: Live) -> None:
         """A request has entered."""
@@ -144,30 +262,40 @@ class LiveRecording:
             oldest = next(iter(self._seen))
             del self._seen[oldest]
             self._forgotten_rl_step = max(self._forgotten_rl_step, oldest[0])
-        self._arrived_s[live.key] = time.perf_counter() - self.control.ledger.origin
+        self._num_arrived += 1
+        self._arrived_s[live.key] = self._clock()
         self._append(
             "workload",
             live.key,
             epoch=epoch,
             prompt_tokens=len(live.prompt),
             max_response_tokens=live.max_response_tokens,
-            policy_version=self.policy_version,
+            policy_version=self._grouping.version,
         )
 
     def left(self, live: Live, finish_reason: str | None) -> None:
         """A request has left, for good; None where it did not say why."""
         tokens, prompt, ledger = list(live.output), list(live.prompt), self.control.ledger
+        self._grouping.left()
+        self._num_tokens += len(tokens)
+        first_s = self._first_token_s.pop(live.key, None)
+        if (first := ledger.first_token_s.pop(live.key, None)) is not None:
+            first_s = ledger.origin + first
+        origin = self._origins[live.key[0]]
         self._append(
             "outcomes",
             live.key,
             response_tokens=len(tokens),
             finish_reason=how_it_ended(finish_reason, len(tokens)),
             worker=ledger.worker,
-            t_submit=self._arrived_s.pop(live.key),
-            t_first_token=ledger.first_token_s.pop(live.key, None),
-            t_finish=time.perf_counter() - ledger.origin,
+            t_submit=self._arrived_s.pop(live.key) - origin,
+            t_first_token=None if first_s is None else first_s - origin,
+            t_finish=self._clock() - origin,
         )
-        versions = [self.policy_version] * len(tokens)
+        updated_at = self._updated_at.pop(live.key, [])
+        first_version = self._grouping.version - len(updated_at)
+        lengths = np.diff([0, *updated_at, len(tokens)])
+        versions = np.repeat(np.arange(first_version, self._grouping.version + 1), lengths).tolist()
         self._append("tokens", live.key, prompt_token_ids=prompt, token_ids=tokens, token_versions=versions)
 
     def iterated(self) -> None:
@@ -194,6 +322,8 @@ class LiveRecording:
         """Write the trace; waits until the disk has what waits, at most `close_s`."""
         try:
             if not self.ended:
+                for live in list(self.control.live.values()):
+                    self.left(live, "abort")
                 self.control.end()
                 self._hand_over()
             self._closing = True

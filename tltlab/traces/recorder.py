@@ -22,10 +22,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tltlab.errors import ConfigError, RunError, TraceError
+from tltlab.files import replace_durably
 
 from .recording import cut, lock, new_recording, recording_of, write_chunk
 from .recovery import finish, reopen, repair
-from .schema import TABLES, Manifest
+from .schema import MANIFEST_FILE, TABLES, Manifest
 from .trace import Trace, recorded, refuse_foreign_target
 from .validate import Part, check_values, conform
 
@@ -148,6 +149,7 @@ class Recorder:
         self.seconds = 0.0
         self._clock = clock
         self._rows: _Rows = {}
+        self._notes: str | None = None
         self._next_chunk = 0
         self._folder = recording_of(path)
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tltlab-recorder")
@@ -175,6 +177,10 @@ class Recorder:
         self._rows.setdefault(table, []).append(rows)
         self.seconds += self._clock() - started
 
+    def note(self, notes: str) -> None:
+        """Have the manifest's notes say this instead, from the next flush on."""
+        self._notes = notes
+
     def flush(self, *, wait: bool = True) -> None:
         """Make everything appended so far durable, as one chunk: after a kill it is there as a whole or not at all.
 
@@ -195,6 +201,11 @@ class Recorder:
     def _write(self, rows: _Rows, number: int) -> bool:
         """Write rows as chunk `number`; whether there were any."""
         try:
+            notes, self._notes = self._notes, None
+            if notes is not None:
+                there = self._folder / MANIFEST_FILE
+                manifest = Manifest.read(there).model_copy(update={"notes": notes})
+                replace_durably(there, manifest.to_json().encode())
             tables = {name: _to_arrow(name, rows[name]) for name in TABLES if any(map(len, rows.get(name, ())))}
             if tables:
                 write_chunk(self._folder, number, tables)

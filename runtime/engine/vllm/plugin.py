@@ -230,6 +230,23 @@ def answer_for_the_policy() -> None:
         stock(self)
 
     EngineCore.shutdown, EngineCore.post_step = shutdown, post_step
+    # Of weights a scheduler hears nothing: frameworks have the workers load them by name, or the core set a version.
+    for name in ("collective_rpc", "set_weight_version"):
+        if hasattr(EngineCore, name):
+            setattr(EngineCore, name, _then_tell_of_weights(getattr(EngineCore, name)))
+
+
+def _then_tell_of_weights(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(stock)
+    def method(self: Any, asked: Any, *args: Any, **kwargs: Any) -> Any:
+        result = stock(self, asked, *args, **kwargs)
+        new_weights = getattr(getattr(self, "scheduler", None), "new_weights", None)
+        if new_weights is not None:
+            of_workers = stock.__name__ == "collective_rpc"
+            new_weights((asked if isinstance(asked, str) else getattr(asked, "__name__", "")) if of_workers else None)
+        return result
+
+    return method
 
 
 def record_where_asked() -> None:

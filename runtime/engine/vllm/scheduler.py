@@ -252,8 +252,12 @@ class PolicyScheduler(Scheduler):
             self.capture.leave(request.request_id, live, str(request.get_finished_reason()))
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> bool:
-        self.watch.new_weights()
+        self.new_weights()
         return bool(super().reset_prefix_cache(*args, **kwargs))
+
+    def new_weights(self, method: str | None = None) -> None:
+        """The engine may have new weights: the prefix cache was reset, or a `method` was called on all workers."""
+        self._ours(self.watch.new_weights, method)
 
     def close_recording(self) -> None:
         """Turn what was recorded into a trace; nothing is recorded after."""

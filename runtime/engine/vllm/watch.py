@@ -214,10 +214,10 @@ class Watch:
         ledger = self.control.ledger
         ledger.drafted(ledger.clock(), getattr(draft_token_ids, "draft_s", None) or 0.0)
 
-    def new_weights(self) -> None:
-        """The prefix cache was reset. Trainers do this after each weight update, of which a scheduler hears nothing."""
-        if self.recording is not None:
-            self.recording.policy_version += 1
+    def new_weights(self, method: str | None = None) -> None:
+        """The engine may have new weights, see `LiveRecording.new_weights`."""
+        if (recording := self._records) is not None:
+            recording.new_weights(method)
 
     def _given_key(self, request: Request) -> Key | None:
         """The key that came with the request, None unless it is one; of those that share it the samples differ."""
@@ -301,6 +301,7 @@ class _RecordOnly:
         self._known = False
         self._before: Live | None = None
         self._scheduler.control, self._scheduler.close_recording = watch.control, self._close
+        self._scheduler.new_weights = lambda method: self._take_down(watch.new_weights, (method,))
         around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
             "add_request": (self._adds, self._added),
             "_update_request_as_session": (self._turns, lambda session, *_: watch.continues(session, self._before)),
@@ -359,7 +360,7 @@ class _RecordOnly:
             self._unwrap()
 
     def _unwrap(self) -> None:
-        for name in WATCHED:
+        for name in (*WATCHED, "new_weights"):
             self._scheduler.__dict__.pop(name, None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -99,6 +100,35 @@ print(json.dumps(found))
 """
 
 
+KILLED = """
+import os, signal, sys, time
+root, model, trace = sys.argv[1:]
+sys.path.insert(0, root)
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+import tltlab
+from tltlab.runtime import vllm_options
+from vllm import LLM, SamplingParams
+
+llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
+          **vllm_options("beg-mab", record=trace))
+settings = SamplingParams(ignore_eos=True, max_tokens=24)
+prompts = [{"prompt_token_ids": [1, 4 + n, 5, 6, 4 + n, 5]} for n in range(3)]
+llm.generate(prompts, settings, use_tqdm=False)
+llm.collective_rpc("reload_weights")
+llm.reset_prefix_cache()
+for _ in range(2):
+    llm.generate(prompts, settings, use_tqdm=False)
+llm.sleep(level=0)
+llm.wake_up()
+llm.generate(prompts, settings, use_tqdm=False)
+while len(tltlab.read(trace).outcomes) < 12:
+    time.sleep(0.1)
+llm.llm_engine.add_request("under way", prompts[0], settings)
+llm.llm_engine.step()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("traces")
@@ -134,6 +164,22 @@ def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tu
     assert found["vanishes"] == [["length"] * 3] * 3
     assert said.count("the engine goes on") == 1
     assert not (traces / "vanishes").exists()
+
+
+def test_what_was_durable_when_a_program_was_killed_is_read_simulated_and_tuned(random_model: Path, traces: Path):
+    command = [sys.executable, "-c", KILLED, str(Path(__file__).parents[4]), str(random_model), str(traces / "killed")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    trace = tltlab.read(traces / "killed")
+    assert trace.outcomes["response_tokens"].tolist() == [24] * 12
+    # New weights begin an RL step, and nothing else does.
+    assert trace.outcomes.groupby("rl_step").size().tolist() == [3, 9]
+    assert trace.workload["policy_version"].tolist() == [0] * 3 + [1] * 9
+    notes = trace.manifest.notes or ""
+    assert "ends with a weight update" in notes
+    assert "unfinished: the recording was interrupted" in notes
+    simulated = tltlab.sim.simulate(trace, policy="beg-mab")
+    assert simulated.summary["acceptance"].startswith("measured in the trace's iterations")
 
 
 @dataclass(kw_only=True)

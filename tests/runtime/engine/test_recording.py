@@ -1,0 +1,182 @@
+"""What an engine that records by itself takes for an RL step, on an engine that is only played and by its own clock."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tltlab.runtime.engine.control import Control, Live
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.traces.trace import Trace, read
+
+
+class Engine:
+    """An engine whose requests, tokens and idle times a test scripts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.now = path, 0.0
+        self.control = Control(DrafterPool(None, 0), clock=lambda: self.now)
+        self.control.steers = False
+        self.recording = LiveRecording(path, self.control, model="m", hardware="h", engine="vllm 0")
+        self._number = itertools.count()
+
+    def arrives(self, prompt: int = 0, key: tuple[int, str, int, int] | None = None) -> str:
+        name = str(next(self._number))
+        self.recording.arrives(None if key is None else key[0])
+        rl_step = self.control.ledger.rl_step
+        live = self.control.add(name, key or (rl_step, f"p{prompt}", int(name), 0), [prompt], [], 99)
+        self.recording.arrived(live)
+        return name
+
+    def iterates(self, seconds: float) -> None:
+        """One iteration: each request gets a token."""
+        lives: dict[str, Live] = self.control.live
+        self.control.iteration_starts()
+        what = Scheduled(
+            request_ids=list(lives), drafts={}, waiting=0, context_tokens=1, prefill_tokens=0, free_kv_tokens=1
+        )
+        self.control.scheduled(what)
+        self.now += seconds
+        for live in lives.values():
+            live.output.append(7)  # type: ignore[attr-defined]
+        self.control.sampled(what, [1] * len(lives))
+        self.recording.iterated()
+
+    def leaves(self, *names: str, reason: str = "stop") -> None:
+        for name in names:
+            live = self.control.finish(name)
+            assert live is not None
+            self.recording.left(live, reason)
+        if not self.control.live:
+            self.control.idle()
+            self.recording.idle()
+
+    def serves(self, num: int = 1, seconds: float = 1.0) -> None:
+        """Some requests, together, of one token each."""
+        names = [self.arrives() for _ in range(num)]
+        self.iterates(seconds)
+        self.leaves(*names)
+
+    def trace(self) -> Trace:
+        self.recording.close()
+        return read(self.path)
+
+
+@pytest.fixture
+def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    # What writes does so when a test says so.
+    monkeypatch.setattr(LiveRecording, "idle_s", 1e6)
+    return Engine(tmp_path / "trace")
+
+
+def of_steps(trace: Trace) -> list[int]:
+    """How many responses each RL step has."""
+    sizes: list[int] = trace.outcomes.groupby("rl_step").size().tolist()
+    return sizes
+
+
+def test_a_session_goes_on_over_stalls_and_ends_with_a_long_gap(engine: Engine):
+    engine.serves(3, seconds=0.01)
+    # A client hands in its batch one by one, and the engine is faster.
+    engine.now += 0.9
+    engine.serves(seconds=100)
+    engine.now += 9.0
+    engine.serves()
+    assert engine.control.ledger.rl_step == 0
+    engine.now += 12.0
+    engine.serves(2, seconds=5.0)
+    engine.now += 1.2
+    engine.serves()
+    trace = engine.trace()
+    assert of_steps(trace) == [5, 2, 1]
+    notes = trace.manifest.notes or ""
+    assert "a session, which ends with an idle gap longer than 1 s and 10% of it" in notes
+    assert trace.steps is not None
+    assert trace.steps["t_start"].tolist() == pytest.approx([0.0, 122.91, 129.11])
+    assert trace.outcomes["t_submit"].tolist()[-3:] == [0.0] * 3
+    assert trace.iterations is not None
+    assert trace.iterations.groupby("rl_step").size().tolist() == [3, 1, 1]
+
+
+def test_once_weights_are_updated_nothing_else_ends_an_rl_step(engine: Engine):
+    # What comes before the first request is no update.
+    engine.recording.new_weights()
+    engine.serves(2)
+    for _ in range(2):
+        # Trainers do all this for one update.
+        for method in ("start_weight_update", "update_weights", "update_weights", "finish_weight_update", None):
+            engine.recording.new_weights(method)
+        engine.serves(2)
+        engine.now += 100.0
+        engine.serves()
+    # A drafter's own weights are none of these.
+    for method in ("start_draft_weight_update", "update_weights", "finish_weight_update"):
+        engine.recording.new_weights(method)
+    engine.serves()
+    trace = engine.trace()
+    assert of_steps(trace) == [2, 3, 4]
+    assert trace.workload["policy_version"].tolist() == trace.workload["rl_step"].tolist()
+    assert (trace.manifest.notes or "").endswith("ends with a weight update, or the prefix cache being reset")
+
+
+def test_weights_that_change_under_running_requests_show_in_their_tokens(engine: Engine):
+    early = engine.arrives()
+    for _ in range(2):
+        engine.iterates(1.0)
+    engine.recording.new_weights("update_weights_from_ipc")
+    late = engine.arrives()
+    engine.iterates(1.0)
+    engine.recording.new_weights("update_weights_from_ipc")
+    engine.iterates(1.0)
+    engine.leaves(early, late)
+    trace = engine.trace()
+    rows = trace.outcomes.merge(trace.workload)
+    found = rows[["rl_step", "policy_version", "response_tokens", "t_submit", "t_first_token", "t_finish"]]
+    assert found.to_numpy().tolist() == [[0, 0, 4, 0.0, 1.0, 4.0], [1, 1, 2, 0.0, 1.0, 2.0]]
+    assert trace.tokens is not None
+    assert [versions.tolist() for versions in trace.tokens["token_versions"]] == [[0, 0, 1, 2], [1, 2]]
+    # No iteration is lost where a rollout begins while the engine works.
+    assert trace.iterations is not None
+    counts = trace.iterations.groupby("rl_step").agg({"iteration": list, "num_generated": "sum", "t_start": "min"})
+    assert counts["iteration"].tolist() == [[0, 1], [0, 1]]
+    assert counts["num_generated"].tolist() == [2, 4]
+    assert counts["t_start"].tolist() == [0.0, 0.0]
+
+
+def test_keys_say_of_which_rl_step_requests_are_and_none_begins_again(engine: Engine):
+    for rl_step in (3, 7, 3, 7):
+        name = engine.arrives(key=(rl_step, "q", int(engine.now), 0))
+        engine.iterates(10.0)
+        engine.leaves(name)
+    trace = engine.trace()
+    assert of_steps(trace) == [2, 2]
+    rows = pd.DataFrame(trace.outcomes)[["rl_step", "t_submit", "t_finish"]]
+    assert rows.to_numpy().tolist() == [[3, 0.0, 10.0], [3, 20.0, 30.0], [7, 0.0, 10.0], [7, 20.0, 30.0]]
+    assert trace.iterations is not None
+    assert trace.iterations["rl_step"].tolist() == [3, 7, 7, 7]
+
+
+def test_requests_that_are_under_way_at_the_end_are_aborted_ones(engine: Engine):
+    engine.serves()
+    engine.arrives()
+    engine.iterates(1.0)
+    trace = engine.trace()
+    assert trace.outcomes["finish_reason"].tolist() == ["stop", "abort"]
+    assert trace.outcomes["response_tokens"].tolist() == [1, 1]
+
+
+def test_what_is_durable_is_read_while_the_engine_goes_on(engine: Engine):
+    engine.serves(2)
+    engine.arrives()
+    engine.recording._write()
+    trace = read(engine.path)
+    assert of_steps(trace) == [2]
+    assert "unfinished: it is still being recorded; 1 requests (rl_step 0) have no outcome" in (
+        trace.manifest.notes or ""
+    )
+    assert engine.trace().outcomes["finish_reason"].tolist() == ["stop", "stop", "abort"]
