@@ -19,8 +19,6 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar
 
-import numpy as np
-
 from tltlab.drafters.base import Key
 from tltlab.errors import ConfigError, RunError
 from tltlab.traces.recorder import Recorder
@@ -292,11 +290,16 @@ class LiveRecording:
             t_first_token=None if first_s is None else first_s - origin,
             t_finish=self._clock() - origin,
         )
-        updated_at = self._updated_at.pop(live.key, [])
-        first_version = self._grouping.version - len(updated_at)
-        lengths = np.diff([0, *updated_at, len(tokens)])
-        versions = np.repeat(np.arange(first_version, self._grouping.version + 1), lengths).tolist()
+        versions = self._versions(live.key, len(tokens))
         self._append("tokens", live.key, prompt_token_ids=prompt, token_ids=tokens, token_versions=versions)
+
+    def _versions(self, key: Key, num_tokens: int) -> list[int]:
+        """The weights that each token of a response was made with."""
+        newest, updated_at = self._grouping.version, self._updated_at.pop(key, [])
+        versions: list[int] = []
+        for version, until in enumerate([*updated_at, num_tokens], newest - len(updated_at)):
+            versions += [version] * (until - len(versions))
+        return versions
 
     def iterated(self) -> None:
         """An iteration is over, or will be with the next one."""

@@ -252,17 +252,15 @@ def _recorded(where: str, trace: Trace) -> Recorded:
 def _only_run(folder: Path) -> Path:
     """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
     names = sorted({item.name.removesuffix(SUFFIX) for item in folder.iterdir() if is_trace(item)}, key=_number)
-    left = [locate(folder / name) for name in names]
-    runs = []
-    while left:
-        runs.append(left[0])
-        of_run = {trace.path for trace in _engines(left[0], read_one(left[0]))} if len(left) > 1 else {left[0]}
-        left = [place for place in left if place not in of_run]
-    if not runs:
+    if not names:
         raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
-    if len(runs) > 1:
-        raise TraceError(f"{folder} holds {len(runs)} traces: name one, such as {runs[0]}")
-    return runs[0]
+    first = locate(folder / names[0])
+    if len(names) > 1 and _number(names[0])[0] == _number(names[-1])[0]:
+        of_run = {trace.path for trace in _engines(first, read_one(first))}
+        names = [name for name in names if locate(folder / name) not in of_run or locate(folder / name) == first]
+    if len(names) > 1:
+        raise TraceError(f"{folder} holds several traces: name one, such as {first}")
+    return first
 
 
 def _number(name: str) -> tuple[str, int]:

@@ -303,7 +303,7 @@ def test_what_engines_of_a_run_recorded_at_once_is_one_trace(tmp_path, capsys):
     # The others stand for themselves: a later run, and the second engine.
     assert read(tmp_path / "x-3").rl_steps == [0]
     assert read(tmp_path / "x-1").manifest.num_workers == 1
-    with pytest.raises(TraceError, match="holds 3 traces: name one, such as"):
+    with pytest.raises(TraceError, match=r"holds several traces: name one, such as .*/x$"):
         read(tmp_path)
 
 
