@@ -313,7 +313,7 @@ def show_metrics() -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         config = self.vllm_config.additional_config
-        if isinstance(config, dict) and config.get("tltlab"):
+        if isinstance(config, dict) and (config.get("tltlab") or {}).get("policy"):
             _collector().asks.append(partial(ask_for_metrics, weakref.ref(self)))
 
     __init__.tltlab = True  # type: ignore[attr-defined]
