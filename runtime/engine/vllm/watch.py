@@ -67,7 +67,7 @@ class Watch:
 
     def __init__(self, scheduler: Any, control: Control, settings: Attachment) -> None:
         self.scheduler = scheduler
-        self.control = control
+        scheduler.control = control
         self.recording = _recording(scheduler, control, settings)
         self._samples: dict[tuple[int, str], int] = {}
         self._least_sample = self._num_nameless = 0
@@ -79,6 +79,12 @@ class Watch:
         self._members: set[str] = set()
         self._left: dict[str, int] = {}
         self._whole = False
+
+    @property
+    def control(self) -> Control:
+        # The scheduler may be given another one.
+        control: Control = self.scheduler.control
+        return control
 
     @property
     def _records(self) -> LiveRecording | None:
@@ -300,7 +306,7 @@ class _RecordOnly:
         self._watch, self._recording, self._scheduler = watch, recording, watch.scheduler
         self._known = False
         self._before: Live | None = None
-        self._scheduler.control, self._scheduler.close_recording = watch.control, self._close
+        self._scheduler.close_recording = self._close
         self._scheduler.new_weights = lambda method: self._take_down(watch.new_weights, (method,))
         around: dict[str, tuple[Callable[..., object], Callable[..., object] | None]] = {
             "add_request": (self._adds, self._added),
