@@ -10,11 +10,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 import pytest
 
@@ -124,40 +123,55 @@ def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tu
     assert not (traces / "vanishes").exists()
 
 
+class OverUnix(HTTPConnection):
+    """To a server at a path, which nobody else can take as they can a port."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=400)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self.path))
+
+
 @pytest.fixture(scope="module")
 def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trace of a server that was told to end, after responses without keys and one with a key."""
     folder = tmp_path_factory.mktemp("served")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     options = serve_arguments(vllm_options("beg-mab", record=folder / "trace"))
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model), *options]
     limits = ["--max-model-len", "128", "--kv-cache-memory-bytes", str(1 << 25), "--dtype", "float32"]
     with open(folder / "log", "w") as log:
         server = subprocess.Popen(
-            [*command, *limits, "--enforce-eager", "--port", str(port)], stdout=log, stderr=subprocess.STDOUT
+            [*command, *limits, "--enforce-eager", "--uds", str(folder / "socket")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
 
     def ask(**body: Any) -> None:
-        data = json.dumps({"model": str(random_model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
-        headers = {"Content-Type": "application/json"}
-        with urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", data, headers), timeout=200) as answer:
-            answer.read()
+        settings = {"model": str(random_model), "temperature": 0.9, "ignore_eos": True}
+        with closing(OverUnix(folder / "socket")) as connection:
+            headers = {"Content-Type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(settings | body), headers)
+            answer = connection.getresponse()
+            assert answer.status == 200, answer.read()
 
-    def answers(first: Callable[[], None]) -> None:
-        deadline = time.monotonic() + 400
-        while True:
-            try:
-                return first()
-            except URLError:
-                said = (folder / "log").read_text()[-3000:]
-                assert server.poll() is None, said
-                assert time.monotonic() < deadline, said
-                time.sleep(0.5)
+    def listens() -> bool:
+        said = (folder / "log").read_text()[-3000:]
+        assert server.poll() is None, said
+        assert time.monotonic() < deadline, said
+        with closing(OverUnix(folder / "socket")) as connection, suppress(OSError):
+            connection.connect()
+            return True
+        return False
 
+    deadline = time.monotonic() + 400
     try:
-        answers(lambda: ask(prompt=PROMPTS, n=2, max_tokens=100))
+        while not listens():
+            time.sleep(0.2)
+        ask(prompt=PROMPTS, n=2, max_tokens=100)
         ask(prompt=PROMPTS[0], max_tokens=10, vllm_xargs={"tltlab": [7, "p0", 0, 0]})
         server.terminate()
         server.wait(180)
