@@ -334,7 +334,7 @@ ray.get([actor.generate.remote(number) for number, actor in enumerate(actors)])
 
 def test_engines_in_rays_actors_get_the_variables_and_record_side_by_side(random_model: Path, tmp_path: Path):
     command = [sys.executable, "-c", ACTORS, str(random_model), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     # One by one: `read` puts together what overlaps in time.
     traces = [read_one(tmp_path / name).outcomes for name in ("x", "x-1")]
