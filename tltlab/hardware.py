@@ -56,7 +56,8 @@ class ModelShape(FrozenModel):
     token goes through `experts_per_token`, and one of `shared_intermediate` for every token. `latent` (MLA) is the
     values that a token keeps per layer in place of keys and values, `latent_queries` the rank of the queries' own
     projection (0: none). `window_layers` layers see only the last `window` tokens; `state_layers` (linear attention)
-    keep nothing per token. `weights` is how a checkpoint's matrices lie in memory, embeddings and LM head apart.
+    keep nothing per token. With `qk_norm` queries and keys are normalised, two more small kernels. `weights` is how a
+    checkpoint's matrices lie in memory, embeddings and LM head apart.
     """
 
     name: str
@@ -78,6 +79,7 @@ class ModelShape(FrozenModel):
     window: Annotated[int, Field(ge=0)] = 0
     window_layers: Annotated[int, Field(ge=0)] = 0
     state_layers: Annotated[int, Field(ge=0)] = 0
+    qk_norm: bool = False
     weights: Dtype = "bf16"
 
     @model_validator(mode="after")
@@ -188,7 +190,7 @@ class ModelShape(FrozenModel):
 _GPU_FIELDS = (
     "name", "hbm_bytes_per_s", "peak_flops", "memory_bytes", "link_bytes_per_s", "fp8_flops", "fp4_flops",
 )  # fmt: skip
-_GPUS = tuple(
+GPUS = tuple(
     Gpu.model_validate(dict(zip(_GPU_FIELDS, row, strict=True)))
     for row in (
         ("H100", 3.35e12, 989e12, 80e9, 450e9, 1979e12, None),
@@ -205,8 +207,10 @@ _GPUS = tuple(
 
 _FIELDS = ("name", "hidden", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab", "tied_embeddings")
 _EXPERTS = ("experts", "experts_per_token", "expert_intermediate")
-_MODELS = tuple(
-    ModelShape.model_validate(dict(zip(_FIELDS + _EXPERTS, row, strict=False)))
+MODELS = tuple(
+    ModelShape.model_validate(
+        dict(zip(_FIELDS + _EXPERTS, row, strict=False)) | {"qk_norm": row[0].startswith(("Qwen3", "MiniMax"))}
+    )
     for row in (
         ("Qwen2.5-0.5B", 896, 4864, 24, 14, 2, 64, 151936, True),
         ("Qwen2.5-1.5B", 1536, 8960, 28, 12, 2, 128, 151936, True),
@@ -232,7 +236,7 @@ _SUFFIXES = ("-FP8", "-2507", "-Instruct", "-Thinking")
 
 def gpu(name: str) -> Gpu:
     """The GPU of that name (SXM, 80 GB where there are several); ConfigError names those that are known."""
-    return _find(name, {g.name: g for g in _GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
+    return _find(name, {g.name: g for g in GPUS}, "GPU", "hbm_bytes_per_s, peak_flops and so on")
 
 
 def model(name: str) -> ModelShape:
@@ -244,7 +248,7 @@ def model(name: str) -> ModelShape:
     bare = name.split("/")[-1]
     for suffix in _SUFFIXES:
         bare = bare.removesuffix(suffix)
-    return _find(bare, {m.name: m for m in _MODELS}, "model", "hidden, layers and so on")
+    return _find(bare, {m.name: m for m in MODELS}, "model", "hidden, layers and so on")
 
 
 def kv_capacity_tokens(
@@ -321,6 +325,10 @@ _QUANTIZED: dict[str, Dtype] = {
 }  # fmt: skip
 
 
+_QK_NORM = ("qwen3", "minimax_m2", "olmo2", "olmo3", "gemma3", "glm4_moe")
+"""Model types that normalise queries and keys."""
+
+
 def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:
     text: Mapping[str, Any] = config.get("text_config") or config
 
@@ -368,6 +376,7 @@ def _from_config(config: Mapping[str, Any], name: str) -> ModelShape:
         window=window if sliding else 0,
         window_layers=sliding,
         state_layers=sum(kind in ("linear_attention", "mamba") for kind in kinds),
+        qk_norm=str(text.get("model_type", "")).startswith(_QK_NORM) or bool(text.get("use_qk_norm")),
         weights=_checkpoint_type(config.get("quantization_config") or text.get("quantization_config")),
     )
 

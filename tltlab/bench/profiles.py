@@ -55,7 +55,7 @@ TREE_CONTEXT = "TLT gives no context for its speed-ups: {:.0f} tokens per reques
 class ProfileFit:
     """`table` has a row per measurement: its `set`, `error` inside the fit and, once validated, one by fold.
 
-    `model_error`, `gpu_error` and `engine_error` are relative too, of fits without that model, GPU or family of engines.
+    `model_error`, `gpu_error` and `engine_error` are relative too, of fits without that model, GPU or engine's family.
     """
 
     values: dict[Param, float]
@@ -86,7 +86,7 @@ def validated(data: Path) -> ProfileFit:
         errors = pd.Series(np.nan, table.index)
         for value in table.loc[engine, column].unique():
             held = engine & (table[column] == value)
-            errors[held] = _errors(table[held], fit(table[~held], found.values))
+            errors[held] = _errors(table[held], fit(table[~held], found.values, tolerance=1e-4))
         table = table.assign(**{f"{fold}_error": errors})
     return ProfileFit(values=found.values, table=table)
 
@@ -97,7 +97,7 @@ def shipped(found: ProfileFit) -> Profiles:
     gpus = sorted(table["gpu"].unique())
     return Profiles(
         knee=_round(found.term("knee")),
-        expert_spread=min(_round(found.term("expert_spread")), 1.0),
+        expert_spread=_round(found.term("expert_spread")),
         quantised=Quantised(
             memory=_round(found.term("quantised_memory")), compute=_round(found.term("quantised_compute"))
         ),
@@ -113,10 +113,14 @@ def shipped(found: ProfileFit) -> Profiles:
     )
 
 
-def rows(data: Path) -> pd.DataFrame:
-    """Relative errors per set of measurements, inside the fit and by what was left out, and biases by size of model."""
-    found = validated(Path(data))
+def rows(data: Path, *, left_out: bool = True) -> pd.DataFrame:
+    """Relative errors per set of measurements, inside the fit and by what was left out, and biases by size of model.
+
+    Without `left_out` inside the fit alone: leaving out takes a fit for each model, GPU and engine.
+    """
+    found = validated(Path(data)) if left_out else fitted(Path(data))
     table = found.table[found.table["family"] != "kernels"]
+    folds = FOLDS if left_out else {}
     made: list[tuple[object, ...]] = []
     for _, part in table.groupby("set", sort=False):
         first = part.iloc[0]
@@ -124,8 +128,8 @@ def rows(data: Path) -> pd.DataFrame:
         kind = "speed-up" if first["draft_depth"] > 0 else "plain"
         what = f"{kind}, {first['model']} {first['weights']} on {first['gpu']} ({first['source']})"
         made.append(_row(source, f"{what}: fitted", True, part["error"]))
-        made += [_row(source, f"{what}: {fold} left out", False, part[f"{fold}_error"]) for fold in FOLDS]
-    return pd.DataFrame([*made, *_by_size(table)], columns=list(COLUMNS))
+        made += [_row(source, f"{what}: {fold} left out", False, part[f"{fold}_error"]) for fold in folds]
+    return pd.DataFrame([*made, *(_by_size(table) if left_out else ())], columns=list(COLUMNS))
 
 
 def _by_size(table: pd.DataFrame) -> list[tuple[object, ...]]:
@@ -162,7 +166,8 @@ def _engine(found: ProfileFit, name: str, of: Shipped) -> EngineProfile:
     own = table[(table["family"] == of.family) & table["version"].isin([of.version, *of.also])]
     at = {"family": of.family, "version": of.version}
     seconds = (
-        "step_s", "layer_s", "quantised_layer_s", "expert_layer_s", "allreduce_s", "per_request_s", *DRAFTING,
+        "step_s", "layer_s", "qk_norm_layer_s", "quantised_layer_s", "expert_layer_s", "allreduce_s", "per_request_s",
+        *DRAFTING,
     )  # fmt: skip
     notes = []
     if not (own["draft_depth"] > 0).any():
@@ -174,7 +179,7 @@ def _engine(found: ProfileFit, name: str, of: Shipped) -> EngineProfile:
         versions=of.versions,
         memory=_round(found.term("memory", **at) / found.term("memory")),
         prefill_efficiency=_round(found.term("prefill", **at)),
-        expert_efficiency=min(_round(found.term("expert_efficiency", **at)), 1.2),
+        expert_efficiency=_round(found.term("expert_efficiency", **at)),
         draft_vocab=of.draft_vocab,
         measured=tuple(_measured(part) for _, part in own.groupby("set", sort=False)),
         notes=tuple(notes),
@@ -207,9 +212,9 @@ def _span(values: pd.Series[float]) -> tuple[float, float]:
 
 def _left_out(error: pd.Series[float]) -> LeftOut:
     size = error.abs()
-    numbers = (error.median(), size.median(), size.max())
-    bias, median, worst = (round(float(number), 4) for number in numbers)
-    return LeftOut(num_points=len(error), bias=bias, median=median, worst=worst)
+    numbers = (error.median(), size.median(), size.quantile(0.9), size.max())
+    bias, median, most, worst = (round(float(number), 4) for number in numbers)
+    return LeftOut(num_points=len(error), bias=bias, median=median, most=most, worst=worst)
 
 
 def _round(value: Numbers) -> float:

@@ -9,21 +9,37 @@ from __future__ import annotations
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from statistics import median
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import Field
 
+from tltlab.arrays import Floats
 from tltlab.config import FrozenModel, faults_in
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.hardware import DTYPE_BYTES, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
+from tltlab.hardware import DTYPE_BYTES, GPUS, MODELS, Dtype, Gpu, ModelShape, gpu, kv_capacity_tokens, model
 
 from .base import CalibratedRange, Seconds, Span
 from .roofline import Constants, Evidence, RooflineCosts
 
 Factor = Annotated[float, Field(gt=0, le=10)]
-MOST_EFFICIENT = 0.97
-"""Of bandwidth: no kernel reads faster."""
+MOST_EFFICIENT = 1.0
+"""Share of a data sheet's rates: no kernel reads or computes faster."""
+MOST_OF_EXPERTS = 1.2
+"""Efficiency of reading experts beside that of other weights: more would be fewer experts than are touched."""
+_SHARPNESS = 12.0
+_Numbers = TypeVar("_Numbers", float, Floats)
+
+
+def capped(value: _Numbers, most: float) -> _Numbers:
+    """The lesser of both, rounded off, so that a fit can leave the cap again: 6 % below it where both are equal.
+
+    >>> round(capped(0.5, 0.97), 3), round(capped(3.0, 0.97), 3)
+    (0.5, 0.97)
+    """
+    rounded: _Numbers = (value**-_SHARPNESS + most**-_SHARPNESS) ** (-1.0 / _SHARPNESS)
+    return rounded
 
 
 class Efficiencies(FrozenModel):
@@ -44,11 +60,12 @@ class Quantised(FrozenModel):
 
 
 class LeftOut(FrozenModel):
-    """Errors of predictions by a fit without them: relative, `bias` the median of the signed ones."""
+    """Relative errors of predictions: `bias` the median of the signed ones, `most` what nine in ten do not exceed."""
 
     num_points: Annotated[int, Field(gt=0)]
     bias: float
     median: Annotated[float, Field(ge=0)]
+    most: Annotated[float, Field(ge=0)]
     worst: Annotated[float, Field(ge=0)]
 
 
@@ -74,8 +91,9 @@ class Measured(FrozenModel):
 class EngineProfile(FrozenModel):
     """Terms of one engine, in seconds where they end in `_s`; `memory` is relative to the GPU's efficiency.
 
-    Per layer: `layer_s`, with `quantised_layer_s` where weights have fewer bits than 16 (inputs are quantised too) and
-    `expert_layer_s` in layers with experts (routing, dispatch). Drafting terms are None where nothing was drafted.
+    Per layer: `layer_s`, `qk_norm_layer_s` where queries and keys are normalised, `quantised_layer_s` where weights
+    have fewer bits than 16 (inputs are quantised too), `expert_layer_s` where there are experts (routing, dispatch).
+    Drafting terms are those of a drafter with weights.
     """
 
     engine: str
@@ -84,6 +102,7 @@ class EngineProfile(FrozenModel):
     prefill_efficiency: Factor
     step_s: Seconds
     layer_s: Seconds
+    qk_norm_layer_s: Seconds
     quantised_layer_s: Seconds
     expert_layer_s: Seconds
     allreduce_s: Seconds
@@ -97,15 +116,18 @@ class EngineProfile(FrozenModel):
     measured: tuple[Measured, ...]
     notes: tuple[str, ...] = ()
 
-    def left_out(self) -> dict[str, tuple[float, float]]:
-        """Per fold, plain and speculating apart: the medians' median and the worst of the absolute errors."""
+    def left_out(self, experts: bool) -> dict[str, tuple[float, float]]:
+        """By fold, plain and speculating apart, of models with or without experts: (median, nine in ten) of the errors.
+
+        Each set of measurements counts alike: these are the medians over sets.
+        """
         found: dict[str, list[LeftOut]] = {}
         for one in self.measured:
-            for fold, errors in one.left_out.items():
-                found.setdefault(fold if one.draft_depth is None else f"{fold}, speculating", []).append(errors)
+            if bool(model(one.model).experts) == experts:
+                for fold, errors in one.left_out.items():
+                    found.setdefault(fold if one.draft_depth is None else f"{fold}, speculating", []).append(errors)
         return {
-            fold: (sorted(e.median for e in errors)[len(errors) // 2], max(e.worst for e in errors))
-            for fold, errors in found.items()
+            fold: (median(e.median for e in errors), median(e.most for e in errors)) for fold, errors in found.items()
         }
 
     def unmeasured(self, gpu: str, model: str, weights: Dtype) -> tuple[str, ...]:
@@ -120,7 +142,7 @@ class Profiles(FrozenModel):
     """One joint fit: `typical` efficiencies stand for GPUs that were not measured."""
 
     knee: Annotated[float, Field(ge=1, le=20)]
-    expert_spread: Annotated[float, Field(gt=0, le=1)]
+    expert_spread: Factor
     quantised: Quantised
     typical: Efficiencies
     gpus: dict[str, Efficiencies]
@@ -133,15 +155,20 @@ class Profiles(FrozenModel):
         fewer = DTYPE_BYTES[weights] < DTYPE_BYTES["bf16"]
         memory = on.memory * e.memory * (self.quantised.memory if fewer else 1.0)
         computed = self.quantised.compute if fewer and weights != "int4" else 1.0
-        per_layer = e.layer_s + e.quantised_layer_s * fewer + e.expert_layer_s * model.expert_layers / model.layers
+        per_layer = (
+            e.layer_s
+            + e.qk_norm_layer_s * model.qk_norm
+            + e.quantised_layer_s * fewer
+            + e.expert_layer_s * model.expert_layers / model.layers
+        )
         return Constants(
-            memory_efficiency=min(memory, MOST_EFFICIENT),
-            compute_efficiency=min(on.compute * computed, 1.0),
-            kv_efficiency=min(on.kv, MOST_EFFICIENT),
-            link_efficiency=min(on.link, 1.0),
+            memory_efficiency=capped(memory, MOST_EFFICIENT),
+            compute_efficiency=capped(on.compute * computed, MOST_EFFICIENT),
+            kv_efficiency=capped(on.kv, MOST_EFFICIENT),
+            link_efficiency=capped(on.link, MOST_EFFICIENT),
             prefill_efficiency=e.prefill_efficiency,
-            expert_efficiency=e.expert_efficiency,
-            expert_spread=self.expert_spread,
+            expert_efficiency=capped(e.expert_efficiency, MOST_OF_EXPERTS),
+            expert_spread=capped(self.expert_spread, 1.0),
             knee=self.knee,
             step_s=e.step_s,
             layer_s=per_layer * on.launch,
@@ -179,10 +206,13 @@ def profile_costs(
     profile = known.engines[engine]
     unmeasured = profile.unmeasured(device.name, shape.name, kind)
     batches = [m.batch for m in profile.measured]
-    evidence = Evidence(engine=engine, unmeasured=unmeasured, left_out=profile.left_out())
+    drafted = any(m.draft_depth is not None for m in profile.measured)
+    evidence = Evidence(
+        engine=engine, unmeasured=unmeasured, speculation=drafted, left_out=profile.left_out(shape.experts > 0)
+    )
     return RooflineCosts(
-        gpu=device,
-        model=shape,
+        gpu=device.name if device in GPUS else device,
+        model=shape.name if shape in MODELS else shape,
         tp=tp,
         weights=kind,
         kv=kv,

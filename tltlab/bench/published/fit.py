@@ -124,7 +124,7 @@ class PublishedRows(RooflineRows):
     accepted: Floats
 
     @classmethod
-    def of_table(cls, table: pd.DataFrame) -> PublishedRows:
+    def of_table(cls, table: pd.DataFrame) -> Self:
         hardware = ["gpu", "model", "tp", "weights", "draft_vocab"]
         named = table.reindex(columns=[*table.columns, *(name for name in hardware if name not in table)])[hardware]
         keys = [(g, m, int(t), None if pd.isna(w) else w, None if pd.isna(v) else int(v)) for g, m, t, w, v in

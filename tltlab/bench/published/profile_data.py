@@ -1,7 +1,7 @@
 """The measurements that engine profiles are fitted to, as one table: servers, single iterations, speed-ups, kernels.
 
-Beside the columns of `measurements.COLUMNS` a row has `family` and `version` of its engine, `weights`, `draft_vocab`
-and `accept_unknown`. Left out, because their times are no step times or not of the server that they name:
+Beside the columns of `measurements.COLUMNS` a row has `family` and `version` of its engine, `weights` and
+`draft_vocab`. Left out, because their times are no step times or not of the server that they name:
 
 - requests that do not fit into the KV cache, and those that wait for a first token 5 s or more, or a fifth of the time
   that they decode: queueing;
@@ -24,15 +24,14 @@ from tltlab.hardware import model, per_gpu_heads
 
 from .folder import fits_kv_cache, measured_table
 from .kernels import Kernels
-from .measurements import COLUMNS, from_speedups, from_tpot, from_waves
+from .measurements import COLUMNS, from_speedups, from_waves
 
 KERNEL_GPUS = ("H100", "H200", "A100")
 _SHAPES = (
-    "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Llama-3.1-8B",
-    "Llama-3.1-70B",
+    "Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-3B", "Llama-3.1-8B", "Qwen2.5-14B", "Llama-3.1-70B",
 )  # fmt: skip
-_KERNEL_TOKENS = (1, 4, 16, 64, 256, 512)
-_ATTENTION = ((1, 4095), (8, 4095), (32, 1023), (32, 4095), (128, 4095))
+_KERNEL_TOKENS = (1, 16, 64, 256, 512)
+_ATTENTION = ((1, 4095), (32, 1023), (128, 4095))
 _LONGEST_WAIT_S = 5.0
 _LONGEST_WAIT = 0.2
 _BENCH_CONTEXT = 800.0
@@ -40,17 +39,15 @@ _BENCH_CONTEXT = 800.0
 _TABLE_2_CONTEXT = 2048.0
 _KV_BLOCKS = 2588 * 16
 EAGLE3_VOCAB = 32_000
+_EAGLE3_DRAFTER = "lmsys/sglang-EAGLE3-LLaMA3.1-Instruct-8B"
 _SERVERS = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt-llm"}
-EXTRA = ("family", "version", "weights", "draft_vocab", "accept_unknown")
 
 
 def measurements(data: Path) -> pd.DataFrame:
     """All of them from the folder `data`; ConfigError where a file is missing."""
     parts = [*_served(data), *_iterations(data), *_speculation(data), *_kernels(data)]
     table = pd.concat(parts, ignore_index=True)
-    return table.assign(
-        weights=table["weights"].fillna("bf16"), accept_unknown=table["accept_unknown"].fillna(False).astype(bool)
-    )
+    return table.assign(weights=table["weights"].fillna("bf16"))
 
 
 def _served(data: Path) -> Iterator[pd.DataFrame]:
@@ -78,10 +75,9 @@ def _served(data: Path) -> Iterator[pd.DataFrame]:
     both = both[~apart & ~waited & fits_kv_cache(both)]
     for key, rows in both.groupby(["backend", "backend_version", "model"], dropna=False, sort=False):
         backend, version, _ = map(str, key)
-        made = (from_waves if at_once[rows.index[0]] else from_tpot)(rows, "AIConfigurator")
+        made = from_waves(rows, "AIConfigurator")
         # TensorRT-LLM's times to first token do not add up with its times per token to the batch.
-        if not at_once[rows.index[0]] and backend != "trtllm":
-            made = made.assign(kind="served")
+        made = made.assign(kind="wave" if at_once[rows.index[0]] else "tpot" if backend == "trtllm" else "served")
         # One campaign with MiniMax-M2.5's, of 0.18: same lengths, same batches.
         of = "0.18" if version == "nan" else ".".join(version.split(".")[:2])
         if backend == "sglang":
@@ -147,11 +143,14 @@ def _speculation(data: Path) -> Iterator[pd.DataFrame]:
     yield from_speedups(cells, "TLT").assign(family="sglang", version="0.4")
     table = measured_table(data / "eagle3_speedup_by_batch.csv", ("batch_size", "throughput_speedup"), ("method",))
     table = table[table["method"] == "EAGLE-3"].assign(gpu="H100", model="Llama-3.1-8B", tp=1, draft_depth=3, topk=1)
+    # Not published there: SpecBundle ran the same drafter on the same questions.
+    same = (bundle["bench"] == "mtbench") & (bundle["steps"] == 3) & (bundle["drafter"] == _EAGLE3_DRAFTER)
     table = table.assign(
-        tokens_to_verify=4, accept_length=1.0, context_tokens=512.0, speedup=table["throughput_speedup"]
-    )
+        tokens_to_verify=4, accept_length=float(bundle.loc[same, "accept"].mean()), context_tokens=512.0,
+        speedup=table["throughput_speedup"],
+    )  # fmt: skip
     yield from_speedups(table, "EAGLE-3 Table 3").assign(
-        family="sglang", version="0.4", draft_vocab=float(EAGLE3_VOCAB), accept_unknown=True
+        family="sglang", version="0.4", draft_vocab=float(EAGLE3_VOCAB)
     )
 
 
@@ -179,7 +178,7 @@ def _kernels(data: Path) -> Iterator[pd.DataFrame]:
 
 def _bundle(data: Path) -> pd.DataFrame:
     numbers = ("batch", "steps", "topk", "num_draft_tokens", "accept", "plain_tokens_per_s", "speedup")
-    table = measured_table(data / "eagle3_sglang_h200.csv", numbers, ("model", "bench"))
+    table = measured_table(data / "eagle3_sglang_h200.csv", numbers, ("model", "bench", "drafter"))
     return table.assign(
         model=[model(name).name for name in table["model"]], gpu="H200", tp=1, context_tokens=_BENCH_CONTEXT
     )

@@ -16,11 +16,9 @@ import pandas as pd
 from scipy.optimize import least_squares
 
 from tltlab.arrays import Floats
-from tltlab.costs.profiles import (
-    MOST_EFFICIENT,
-)
+from tltlab.costs.profiles import MOST_EFFICIENT, MOST_OF_EXPERTS, capped
 from tltlab.costs.roofline import Terms
-from tltlab.hardware import DTYPE_BYTES
+from tltlab.hardware import DTYPE_BYTES, model
 
 from .fit import UNKNOWN_CONTEXT, PublishedRows
 
@@ -46,23 +44,24 @@ PRIORS = {
     "link": Prior(typical=0.6, shared=0.4, gpu=0.2),
     "launch": Prior(typical=1.0, shared=0.0, gpu=0.2),
     "knee": Prior(typical=2.0, shared=0.5),
-    "prefill": Prior(typical=0.9, shared=0.15, family=0.15),
-    "prompt_layer_s": Prior(typical=5e-5, shared=0.7, family=0.7),
+    "prefill": Prior(typical=0.9, shared=0.15, family=0.08),
+    "prompt_layer_s": Prior(typical=5e-5, shared=0.7, family=0.4),
     "step_s": Prior(typical=1e-3, shared=0.7, family=0.7, version=0.2),
     "layer_s": Prior(typical=2e-5, shared=0.5, family=0.4, version=0.2),
     "attention_layer_s": Prior(typical=5e-6, shared=0.7),
-    "allreduce_s": Prior(typical=6e-6, shared=0.5, family=0.4),
+    "allreduce_s": Prior(typical=6e-6, shared=0.5, family=0.2),
     "per_request_s": Prior(typical=3e-5, shared=0.7, family=0.7, version=0.2),
     "quantised_memory": Prior(typical=0.9, shared=0.1),
     "quantised_compute": Prior(typical=0.75, shared=0.15),
-    "quantised_layer_s": Prior(typical=1e-5, shared=0.7, family=0.4),
+    "qk_norm_layer_s": Prior(typical=8e-6, shared=0.7, family=0.4),
+    "quantised_layer_s": Prior(typical=1e-5, shared=0.7, family=0.15),
     "expert_layer_s": Prior(typical=4e-5, shared=0.6, family=0.4, version=0.6),
-    "expert_efficiency": Prior(typical=0.8, shared=0.2, version=0.2),
-    "expert_spread": Prior(typical=0.85, shared=0.1, version=0.1),
-    "sd_base_s": Prior(typical=1.5e-3, shared=0.7, family=0.4, version=0.7),
-    "draft_level_s": Prior(typical=1.5e-4, shared=0.7, family=0.4, version=0.7),
-    "draft_level_per_request_s": Prior(typical=5e-6, shared=1.0, family=0.4, version=0.7),
-    "tree_s": Prior(typical=5e-4, shared=0.7, family=0.4, version=0.7),
+    "expert_efficiency": Prior(typical=0.8, shared=0.2, version=0.4),
+    "expert_spread": Prior(typical=0.85, shared=0.05, version=0.1),
+    "sd_base_s": Prior(typical=1.5e-3, shared=0.7, family=0.4, version=0.4),
+    "draft_level_s": Prior(typical=1.5e-4, shared=0.7, family=0.4, version=0.4),
+    "draft_level_per_request_s": Prior(typical=5e-6, shared=1.0, family=0.4, version=0.4),
+    "tree_s": Prior(typical=5e-4, shared=0.7, family=0.4, version=0.4),
     "context_tokens": Prior(typical=4096.0, shared=0.7),
 }
 LEVELS = ("gpu", "family", "version")
@@ -71,6 +70,8 @@ _SOFT = 0.1
 """Relative errors beyond this weigh less and less."""
 _TYPICAL_ERROR = 0.05
 _STEP = 1e-5
+_KERNELS = 1.4
+"""Weight of sums of kernels beside measurements of engines."""
 _ENOUGH = 25
 """A set of measurements counts as at most so many: it is one model on one server, however often that was asked."""
 _MOST_ROWS = 60
@@ -123,7 +124,7 @@ class ProfileRows(PublishedRows):
 class Design:
     """Which parameters each row's terms are made of."""
 
-    rows: ProfileRows
+    rows: PublishedRows
     params: list[Param]
     index: Mapping[str, list[npt.NDArray[np.intp]]]
     sets: npt.NDArray[np.str_]
@@ -131,7 +132,7 @@ class Design:
     kernel: npt.NDArray[np.bool_]
     attention: npt.NDArray[np.bool_]
     quantised: npt.NDArray[np.bool_]
-    accept_unknown: npt.NDArray[np.bool_]
+    qk_norm: npt.NDArray[np.bool_]
 
     @classmethod
     def of(cls, table: pd.DataFrame) -> Design:
@@ -166,11 +167,11 @@ class Design:
             params=params,
             index=index,
             sets=sets,
-            weight=np.sqrt(np.minimum(size, _ENOUGH) / size) / _TYPICAL_ERROR * np.where(kernel, 0.7, 1.0),
+            weight=np.sqrt(np.minimum(size, _ENOUGH) / size) / _TYPICAL_ERROR * np.where(kernel, _KERNELS, 1.0),
             kernel=kernel,
             attention=kinds == "attention",
             quantised=told["quantised_memory"],
-            accept_unknown=table["accept_unknown"].to_numpy(bool),
+            qk_norm=told["qk_norm_layer_s"],
         )
 
     def values(self, x: Floats) -> dict[str, Floats]:
@@ -201,15 +202,22 @@ class Design:
         rows, few = self.rows, self.quantised
         experts = np.asarray(rows.ideal.expert_layers, np.float64) / np.asarray(rows.ideal.layers, np.float64)
         memory = value["memory"] * np.where(few, value["quantised_memory"], 1.0)
-        layer = value["layer_s"] + value["quantised_layer_s"] * few + value["expert_layer_s"] * experts
+        layer = (
+            value["layer_s"]
+            + value["qk_norm_layer_s"] * self.qk_norm
+            + value["quantised_layer_s"] * few
+            + value["expert_layer_s"] * experts
+        )
         terms = RowTerms(
-            memory_efficiency=np.minimum(memory, MOST_EFFICIENT),
-            compute_efficiency=np.minimum(value["compute"] * np.where(few, value["quantised_compute"], 1.0), 1.0),
-            kv_efficiency=np.minimum(value["kv"], MOST_EFFICIENT),
-            link_efficiency=np.minimum(value["link"], 1.0),
+            memory_efficiency=capped(memory, MOST_EFFICIENT),
+            compute_efficiency=capped(
+                value["compute"] * np.where(few, value["quantised_compute"], 1.0), MOST_EFFICIENT
+            ),
+            kv_efficiency=capped(value["kv"], MOST_EFFICIENT),
+            link_efficiency=capped(value["link"], MOST_EFFICIENT),
             prefill_efficiency=value["prefill"],
-            expert_efficiency=np.minimum(value["expert_efficiency"], 1.2),
-            expert_spread=np.minimum(value["expert_spread"], 1.0),
+            expert_efficiency=capped(value["expert_efficiency"], MOST_OF_EXPERTS),
+            expert_spread=capped(value["expert_spread"], 1.0),
             knee=np.clip(value["knee"], 1.0, 20.0),
             step_s=np.where(self.kernel, 0.0, value["step_s"]),
             layer_s=layer * value["launch"],
@@ -221,21 +229,14 @@ class Design:
         context = value["context_tokens"][rows.context_unknown]
         unknown = float(np.clip(context[0], *UNKNOWN_CONTEXT)) if len(context) else 0.0
         found = rows.predict_with(terms, unknown)
-        if self.accept_unknown.any():
-            found = np.where(self.accept_unknown, found * self._implied(found), found)
         if self.attention.any():
             fixed = value["attention_layer_s"] * rows.ideal.layers
             reading = rows.batch * rows.context * rows.ideal.context_s / terms.kv_efficiency
             found = np.where(self.attention, fixed + reading, found)
         return np.asarray(found, np.float64)
 
-    def _implied(self, found: Floats) -> float:
-        """The accept length that fits speed-ups best whose own was not published."""
-        own = self.accept_unknown
-        return float(np.exp(np.median(np.log(self.rows.measured[own] / found[own]))))
 
-
-def _told(rows: ProfileRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bool_]]:
+def _told(rows: PublishedRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bool_]]:
     """Which rows a term acts on, where that is not all."""
     engine = (table["family"] != "kernels").to_numpy()
     parallel = (table["tp"] > 1).to_numpy()
@@ -247,6 +248,7 @@ def _told(rows: ProfileRows, table: pd.DataFrame) -> dict[str, npt.NDArray[np.bo
         **dict.fromkeys(("step_s", "per_request_s"), engine),
         **dict.fromkeys(("allreduce_s", "link"), parallel),
         **dict.fromkeys(("quantised_memory", "quantised_compute", "quantised_layer_s"), quantised),
+        "qk_norm_layer_s": engine & np.array([model(name).qk_norm for name in table["model"]]),
         **dict.fromkeys(("expert_layer_s", "expert_efficiency", "expert_spread"), experts),
         **dict.fromkeys(DRAFTING, drafting),
         "tree_s": drafting & (rows.top_k > 1),
@@ -260,11 +262,16 @@ def set_names(table: pd.DataFrame) -> npt.NDArray[np.str_]:
     """What one row of the accuracy table is about: engine, version, GPU, model, weights, plain or speculating."""
     speculates = np.where(table["draft_depth"].fillna(0) > 0, "speculating", "plain")
     named = table["family"] + "|" + table["version"] + "|" + table["gpu"] + "|" + table["model"]
-    return (named + "|" + table["weights"] + "|" + table["source"] + "|" + speculates).to_numpy(str)
+    return np.asarray(named + "|" + table["weights"] + "|" + table["source"] + "|" + speculates, str)
 
 
-def fit(table: pd.DataFrame, start: Mapping[Param, float] | None = None) -> dict[Param, float]:
-    """The parameters of least softened relative error, held by their priors; at most `_MOST_ROWS` rows of each set."""
+def fit(
+    table: pd.DataFrame, start: Mapping[Param, float] | None = None, *, tolerance: float = 1e-6
+) -> dict[Param, float]:
+    """The parameters of least softened relative error, held by their priors; at most `_MOST_ROWS` rows of each set.
+
+    `start` is where the search begins; it ends when its sum of squares falls by less than the share `tolerance`.
+    """
     sets = pd.Series(set_names(table))
     order = sets.groupby(sets).cumcount()
     step = -(-sets.groupby(sets).transform("size") // _MOST_ROWS)
@@ -286,7 +293,7 @@ def fit(table: pd.DataFrame, start: Mapping[Param, float] | None = None) -> dict
         return np.concatenate([by_row, np.eye(len(x))])
 
     begin = np.array([(start or {}).get(param, 0.0) for param in design.params]) / spread
-    solution = least_squares(residuals, begin, jac=slopes, max_nfev=100, ftol=1e-6, xtol=1e-6)
+    solution = least_squares(residuals, begin, jac=slopes, max_nfev=100, ftol=tolerance, xtol=1e-6)
     return dict(zip(design.params, (solution.x * spread).tolist(), strict=True))
 
 
