@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tltlab.config import FrozenModel
+import numpy as np
+
+from tltlab.config import FrozenModel, faults_in
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
@@ -35,10 +38,38 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
 
+    @classmethod
+    def of_engine(cls, config: Any) -> Attachment:
+        """What stands in vLLM's configuration, for the engine that has it; nothing where nothing is attached."""
+        additional = config.additional_config
+        with faults_in("additional_config['tltlab']"):
+            attachment = cls.model_validate((additional.get("tltlab") if isinstance(additional, dict) else None) or {})
+        parallel = config.parallel_config
+        if parallel.distributed_executor_backend != "external_launcher":
+            return attachment.of_replica(parallel.data_parallel_index)
+        # Every rank has a scheduler, and nothing but the launcher's variable says which rank and engine it is.
+        index, rank = divmod(int(os.environ["RANK"]), parallel.world_size // parallel.data_parallel_size)
+        return attachment.model_copy(update={} if rank == 0 else {"record": None}).of_replica(index)
+
     def of_replica(self, index: int) -> Attachment:
         """The same for one of several data-parallel engines: a worker and a trace of its own."""
         record = f"{self.record}-{index}" if self.record is not None and index else self.record
         return self.model_copy(update={"worker": self.worker + index, "record": record})
+
+    @property
+    def specs(self) -> Mapping[str, DrafterSpec]:
+        """The drafters by name, those of every engine where nothing else was said."""
+        return DEFAULT_DRAFTERS if self.drafters is None else self.drafters
+
+    @property
+    def learned(self) -> LearnedSpec | None:
+        """The learned drafter that the policy may ask, by itself or in a hybrid."""
+        asked = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
+        for spec in filter(None, map(self.specs.get, asked)):
+            parts = map(self.specs.get, (spec.first, spec.otherwise)) if isinstance(spec, HybridSpec) else (spec,)
+            if found := next((part for part in parts if isinstance(part, LearnedSpec)), None):
+                return found
+        return None
 
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
@@ -146,6 +177,93 @@ def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any
     if learned is None:
         return {"method": "custom_class", "model": f"{_HERE}.scheduler.NoProposer", "num_speculative_tokens": depth}
     return learned.speculative_config | {"num_speculative_tokens": depth}
+
+
+_ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
+"""Methods of vLLM 0.32 that assert that they are to draft `num_speculative_tokens` and no fewer (`v1.spec_decode`)."""
+
+
+def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound: bool) -> None:
+    """Raise ConfigError where an engine of vLLM's configuration `config` cannot run what is attached to it.
+
+    It is `plugged_in` where vLLM loaded our plugin in its process, and `sound` where drafts are verified rightly there.
+    """
+    complaint = ""
+    if not plugged_in:
+        complaint = f"vLLM has not loaded tltlab's plugin here: {missing_plugin()}"
+    elif config.speculative_config is not None and not sound:
+        complaint = (
+            "vLLM's rejection sampler is not mended here, and at temperature > 0 would sample drafts wrongly on a CPU: "
+            "leave speculative_config out"
+        )
+    elif attachment.policy is not None:
+        complaint = _unfit_policy(config, attachment, attachment.policy)
+    if complaint:
+        raise ConfigError(complaint)
+
+
+def missing_plugin() -> str:
+    """Why vLLM does not load our plugin where it did not, and what to pass."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None:
+        return "install tltlab into the environment that vLLM runs in"
+    return f"VLLM_PLUGINS={named} leaves it out; pass VLLM_PLUGINS={','.join(filter(None, (named, 'tltlab')))}"
+
+
+def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
+    """What is wrong with the policy in this engine, "" for nothing."""
+    parallel, speculative, model = config.parallel_config, config.speculative_config, config.model_config
+    learned = attachment.learned
+    kind = "diffusion" if getattr(model, "is_diffusion", False) else model.runner_type
+    if kind in ("diffusion", "pooling"):
+        return f"a {kind} model has no drafts that a policy could choose: leave the policy out (record= works)"
+    if parallel.pipeline_parallel_size > 1:
+        return (
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several batches that "
+            "are under way at once: pass pipeline_parallel_size=1, and tensor_parallel_size"
+        )
+    if attachment.max_draft_depth > config.num_speculative_tokens:
+        return (
+            f"the policy may draft {attachment.max_draft_depth} tokens and this engine is built for drafts of "
+            f"{config.num_speculative_tokens}: pass the speculative_config of vllm_options, with "
+            f"num_speculative_tokens={attachment.max_draft_depth}"
+        )
+    if speculative is None:
+        return ""
+    check_sampled_drafts(attachment.specs, vars(speculative))
+    if speculative.method in _ONE_DEPTH:
+        return (
+            f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "
+            "speculative_config of vllm_options, or leave the policy out"
+        )
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "enable_adaptive_verification decides what a policy decides: pass enable_adaptive_verification=False"
+    if learned is not None and drafts_nothing(speculative):
+        return (
+            f"the policy asks for a learned drafter and this engine has none: pass speculative_config="
+            f"{learned.speculative_config | {'num_speculative_tokens': attachment.max_draft_depth}}"
+        )
+    if parallel.data_parallel_size > 1 and not drafts_nothing(speculative):
+        # vLLM takes its own tables of depths away there.
+        return (
+            f"data_parallel_size={parallel.data_parallel_size}: the replicas of a mixture of experts run in step, and "
+            "would wait for each other for ever once a policy lets one draft deeper than another: pass "
+            "data_parallel_size=1 and start several engines, or take a policy that names model-free drafters only"
+        )
+    together = parallel.world_size // parallel.data_parallel_size
+    launched = parallel.distributed_executor_backend == "external_launcher" and together > 1
+    if launched and not policy.selector.build(np.random.default_rng(0)).memoryless:
+        return (
+            f"distributed_executor_backend='external_launcher' has a scheduler in each of {together} ranks, and a "
+            f"policy that learns ({policy.selector.kind}) would soon choose otherwise in each: pass "
+            "distributed_executor_backend='mp', or a policy of kind none, fixed or table"
+        )
+    return ""
+
+
+def drafts_nothing(speculative: Any) -> bool:
+    """Whether an engine of this SpeculativeConfig, or None, leaves all drafts to what sits beside its scheduler."""
+    return speculative is not None and str(speculative.model).endswith("NoProposer")
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:

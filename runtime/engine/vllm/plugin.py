@@ -38,6 +38,13 @@ def register() -> None:
     wait_for_recordings()
 
 
+def is_registered() -> bool:
+    """Whether `register` has been called in this process."""
+    from vllm.v1.engine.core import EngineCore
+
+    return hasattr(EngineCore, "tltlab")
+
+
 def answer_for_the_policy() -> None:
     """Let vLLM's utility messages reach what sits beside the scheduler, `engine_core.call_utility("tltlab", bytes)`.
 
