@@ -15,7 +15,7 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]
 Source = dict[str, Any] | str | Path
@@ -114,7 +114,7 @@ def beside_trace(trace: Trace, name: str) -> Path | None:
     """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
     if trace.path is None:
         return None
-    folders = [trace.path, trace.path.parent] if trace.path.name == "trace" else [trace.path]
+    folders = (trace.path, run_folder(trace.path))
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 

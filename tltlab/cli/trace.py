@@ -65,7 +65,8 @@ def repair(
 ) -> None:
     """Turn an interrupted recording into a valid trace; a valid trace stays as it is.
 
-    A run that was resumed and interrupted has a finished trace of its earlier part beside the recording. The recording
+    Commands read a recording as it is, of a run that was killed or goes on; this makes room and puts an end to it. A
+    run that was resumed and interrupted has a finished trace of its earlier part beside the recording. The recording
     goes on from that trace and replaces it; where responses would be lost, nothing is done without --out.
 
     Example: tltlab trace repair runs/demo/trace

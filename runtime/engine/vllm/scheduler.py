@@ -87,9 +87,8 @@ class PolicyScheduler(Scheduler):
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
             model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
-            self.recording = LiveRecording(
-                attachment.record, self.control, model=model, hardware=hardware(), engine=engine
-            )
+            begin = LiveRecording.numbered if attachment.numbered else LiveRecording
+            self.recording = begin(attachment.record, self.control, model=model, hardware=hardware(), engine=engine)
         self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()
