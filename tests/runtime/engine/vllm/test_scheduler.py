@@ -318,9 +318,12 @@ def test_what_an_engine_cannot_run_is_refused_with_what_to_pass(
 
 
 def test_model_free_drafts_are_refused_where_drafts_stay_on_the_device(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    from vllm import envs
+
     from tltlab.runtime.engine.vllm.scheduler import policy_scheduler
 
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    # vLLM keeps what its variables were when an engine started.
+    monkeypatch.setitem(vars(envs), "VLLM_USE_V2_MODEL_RUNNER", True)
     with pytest.raises(ConfigError, match="set VLLM_USE_V2_MODEL_RUNNER=0"):
         scheduled_by(policy_scheduler, engine, asynchronous=False, settings=BY_TEXT)
 
