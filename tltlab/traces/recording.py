@@ -19,6 +19,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 from weakref import WeakValueDictionary
@@ -204,6 +205,192 @@ def rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Flags:
 def _note_lost(notes: list[str], count: int, what: str) -> None:
     if count:
         notes.append(f"{count} {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What one engine of several recorded of a run: its tables, and for messages where."""
+
+    where: str
+    manifest: Manifest
+    tables: Mapping[str, pa.Table]
+
+    @property
+    def created_s(self) -> float | None:
+        """When the recording began, in seconds since 1970."""
+        return None if self.manifest.created is None else datetime.fromisoformat(self.manifest.created).timestamp()
+
+    @property
+    def times(self) -> dict[int, tuple[float, float]]:
+        """Start and end of each RL step in seconds since 1970, as far as `steps` tells; empty where nothing does."""
+        if self.created_s is None or "steps" not in self.tables:
+            return {}
+        starts = self.tables["steps"].select(["rl_step", "t_start"]).to_pandas().set_index("rl_step")["t_start"]
+        lasted = self.tables["outcomes"].select(["rl_step", "t_finish"]).to_pandas().groupby("rl_step")["t_finish"]
+        each = pd.DataFrame({"start": starts, "lasted": lasted.max()}).dropna(subset="start").fillna(0.0)
+        begun = self.created_s + each["start"]
+        return dict(zip(each.index.tolist(), zip(begun, begun + each["lasted"], strict=True), strict=True))
+
+    def overlaps(self, other: Recorded) -> bool:
+        """Whether both were recorded at once, by engines of the same kind."""
+        same = ("model", "engine", "kind", "source")
+        if (
+            not self.times
+            or not other.times
+            or any(getattr(self.manifest, n) != getattr(other.manifest, n) for n in same)
+        ):
+            return False
+        (begun, ended), (begun_there, ended_there) = self._span, other._span
+        return begun <= ended_there and begun_there <= ended
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        return self.created_s or 0.0, max(end for _, end in self.times.values())
+
+
+def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Table]]:
+    """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
+
+    RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times
+    then count from its earliest start. A prompt's samples are numbered on where several parts have the same ones.
+    Raises TraceError for traces of other models, and for tables that only a trainer's trace has.
+    """
+    first = parts[0].manifest
+    for part in parts:
+        if part.manifest.model != first.model:
+            raise TraceError(f"{part.where} is of {part.manifest.model}, {parts[0].where} of {first.model}: two runs")
+        if foreign := {"spans", "spot_training"} & {name for name, table in part.tables.items() if len(table)}:
+            raise TraceError(f"{part.where} has {min(foreign)}, so it is a whole run's, not one engine's")
+    placed = _placed(parts)
+    samples, workers = _sample_offsets(parts, placed), 0
+    before: dict[tuple[str, int, int], int] = {}
+    pieces: dict[str, list[pa.Table]] = {}
+    for at, part in enumerate(parts):
+        known = pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist()
+        names = {worker: workers + n for n, worker in enumerate(sorted(known))}
+        workers += max(1, len(names))
+        for name, table in part.tables.items():
+            if name != "steps" and len(table):
+                pieces.setdefault(name, []).append(_moved(name, table, at, placed, samples, names, before))
+    tables = {name: pa.concat_tables(found) for name, found in pieces.items()}
+    tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
+    if all("steps" in part.tables for part in parts):
+        tables["steps"] = _steps_together(parts, placed)
+    notes = [note for note in dict.fromkeys(part.manifest.notes for part in parts) if note]
+    notes.append(f"put together from {', '.join(Path(part.where).name for part in parts)}: workers in this order")
+    hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
+    update = {"num_workers": workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
+    return first.model_copy(update=update), tables
+
+
+_Placed = dict[tuple[int, int], tuple[int, float]]
+"""Of a part's RL step: the RL step of the whole that it is of, and the seconds by which it began later."""
+
+
+def _placed(parts: Sequence[Recorded]) -> _Placed:
+    numbers = [(at, step) for at, part in enumerate(parts) for step in np.unique(part.tables["workload"]["rl_step"])]
+    times = {(at, step): span for at, part in enumerate(parts) for step, span in part.times.items()}
+    if any(piece not in times for piece in numbers):
+        return {(at, step): (step, 0.0) for at, step in numbers}
+    together: list[list[tuple[int, int]]] = []
+    until = -np.inf
+    for piece in sorted(numbers, key=lambda piece: times[piece]):
+        if times[piece][0] > until:
+            together.append([])
+        together[-1].append(piece)
+        until = max(until, times[piece][1])
+    alike = all(len({step for _, step in pieces}) == 1 for pieces in together)
+    if alike or _overlap_in_turn(parts, together):
+        by_number: dict[int, list[tuple[int, int]]] = {}
+        for at, step in numbers:
+            by_number.setdefault(step, []).append((at, step))
+        groups = sorted(by_number.items())
+    else:
+        groups = list(enumerate(together))
+    starts = {number: min(times[piece][0] for piece in pieces) for number, pieces in groups}
+    return {piece: (number, times[piece][0] - starts[number]) for number, pieces in groups for piece in pieces}
+
+
+def _overlap_in_turn(parts: Sequence[Recorded], together: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    """Whether RL steps of new weights begin before those of the old ones have ended: then time tells nothing apart."""
+    versions = [
+        dict(zip(*(part.tables["steps"][name].to_pylist() for name in ("rl_step", "policy_version")), strict=True))
+        for part in parts
+    ]
+    return any(
+        len({versions[at][step] for at, step in pieces if at == one}) > 1
+        for pieces in together
+        for one in {at for at, _ in pieces}
+    )
+
+
+def _sample_offsets(parts: Sequence[Recorded], placed: _Placed) -> pd.Series:
+    """By how much a part's samples of a prompt in one of its RL steps count on, where they are no others already."""
+    frames = []
+    for at, part in enumerate(parts):
+        keys = part.tables["workload"].select(KEY).to_pandas()
+        whole = keys["rl_step"].map({step: number for (of, step), (number, _) in placed.items() if of == at})
+        frames.append(keys.assign(part=at, whole=whole))
+    rows = pd.concat(frames, ignore_index=True)
+    twice = rows.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
+    ambiguous = rows[
+        rows.set_index(["whole", "prompt_id"]).index.isin(rows[twice].set_index(["whole", "prompt_id"]).index)
+    ]
+    index = ["part", "rl_step", "prompt_id"]
+    sizes = ambiguous.groupby(["whole", "prompt_id", "part", "rl_step"])["sample"].max() + 1
+    offsets = sizes.groupby(["whole", "prompt_id"]).cumsum() - sizes
+    found: pd.Series = offsets.droplevel("whole").reorder_levels(index)
+    return found
+
+
+def _moved(
+    name: str, table: pa.Table, at: int, placed: _Placed, samples: pd.Series, workers: Mapping[int, int],
+    before: dict[tuple[str, int, int], int],
+) -> pa.Table:  # fmt: skip
+    """A part's rows as rows of the whole; `before` counts the iterations that a worker's RL step has already."""
+    columns = {name: table[name] for name in table.column_names}
+    steps = table["rl_step"].to_numpy()
+    numbers, at_step = np.unique(steps, return_inverse=True)
+    # Iterations may be of RL steps of which no response is whole.
+    whole = np.array([placed.get((at, step), (step, 0.0))[0] for step in numbers.tolist()])[at_step]
+    later_s = np.array([placed.get((at, step), (step, 0.0))[1] for step in numbers.tolist()])[at_step]
+    columns["rl_step"] = pa.array(whole, pa.int32())
+    for time_s in ("t_submit", "t_first_token", "t_finish", "t_start"):
+        if time_s in columns:
+            columns[time_s] = pc.add(columns[time_s], pa.array(later_s))
+    if "worker" in columns:
+        given = columns["worker"].to_pylist()
+        columns["worker"] = pa.array(
+            [None if w is None else workers.get(w, min(workers.values(), default=0)) for w in given], pa.int32()
+        )
+    if "sample" in columns and len(samples):
+        keys = pd.MultiIndex.from_arrays([np.full(len(steps), at), steps, table["prompt_id"].to_pandas()])
+        more = samples.reindex(keys).fillna(0).to_numpy(np.int64)
+        columns["sample"] = pa.array(table["sample"].to_numpy() + more, pa.int32())
+    if "iteration" in columns:
+        iterations = table["iteration"].to_numpy().astype(np.int64)
+        for step in numbers.tolist():
+            here = steps == step
+            key = (name, int(whole[here][0]), at)
+            iterations[here] += before.get(key, 0)
+            before[key] = int(iterations[here].max()) + 1
+        columns["iteration"] = pa.array(iterations, pa.int32())
+    return pa.table(columns, schema=TABLES[name])
+
+
+def _steps_together(parts: Sequence[Recorded], placed: _Placed) -> pa.Table:
+    """One row of `steps` for each RL step of the whole, since the first recording began."""
+    begun = min(part.created_s or 0.0 for part in parts)
+    frames = []
+    for at, part in enumerate(parts):
+        rows = part.tables["steps"].to_pandas()
+        rows = rows[[(at, step) in placed for step in rows["rl_step"]]]
+        whole = [placed[at, step][0] for step in rows["rl_step"]]
+        frames.append(rows.assign(rl_step=whole, t_start=rows["t_start"] + (part.created_s or 0.0) - begun))
+    together = pd.concat(frames, ignore_index=True).sort_values(["rl_step", "t_start"], kind="stable")
+    return pa.Table.from_pandas(
+        together.drop_duplicates("rl_step").assign(rollout_s=None), TABLES["steps"], preserve_index=False
+    )
 
 
 def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> None:

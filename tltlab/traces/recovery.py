@@ -15,7 +15,7 @@ from tltlab.files import replace_durably
 
 from .recording import SUFFIX, chunks_of, cut, lock, new_recording, readable, recording_of, rows_in
 from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .trace import Trace, is_trace, locate, noted, read, recorded, refuse_foreign_target
+from .trace import Trace, is_trace, locate, noted, read_one, recorded, refuse_foreign_target
 
 SAME = ("kind", "model", "num_workers", "max_response_tokens", "group_size", "seed")
 """Fields of the manifest in which a run and its continuation must agree."""
@@ -48,7 +48,7 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
         held = f"{folder} lacks RL step {missing}"
     chunks: Iterable[Mapping[str, pa.Table]] = ()
     if is_trace(path):
-        trace = read(path)
+        trace = read_one(path)
         _check_same_run(path, trace.manifest, manifest)
         missing = _missing(((name, part.arrow(name)) for part in trace.parts() for name in _TELLING), rl_steps)
         if missing is None:
@@ -129,15 +129,15 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     if out is not None and Path(out).absolute() == path.absolute():
         out = None
     if not folder.exists():
-        trace = read(path)
-        return read(trace.write(out)) if out is not None else trace
+        trace = read_one(path)
+        return read_one(trace.write(out)) if out is not None else trace
     with lock(folder):
         if _closed_already(folder, path):
             _remove(folder)
             return repair(path, out)
-        earlier = read(path) if out is None and is_trace(path) else None
+        earlier = read_one(path) if out is None and is_trace(path) else None
         finish(folder, path if out is None else Path(out), salvage=True, keep=out is not None, earlier=earlier)
-    return read(path if out is None else out)
+    return read_one(path if out is None else Path(out))
 
 
 def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, earlier: Trace | None = None) -> None:
@@ -187,7 +187,7 @@ def _remove(folder: Path) -> None:
 def _closed_already(folder: Path, path: Path) -> bool:
     """Whether the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
     try:
-        ours, theirs = recorded(folder, [], salvage=False), read(path)
+        ours, theirs = recorded(folder, [], salvage=False), read_one(path)
     except TraceError:
         return False
     same = (ours.manifest, ours.names) == (theirs.manifest, theirs.names)

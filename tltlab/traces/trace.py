@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import new_folder, write_durably
 
 from .csv import tables_from_csv
-from .recording import SUFFIX, in_progress, recorded_tables, recording_of
+from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
 from .storage import FileTable, MemoryTable, ReadTable, StoredTable, Table, write_parquet
 from .validate import Part, check, conform
@@ -216,14 +217,89 @@ def read(path: str | Path | Trace) -> Trace:
 
     Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
     that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
-    gets what was read and what was assumed. Raises TraceError. Tables are loaded when they are used, those of a
-    recording that goes on at once; the check itself streams.
+    gets what was read and what was assumed. What several engines of a run recorded at once as PATH, PATH-1, PATH-2 ...
+    is one trace, at PATH or at the folder that holds nothing else (see `recording.put_together`). Raises TraceError.
+    Tables are loaded when they are used, at once where a recording goes on or several are put together; the check
+    itself streams.
     """
     if isinstance(path, Trace):
         return path
     if not isinstance(path, str | Path):
         raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
     found = locate(path)
+    if found.is_dir() and not (found / MANIFEST_FILE).exists():
+        found = _only_run(found)
+    trace = read_one(found)
+    engines = _engines(found, trace) if trace.path is not None else [trace]
+    return trace if len(engines) == 1 else together(engines)
+
+
+def together(traces: Sequence[Trace]) -> Trace:
+    """One trace of what several engines of a run recorded, in memory: see `recording.put_together`."""
+    where = [str(trace.path or f"trace {at}") for at, trace in enumerate(traces)]
+    parts = [_recorded(name, trace) for name, trace in zip(where, traces, strict=True)]
+    manifest, tables = put_together(parts)
+    progress(f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
+    return Trace.from_tables(manifest, tables)
+
+
+def _recorded(where: str, trace: Trace) -> Recorded:
+    tables = {name: table for name in trace.names if (table := trace.arrow(name)) is not None}
+    return Recorded(where=where, manifest=trace.manifest, tables=tables)
+
+
+def _only_run(folder: Path) -> Path:
+    """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
+    names = sorted({item.name.removesuffix(SUFFIX) for item in folder.iterdir() if is_trace(item)}, key=_number)
+    left = [locate(folder / name) for name in names]
+    runs = []
+    while left:
+        runs.append(left[0])
+        of_run = {trace.path for trace in _engines(left[0], read_one(left[0]))} if len(left) > 1 else {left[0]}
+        left = [place for place in left if place not in of_run]
+    if not runs:
+        raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
+    if len(runs) > 1:
+        raise TraceError(f"{folder} holds {len(runs)} traces: name one, such as {runs[0]}")
+    return runs[0]
+
+
+def _number(name: str) -> tuple[str, int]:
+    """The name that engines of a run share, and the number of this one: ("x", 2) for "x-2", ("x", 0) for "x"."""
+    base, dash, number = name.rpartition("-")
+    return (base, int(number)) if dash and base and number.isdecimal() else (name, 0)
+
+
+def _engines(first: Path, trace: Trace) -> list[Trace]:
+    """A recorded trace and those that other engines of its run recorded at once, of the same name with higher numbers.
+
+    One with a lower number that is of the same run stands for the run: then `trace` is only itself.
+    """
+    base, number = _number(first.name.removesuffix(SUFFIX))
+    names = {item.name.removesuffix(SUFFIX) for item in first.parent.glob(f"{glob.escape(base)}*") if is_trace(item)}
+    others = {_number(name)[1]: name for name in names if _number(name)[0] == base and _number(name)[1] != number}
+    if trace.manifest.kind != "recorded" or not others:
+        return [trace]
+    parts = {number: _recorded(str(first), trace)}
+    traces = {number: trace}
+    for at, name in sorted(others.items()):
+        try:
+            traces[at] = read_one(locate(first.parent / name))
+        except TraceError as error:
+            progress(f"{first}: not put together with {name}: {error}")
+        else:
+            parts[at] = _recorded(str(traces[at].path), traces[at])
+    run, reached = {number}, [number]
+    while reached:
+        part = parts[reached.pop()]
+        more = [at for at in parts if at not in run and part.overlaps(parts[at])]
+        run.update(more)
+        reached += more
+    return [traces[at] for at in sorted(run)] if min(run) == number else [trace]
+
+
+def read_one(found: Path) -> Trace:
+    """Read and check the trace, recording or CSV that is at this very place, as `read` does."""
     if found.name.endswith(SUFFIX) and (found / MANIFEST_FILE).exists():
         try:
             return _unfinished(found)
@@ -231,7 +307,7 @@ def read(path: str | Path | Trace) -> Trace:
             if found.exists():
                 raise
             # It was closed meanwhile.
-            return read(found.with_name(found.name.removesuffix(SUFFIX)))
+            return read_one(found.with_name(found.name.removesuffix(SUFFIX)))
     trace = _opened(found)
     _check(trace)
     return trace

@@ -2,18 +2,22 @@
 
 Two defects of the CPU build of vLLM 0.32 are mended; a weight-transfer backend for trainers on the same machine is
 registered; drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can
-be asked about its policy; and engines of programs that know nothing of tltlab are made as the environment says
-(`options.Variables`). All this changes vLLM's own modules for as long as the process lives.
+be asked about its policy, as it is where a server is asked for its metrics; and engines of programs that know nothing
+of tltlab are made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as
+the process lives.
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
+import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import contextmanager, suppress
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,10 +32,15 @@ from .transfer import register_backend
 
 if TYPE_CHECKING:
     # Policies are loaded where there is one to follow, and not in every process of vLLM's.
+    from tltlab.runtime.engine.metrics import Collector, Labels, Metrics
+
     from .options import Variables
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
+
+ASK_S = 2.0
+"""How long a server that is asked for metrics waits at most for an engine core, which answers between iterations."""
 
 
 def register() -> None:
@@ -48,6 +57,7 @@ def register() -> None:
         keep_captured_bytes(runner)
     answer_for_the_policy()
     wait_for_recordings()
+    show_metrics()
     follow_variables()
 
 
@@ -249,6 +259,72 @@ def wait_for_recordings() -> None:
         stop(self, timeout=max(timeout or 0.0, grace_s) if grace_s else timeout)
 
     CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
+
+
+def show_metrics() -> None:
+    """Have servers of an engine with a policy show what it does among vLLM's own metrics.
+
+    Engine cores are asked, between two iterations, when the server is: it answers in a thread of its own. With several
+    API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    start = AsyncMPClient.__init__
+    if hasattr(start, "tltlab"):
+        return
+
+    @wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        config = self.vllm_config.additional_config
+        if isinstance(config, dict) and config.get("tltlab"):
+            _collector().asks.append(partial(ask_for_metrics, weakref.ref(self)))
+
+    __init__.tltlab = True  # type: ignore[attr-defined]
+    AsyncMPClient.__init__ = __init__
+
+
+@cache
+def _collector() -> Collector:
+    import prometheus_client
+
+    from tltlab.runtime.engine.metrics import Collector
+
+    collector = Collector()
+    prometheus_client.REGISTRY.register(collector)
+    return collector
+
+
+def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
+    """The metrics of each engine core that the client talks to; nothing where it is gone or has not begun.
+
+    Nor is there anything in the client's own loop, which would have to wait for itself. TimeoutError where a core does
+    not answer within `ASK_S`.
+    """
+    asked = client()
+    task = asked.resources.output_queue_task if asked is not None else None
+    if task is None:
+        return []
+    loop = task.get_loop()
+    with suppress(RuntimeError):
+        if asyncio.get_running_loop() is loop:
+            return []
+    message = pickle.dumps(("metrics", ()))
+
+    async def ask() -> list[bytes]:
+        cores = asked.core_engines
+        return list(
+            await asyncio.gather(*(asked._call_utility_async("tltlab", message, engine=core) for core in cores))
+        )
+
+    answering = asyncio.run_coroutine_threadsafe(ask(), loop)
+    try:
+        answers = answering.result(ASK_S)
+    finally:
+        answering.cancel()
+    model = asked.vllm_config.model_config.served_model_name
+    names = [(model, str(rank)) for rank in asked.engine_ranks_managed]
+    return [(name, pickle.loads(answer)) for name, answer in zip(names, answers, strict=True)]
 
 
 def mend_speculative_sampling() -> None:

@@ -103,7 +103,7 @@ recorder.append("outcomes", outcomes)
 
 def test_a_program_that_exits_can_still_close(tmp_path):
     rows = json.dumps([workload(0), outcomes(0)])
-    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), rows], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), rows], check=True, timeout=400)
     assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4]
 
 
