@@ -68,7 +68,8 @@ class PolicyScheduler(Scheduler):
     def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> PolicyScheduler:
         """For a diffusion model one over vLLM's own scheduler of canvases."""
         diffuses = getattr(vllm_config.model_config, "is_diffusion", False)
-        return super().__new__(_over_canvases(cls) if diffuses else cls)
+        made: PolicyScheduler = super().__new__(_over_canvases(cls) if diffuses else cls)
+        return made
 
     def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         attachment = Attachment.of_engine(vllm_config)

