@@ -190,10 +190,11 @@ def outcomes_of(report: Path) -> dict[str, Outcome]:
 
 def pytest_configure() -> None:
     """As a plugin of pytest, in the process of a side: put ours in the place of vLLM's."""
+    from tltlab.runtime.engine.vllm.stock import do_not_wait_for_hub, in_place_of_vllms
+
+    do_not_wait_for_hub()
     side = os.environ.get(SIDE, "stock")
     if side != "stock":
-        from tltlab.runtime.engine.vllm.stock import in_place_of_vllms
-
         in_place_of_vllms(with_policy=side == "policy")
 
 

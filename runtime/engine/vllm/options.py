@@ -131,6 +131,9 @@ def vllm_options(
     trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
     within seconds; the engine's depth, drafters and graphs stay. ConfigError for what vLLM cannot run.
 
+    Each data-parallel replica has a policy, drafters and a trace of its own: what learns or searches earlier responses
+    knows those of its replica.
+
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
     made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
     asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
