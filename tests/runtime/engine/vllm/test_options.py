@@ -120,15 +120,10 @@ def test_a_policy_to_reload_is_a_file_wherever_it_is_named(tmp_path: Path, monke
 
 
 def test_costs_to_compare_with_are_written_out(tmp_path: Path):
-    LinearCosts(base_s=0.01, per_request_s=0.001, per_token_s=0.0).write(tmp_path / "costs.json")
-    attachment = Attachment.model_validate(
-        vllm_options("beg-mab", costs=tmp_path / "costs.json")["additional_config"]["tltlab"]
-    )
-    assert attachment.control(overlapped=False).metrics().by == "costs"
-    assert (
-        Attachment(policy=load_policy("beg-mab"), max_draft_depth=8).control(overlapped=False).metrics().by
-        == "measured"
-    )
+    LinearCosts(base_s=0.01, per_request_s=0.001, per_context_s=1e-6).write(tmp_path / "costs.json")
+    for costs, by in ((tmp_path / "costs.json", "costs"), ("cpu-small", "costs"), (None, "measured")):
+        told = vllm_options("beg-mab", costs=costs)["additional_config"]["tltlab"]
+        assert Attachment.model_validate(told).control(overlapped=False).metrics().by == by
     with pytest.raises(ConfigError, match="base_s"):
         vllm_options("beg-mab", costs={"kind": "linear"})
 

@@ -135,7 +135,7 @@ def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tu
 
 @dataclass(kw_only=True)
 class Served:
-    """What a server left and said: its trace and log, what 64 streams read each time, metrics by when they were read."""
+    """A server's trace and log, what 64 streams read each time, and its metrics by when they were read."""
 
     folder: Path
     texts: list[list[str]] = field(default_factory=list)
