@@ -82,7 +82,8 @@ class Metrics:
 class Tally:
     """Counts iterations by arm; what it holds grows with arms and draft depths, not with iterations.
 
-    Plain decoding is told from `costs`, or from what is measured.
+    Plain decoding is told from `costs`, or from what is measured. Where something cannot be counted it says so once and
+    counts no more: the engine has others to serve.
     """
 
     def __init__(self, costs: CostModel | None = None) -> None:
@@ -92,6 +93,7 @@ class Tally:
         self._arms: dict[Strategy, ArmCounts] = {}
         self._relative = Reward("relative")
         self._new: list[Iteration] = []
+        self._failed = False
 
     def add(self, iteration: Iteration) -> None:
         """An iteration has ended."""
@@ -106,7 +108,18 @@ class Tally:
         return self._arms
 
     def _count(self) -> None:
-        for iteration in self._new:
+        new, self._new = self._new, []
+        if not new or self._failed:
+            return
+        try:
+            self._count_all(new)
+        except Exception as error:  # a cost model may be anybody's
+            self._failed = True
+            logger.error("iterations are not counted any more: %s: %s", type(error).__name__, error)
+        self.newest = new[-1].verified.strategy
+
+    def _count_all(self, new: Sequence[Iteration]) -> None:
+        for iteration in new:
             strategy, outcome = iteration.verified.strategy, iteration.outcome
             counts = self._arms.setdefault(strategy, ArmCounts())
             counts.iterations += 1
@@ -122,9 +135,6 @@ class Tally:
             if speed_up is not None:
                 counts.gained_s += (speed_up - 1.0) * outcome.elapsed_s
                 counts.compared_s += outcome.elapsed_s
-        if self._new:
-            self.newest = self._new[-1].verified.strategy
-            self._new.clear()
 
     def _speed_up(self, iteration: Iteration, outcome: StepOutcome) -> float | None:
         """Over plain decoding; None where that cannot be told, as of an iteration that prefilled."""

@@ -68,6 +68,18 @@ def test_where_a_cost_model_is_given_plain_decoding_is_what_it_says():
     assert (counted.by, drafting.gained_s, drafting.compared_s) == ("costs", pytest.approx(2.0), 4.0)
 
 
+def test_what_cannot_be_counted_is_said_once_and_not_raised(caplog: pytest.LogCaptureFixture):
+    counted = Tally(LinearCosts(base_s=1.0, per_request_s=0.5, per_context_s=0.1))
+    counted.add(iteration(NO_SPECULATION, 2.0))
+    before = counted.arms[NO_SPECULATION].iterations
+    for _ in range(2):
+        counted.add(iteration(NGRAM, 1.0, (3, 2), batch=0))
+        assert counted.arms[NO_SPECULATION].iterations == before
+    assert [record.getMessage() for record in caplog.records] == [
+        "iterations are not counted any more: ZeroDivisionError: float division by zero"
+    ]
+
+
 def test_what_is_held_does_not_grow_with_iterations():
     counted = tally(*[iteration(NGRAM, 1.0, (3, 1), (3, 1))] * 10_000)
     assert len(counted._new) < 256
