@@ -12,6 +12,8 @@ import numpy as np
 from pydantic import Field
 
 from tltlab.config import FrozenModel, faults_in, shown
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json
@@ -19,6 +21,8 @@ from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
+from tltlab.runtime.engine.metrics import Tally
+from tltlab.strategy import NO_SPECULATION
 
 from . import OPTIONS, POLICY, RECORD, VARIABLES
 
@@ -36,7 +40,7 @@ class Attachment(FrozenModel):
 
     Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
     several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `reload` is the
-    file from which another policy may come.
+    file from which another policy may come, `costs` a cost model written out, which metrics compare with.
     """
 
     policy: Policy | None = None
@@ -47,6 +51,7 @@ class Attachment(FrozenModel):
     record: str | None = None
     numbered: bool = False
     reload: str | None = None
+    costs: dict[str, Any] | None = None
 
     @classmethod
     def of_engine(cls, config: Any) -> Attachment:
@@ -85,7 +90,8 @@ class Attachment(FrozenModel):
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
-        control = Control(pool, worker=self.worker, overlapped=overlapped, counted=True)
+        tally = Tally(None if self.costs is None else load_costs(self.costs))
+        control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
         control.steers = self.policy is not None
@@ -106,6 +112,7 @@ class EngineOptions(FrozenModel):
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
     reload: bool = False
+    costs: str | dict[str, Any] | None = None
     strict: bool = False
 
 
@@ -120,6 +127,7 @@ def vllm_options(
     seed: int = 0,
     record: str | Path | None = None,
     reload: bool = False,
+    costs: str | Path | dict[str, Any] | CostModel | None = None,
     for_: Program = "vllm",
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
@@ -129,7 +137,8 @@ def vllm_options(
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
     trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
-    within seconds; the engine's depth, drafters and graphs stay. ConfigError for what vLLM cannot run.
+    within seconds; the engine's depth, drafters and graphs stay. A server's metrics compare with plain decoding by
+    `costs`, what `load_costs` takes, or as it was measured. ConfigError for what vLLM cannot run.
 
     Each data-parallel replica has a policy, drafters and a trace of its own: what learns or searches earlier responses
     knows those of its replica.
@@ -163,6 +172,12 @@ def vllm_options(
             "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
             "names model-free ones: leave async_scheduling off"
         )
+    plain_costs = None
+    if costs is not None:
+        model = load_costs(costs)
+        # A model that cannot tell is refused here and not by the engine.
+        model.iteration(NO_SPECULATION)
+        plain_costs = model.model_dump(mode="json")
     if for_ in ("openrlhf", "trl"):
         given = EngineOptions(
             drafters=dict(drafters) if drafters else None,
@@ -172,9 +187,10 @@ def vllm_options(
             worker=worker,
             seed=seed,
             reload=reload,
+            costs=plain_costs,
         )
         return _variables(policy, chosen, record, given)
-    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed)
+    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed, costs=plain_costs)
     if chosen is not None:
         attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:

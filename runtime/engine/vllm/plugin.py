@@ -101,7 +101,7 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
         asked = Variables.read(os.environ)
         attempts = [] if asked is None else [asked]
         if asked is not None and asked.policy is not None and asked.record is not None:
-            attempts.append(asked.model_copy(update={"policy": None}))
+            attempts.append(asked.model_copy(update={"policy": None, "reload": None}))
     except Exception as error:
         if _strict():
             raise
