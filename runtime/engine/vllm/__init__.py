@@ -13,6 +13,9 @@ from contextlib import contextmanager
 
 TESTED_VLLM = "0.32"
 
+VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
+"""What the plugin reads from the environment of a program that knows nothing of tltlab: see `options.Variables`."""
+
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 
@@ -22,8 +25,11 @@ def starting() -> Iterator[None]:
 
     Afterwards `os.environ` and `sys.path` are as before, whatever we, vLLM or Ray, which it imports, did to them. vLLM
     reads its variables when it is imported and while an engine starts, and that is when processes of its own get them.
+    Ours, `VARIABLES`, are for other people's programs: here whoever starts an engine says what it does.
     """
     environment, path = dict(os.environ), list(sys.path)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:
@@ -68,14 +74,16 @@ def on_cpu() -> bool:
 
 
 def keep_linear_weights() -> None:
-    """Let vLLM multiply by torch's linear, its own fallback where the build has no oneDNN.
+    """Let vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
 
     On CPU it otherwise packs weights away after loading, and who writes new ones through `load_weights`, as TRL does,
     finds nothing to write to.
     """
     from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def installed_vllm() -> str:

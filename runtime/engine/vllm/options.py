@@ -1,22 +1,35 @@
-"""From a policy to the arguments that make any vLLM engine run it: `vllm_options`."""
+"""From a policy to the arguments that make any vLLM engine run it: `vllm_options`, and by variables `Variables`."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self, get_args
 
-from tltlab.config import FrozenModel
+import numpy as np
+from pydantic import Field
+
+from tltlab.config import FrozenModel, faults_in, shown
+from tltlab.costs.base import CostModel
+from tltlab.costs.load import load_costs
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
+from tltlab.runtime.engine.metrics import Tally
+from tltlab.strategy import NO_SPECULATION
+
+from . import OPTIONS, POLICY, RECORD, VARIABLES
 
 _HERE = __package__
+
+Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", "openrlhf", "trl"]
+"""Whose engines `vllm_options` are for: how its users hand arguments on to vLLM."""
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
@@ -25,7 +38,9 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
 
-    Without a policy vLLM drafts as it was started to, and `record` writes down what that did.
+    Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
+    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `reload` is the
+    file from which another policy may come, `costs` a cost model written out, which metrics compare with.
     """
 
     policy: Policy | None = None
@@ -34,24 +49,75 @@ class Attachment(FrozenModel):
     worker: int = 0
     seed: int = 0
     record: str | None = None
+    numbered: bool = False
+    reload: str | None = None
+    costs: dict[str, Any] | None = None
+
+    @classmethod
+    def of_engine(cls, config: Any) -> Attachment:
+        """What stands in vLLM's configuration, for the engine that has it; nothing where nothing is attached."""
+        additional = config.additional_config
+        with faults_in("additional_config['tltlab']"):
+            attachment = cls.model_validate((additional.get("tltlab") if isinstance(additional, dict) else None) or {})
+        parallel = config.parallel_config
+        if parallel.distributed_executor_backend != "external_launcher":
+            return attachment.of_replica(parallel.data_parallel_index)
+        # Every rank has a scheduler, and nothing but the launcher's variable says which rank and engine it is.
+        index, rank = divmod(int(os.environ["RANK"]), parallel.world_size // parallel.data_parallel_size)
+        return attachment.model_copy(update={} if rank == 0 else {"record": None}).of_replica(index)
 
     def of_replica(self, index: int) -> Attachment:
         """The same for one of several data-parallel engines: a worker and a trace of its own."""
-        record = f"{self.record}-{index}" if self.record is not None and index else self.record
+        named = self.record is not None and index and not self.numbered
+        record = f"{self.record}-{index}" if named else self.record
         return self.model_copy(update={"worker": self.worker + index, "record": record})
+
+    @property
+    def specs(self) -> Mapping[str, DrafterSpec]:
+        """The drafters by name, those of every engine where nothing else was said."""
+        return DEFAULT_DRAFTERS if self.drafters is None else self.drafters
+
+    @property
+    def learned(self) -> LearnedSpec | None:
+        """The learned drafter that the policy may ask, by itself or in a hybrid."""
+        asked = {strategy.drafter for strategy in self.policy.strategies if strategy.speculates} if self.policy else ()
+        for spec in filter(None, map(self.specs.get, asked)):
+            parts = map(self.specs.get, (spec.first, spec.otherwise)) if isinstance(spec, HybridSpec) else (spec,)
+            if found := next((part for part in parts if isinstance(part, LearnedSpec)), None):
+                return found
+        return None
 
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
-        control = Control(pool, worker=self.worker, overlapped=overlapped)
+        tally = Tally(None if self.costs is None else load_costs(self.costs))
+        control = Control(pool, worker=self.worker, overlapped=overlapped, tally=tally)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
         control.steers = self.policy is not None
         return control
 
 
+class EngineOptions(FrozenModel):
+    """What `vllm_options` takes beside a policy and a record: the fields of `TLTLAB_OPTIONS`, a JSON object.
+
+    With `strict` an engine that the variables cannot be followed for does not start (ConfigError), where else it runs
+    without them.
+    """
+
+    drafters: dict[str, DrafterSpec] | None = None
+    max_draft_depth: int | None = Field(default=None, ge=0)
+    max_batch: int | None = Field(default=None, ge=1)
+    async_scheduling: bool | None = None
+    worker: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0)
+    reload: bool = False
+    costs: str | dict[str, Any] | None = None
+    strict: bool = False
+
+
 def vllm_options(
-    policy: PolicySource,
+    policy: PolicySource | None,
     *,
     drafters: Mapping[str, DrafterSpec] | None = None,
     max_draft_depth: int | None = None,
@@ -60,37 +126,77 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
+    reload: bool = False,
+    costs: str | Path | dict[str, Any] | CostModel | None = None,
+    for_: Program = "vllm",
 ) -> dict[str, Any]:
-    """Return keyword arguments for `vllm.LLM`, `AsyncEngineArgs` or, as JSON, for `vllm serve`, that run `policy`.
+    """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
 
     `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
-    trace there. ConfigError for what vLLM cannot run.
+    trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
+    within seconds; the engine's depth, drafters and graphs stay. A server's metrics compare with plain decoding by
+    `costs`, what `load_costs` takes, or as it was measured. ConfigError for what vLLM cannot run.
+
+    Each data-parallel replica has a policy, drafters and a trace of its own: what learns or searches earlier responses
+    knows those of its replica.
 
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
     made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
     asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
     before it knows the last iteration's tokens, and how long drafting takes is in no trace.
 
+    `for_` writes them as that program hands them on unharmed: NeMo-RL under `vllm_kwargs` and SkyRL under
+    `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without any; verl under `engine_kwargs.vllm`,
+    and `vllm serve` in a file for `--config`, as flags, of which none is false. OpenRLHF and TRL take no arguments for
+    their engines: for them these are environment variables (`Variables`).
+
     >>> sorted(vllm_options("beg-mab"))
     ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
+    >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
+    (True, {'TLTLAB_POLICY': 'beg-mab'})
     """
-    chosen = load_policy(policy)
-    pool_specs = {**DEFAULT_DRAFTERS, **chosen.drafters, **(drafters or {})}
-    deepest = max((strategy.draft_depth for strategy in chosen.strategies), default=0)
-    depth = deepest if max_draft_depth is None else max_draft_depth
+    if policy is None and record is None:
+        raise ConfigError("nothing to do for the engine: give a policy, a folder to record to, or both")
+    chosen = None if policy is None else load_policy(policy)
+    pool_specs = {**DEFAULT_DRAFTERS, **({} if chosen is None else chosen.drafters), **(drafters or {})}
+    strategies = () if chosen is None else chosen.strategies
+    deepest = max((strategy.draft_depth for strategy in strategies), default=0)
+    depth = deepest if max_draft_depth is None or chosen is None else max_draft_depth
     pool = DrafterPool(pool_specs, depth)
-    pool.use(chosen.strategies)
+    pool.use(strategies)
     if async_scheduling and pool.feeds:
         raise ConfigError(
             "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
             "names model-free ones: leave async_scheduling off"
         )
-    attachment = Attachment(policy=chosen, drafters=pool_specs, max_draft_depth=depth, worker=worker, seed=seed)
+    plain_costs = None
+    if costs is not None:
+        model = load_costs(costs)
+        # A model that cannot tell is refused here and not by the engine.
+        model.iteration(NO_SPECULATION)
+        plain_costs = model.model_dump(mode="json")
+    if for_ in ("openrlhf", "trl"):
+        given = EngineOptions(
+            drafters=dict(drafters) if drafters else None,
+            max_draft_depth=max_draft_depth,
+            max_batch=max_batch,
+            async_scheduling=async_scheduling,
+            worker=worker,
+            seed=seed,
+            reload=reload,
+            costs=plain_costs,
+        )
+        return _variables(policy, chosen, record, given)
+    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed, costs=plain_costs)
+    if chosen is not None:
+        attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:
         attachment = attachment.model_copy(update={"record": str(record)})
+    if reload:
+        attachment = attachment.model_copy(update={"reload": file_to_reload(policy)})
     if pool.feeds:
         async_scheduling = False
     options: dict[str, Any] = {
@@ -104,9 +210,147 @@ def vllm_options(
         options["cudagraph_metrics"] = True
     plan = None
     if max_batch is not None:
-        plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
         options["max_num_seqs"] = max_batch
-    return options | engine_settings(speculative_config(pool_specs, depth), plan)
+        if chosen is not None:
+            plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
+    return _written(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
+
+
+def file_to_reload(policy: object) -> str:
+    """The whole path of the file that `policy` names. ConfigError where it names none."""
+    if not isinstance(policy, str | Path) or not os.path.isfile(policy):
+        raise ConfigError(f"with reload the policy is a file, which is looked at again, and {shown(policy)} is none")
+    return os.path.abspath(policy)
+
+
+def _written(options: dict[str, Any], program: Program) -> dict[str, Any]:
+    """The same options as the program takes them."""
+    if program in ("vllm serve", "verl"):
+        return {
+            f"no-{name.replace('_', '-')}" if value is False else name: (
+                True if value is False else json.dumps(value) if isinstance(value, dict) else value
+            )
+            for name, value in options.items()
+        }
+    return _without_null(options) if program == "prime-rl" else options
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_null(each) for name, each in value.items() if each is not None}
+    return value
+
+
+class Variables(FrozenModel):
+    """What the environment asks of every engine that a program starts.
+
+    `TLTLAB_POLICY` is a policy's name, its file, package.module:Class, or what stands in a file; `TLTLAB_RECORD` the
+    folder of a trace; `TLTLAB_OPTIONS` the rest as JSON. Several engines share them, so recordings are `numbered`.
+    """
+
+    policy: Policy | None = None
+    named: str = ""
+    record: str | None = None
+    reload: str | None = None
+    options: EngineOptions = EngineOptions()
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self | None:
+        """From an environment, None where it asks for nothing. ConfigError names the variable that is wrong."""
+        policy, record, options = (environ.get(name, "").strip() for name in VARIABLES)
+        if not policy and not record:
+            if options:
+                raise ConfigError(f"{OPTIONS} is set, but neither {POLICY} nor {RECORD}")
+            return None
+        given = cls.read_options(options)
+        return cls(
+            policy=_policy(policy) if policy else None,
+            named=policy if len(policy) <= 80 else "of its own",
+            record=os.path.abspath(record) if record else None,
+            reload=file_to_reload(policy) if given.reload else None,
+            options=given,
+        )
+
+    @classmethod
+    def read_options(cls, text: str) -> EngineOptions:
+        """The value of `TLTLAB_OPTIONS`. ConfigError where it is no JSON object of known fields."""
+        try:
+            value = json.loads(text or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{OPTIONS} must be a JSON object: {error}") from error
+        with faults_in(OPTIONS):
+            return EngineOptions.model_validate(value)
+
+    def engine_options(
+        self, async_scheduling: bool | None, speculative: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say.
+
+        Where the program speculates by itself with a learned drafter (`speculative` is its speculative_config) that one
+        is the policy's drafter "learned", as deep as the program has it. ConfigError where the policy names none.
+        """
+        given = {
+            name: getattr(self.options, name) for name in EngineOptions.model_fields if name not in ("strict", "reload")
+        }
+        if given["async_scheduling"] is None:
+            given["async_scheduling"] = async_scheduling
+        if speculative and self.policy is not None:
+            head = _learned(speculative)
+            if head is None or not any(strategy.drafter == "learned" for strategy in self.policy.strategies):
+                raise ConfigError(
+                    "its program speculates by itself, and the policy can steer that where it names the drafter "
+                    f"'learned' and the method is one of {', '.join(_LEARNED)} (it is {speculative.get('method')!r})"
+                )
+            given["drafters"] = {**(given["drafters"] or {}), "learned": head}
+            given["max_draft_depth"] = int(speculative["num_speculative_tokens"])
+        options = vllm_options(self.policy, record=self.record, **given)
+        if speculative and self.policy is not None:
+            options["speculative_config"] = dict(speculative)
+        options["additional_config"]["tltlab"] |= {"numbered": True, "reload": self.reload}
+        return options
+
+    def __str__(self) -> str:
+        parts = [f"follows the policy {self.named}"] if self.policy is not None else []
+        if self.record is not None:
+            parts.append(f"records to {self.record} (-1, -2, ... where that is taken)")
+        return " and ".join(parts)
+
+
+_LEARNED = get_args(LearnedSpec.model_fields["method"].annotation)
+
+
+def _learned(speculative: Mapping[str, Any]) -> LearnedSpec | None:
+    """The learned drafter of vLLM's speculative_config, None where it is another kind."""
+    if speculative.get("method") not in _LEARNED or "num_speculative_tokens" not in speculative:
+        return None
+    return LearnedSpec(method=speculative["method"], model=str(speculative.get("model") or ""))
+
+
+def _policy(text: str) -> Policy:
+    try:
+        if text.startswith("{"):
+            return load_policy(json.loads(text))
+        return load_policy(text)
+    except (TltlabError, ValueError) as error:
+        where = "" if os.path.isabs(text) or "/" not in text else f" (from {os.getcwd()})"
+        raise ConfigError(f"{POLICY}: {error}{where}") from error
+
+
+def _variables(
+    policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
+) -> dict[str, Any]:
+    """The environment variables that ask for the same."""
+    found: dict[str, Any] = {}
+    if chosen is not None:
+        if isinstance(policy, str | Path):
+            found[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
+        else:
+            found[POLICY] = chosen.model_dump_json(exclude_none=True)
+    if record is not None:
+        found[RECORD] = os.path.abspath(record)
+    if given := options.model_dump(mode="json", exclude_defaults=True):
+        found[OPTIONS] = json.dumps(given)
+    return found
 
 
 def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:
@@ -146,6 +390,93 @@ def speculative_config(drafters: Mapping[str, Any], depth: int) -> dict[str, Any
     if learned is None:
         return {"method": "custom_class", "model": f"{_HERE}.scheduler.NoProposer", "num_speculative_tokens": depth}
     return learned.speculative_config | {"num_speculative_tokens": depth}
+
+
+_ONE_DEPTH = ("suffix", "medusa", "extract_hidden_states")
+"""Methods of vLLM 0.32 that assert that they are to draft `num_speculative_tokens` and no fewer (`v1.spec_decode`)."""
+
+
+def check_engine(config: Any, attachment: Attachment, *, plugged_in: bool, sound: bool) -> None:
+    """Raise ConfigError where an engine of vLLM's configuration `config` cannot run what is attached to it.
+
+    It is `plugged_in` where vLLM loaded our plugin in its process, and `sound` where drafts are verified rightly there.
+    """
+    complaint = ""
+    if not plugged_in:
+        complaint = f"vLLM has not loaded tltlab's plugin here: {missing_plugin()}"
+    elif config.speculative_config is not None and not sound:
+        complaint = (
+            "vLLM's rejection sampler is not mended here, and at temperature > 0 would sample drafts wrongly on a CPU: "
+            "leave speculative_config out"
+        )
+    elif attachment.policy is not None:
+        complaint = _unfit_policy(config, attachment, attachment.policy)
+    if complaint:
+        raise ConfigError(complaint)
+
+
+def missing_plugin() -> str:
+    """Why vLLM does not load our plugin where it did not, and what to pass."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is None:
+        return "install tltlab into the environment that vLLM runs in"
+    return f"VLLM_PLUGINS={named} leaves it out; pass VLLM_PLUGINS={','.join(filter(None, (named, 'tltlab')))}"
+
+
+def _unfit_policy(config: Any, attachment: Attachment, policy: Policy) -> str:
+    """What is wrong with the policy in this engine, "" for nothing."""
+    parallel, speculative, model = config.parallel_config, config.speculative_config, config.model_config
+    learned = attachment.learned
+    kind = "diffusion" if getattr(model, "is_diffusion", False) else model.runner_type
+    if kind in ("diffusion", "pooling"):
+        return f"a {kind} model has no drafts that a policy could choose: leave the policy out (record= works)"
+    if parallel.pipeline_parallel_size > 1:
+        return (
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}: a policy cannot follow several batches that "
+            "are under way at once: pass pipeline_parallel_size=1, and tensor_parallel_size"
+        )
+    if attachment.max_draft_depth > config.num_speculative_tokens:
+        return (
+            f"the policy may draft {attachment.max_draft_depth} tokens and this engine is built for drafts of "
+            f"{config.num_speculative_tokens}: pass the speculative_config of vllm_options, with "
+            f"num_speculative_tokens={attachment.max_draft_depth}"
+        )
+    if speculative is None:
+        return ""
+    check_sampled_drafts(attachment.specs, vars(speculative))
+    if speculative.method in _ONE_DEPTH:
+        return (
+            f"vLLM's {speculative.method} drafts at one depth only and ends an engine that asks for another: pass the "
+            "speculative_config of vllm_options, or leave the policy out"
+        )
+    if getattr(speculative, "enable_adaptive_verification", False):
+        return "enable_adaptive_verification decides what a policy decides: pass enable_adaptive_verification=False"
+    if learned is not None and drafts_nothing(speculative):
+        return (
+            f"the policy asks for a learned drafter and this engine has none: pass speculative_config="
+            f"{learned.speculative_config | {'num_speculative_tokens': attachment.max_draft_depth}}"
+        )
+    if parallel.data_parallel_size > 1 and not drafts_nothing(speculative):
+        # vLLM takes its own tables of depths away there.
+        return (
+            f"data_parallel_size={parallel.data_parallel_size}: the replicas of a mixture of experts run in step, and "
+            "would wait for each other for ever once a policy lets one draft deeper than another: pass "
+            "data_parallel_size=1 and start several engines, or take a policy that names model-free drafters only"
+        )
+    together = parallel.world_size // parallel.data_parallel_size
+    launched = parallel.distributed_executor_backend == "external_launcher" and together > 1
+    if launched and not policy.selector.build(np.random.default_rng(0)).memoryless:
+        return (
+            f"distributed_executor_backend='external_launcher' has a scheduler in each of {together} ranks, and a "
+            f"policy that learns ({policy.selector.kind}) would soon choose otherwise in each: pass "
+            "distributed_executor_backend='mp', or a policy of kind none, fixed or table"
+        )
+    return ""
+
+
+def drafts_nothing(speculative: Any) -> bool:
+    """Whether an engine of this SpeculativeConfig, or None, leaves all drafts to what sits beside its scheduler."""
+    return speculative is not None and str(speculative.model).endswith("NoProposer")
 
 
 def check_drafter(target: str, name: str, spec: LearnedSpec) -> None:
