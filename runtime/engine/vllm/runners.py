@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any, cast
 
 import numpy as np
 import torch
+
+from .capabilities import missing
 
 
 def spare_speculation() -> None:
@@ -27,6 +30,8 @@ def spare_speculation() -> None:
         return
     execute_stock, sample_stock = V1Runner.execute_model, V1Runner.sample_tokens
     propose_stock, draw_stock = V1Runner.propose_draft_token_ids, V1Runner._sample
+
+    names = list(signature(propose_stock).parameters)[2:]
 
     @wraps(execute_stock)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,8 +63,9 @@ def spare_speculation() -> None:
             if rest.rests(scheduler_output):
                 rest.falls_behind(self.input_batch)
                 return torch.empty((self.input_batch.num_reqs, 0), dtype=torch.int64, device=self.device)
-            _, sampling, hidden, *_, common, _ = args
-            rest.catches_up(self, common, hidden, sampling)
+            given = dict(zip(names, args, strict=False))
+            common, hidden = given["common_attn_metadata"], given["hidden_states"]
+            rest.catches_up(self, common, hidden, given["sampling_metadata"])
         return propose_stock(self, scheduler_output, *args)
 
     execute_model.spared_by_tltlab = True  # type: ignore[attr-defined]
@@ -97,6 +103,7 @@ class Rest:
             at_rest
             and type(drafter).__name__ == "DraftModelProposer"
             and ours.get("policy") is not None
+            and not missing("resting draft models")
             and not (runner.use_async_scheduling or drafter.parallel_drafting)
             and not (runner.supports_mm_inputs or runner.uses_mrope)
             and runner.parallel_config.data_parallel_size == 1
@@ -142,19 +149,19 @@ class Rest:
                 passes[-1].append((row, first, stop))
                 room -= stop - first + 1
                 first = stop
-        for missing in filter(None, passes):
-            rows, firsts, stops = np.array(missing).T
+        for lacking in filter(None, passes):
+            rows, firsts, stops = np.array(lacking).T
             starts = torch.from_numpy(np.concatenate([[0], np.cumsum(stops - firsts)]).astype(np.int32))
             tokens, positions, following = (
                 torch.from_numpy(np.concatenate(parts)).to(runner.device)
                 for parts in (
-                    [batch.token_ids_cpu[row, first:stop] for row, first, stop in missing],
-                    [np.arange(first, stop) for _, first, stop in missing],
-                    [batch.token_ids_cpu[row, stop : stop + 1] for row, _, stop in missing],
+                    [batch.token_ids_cpu[row, first:stop] for row, first, stop in lacking],
+                    [np.arange(first, stop) for _, first, stop in lacking],
+                    [batch.token_ids_cpu[row, stop : stop + 1] for row, _, stop in lacking],
                 )
             )
             lengths = torch.from_numpy(stops.astype(np.int32))
-            lacking = common.replace(
+            metadata = common.replace(
                 query_start_loc=starts.to(runner.device),
                 query_start_loc_cpu=starts,
                 seq_lens=lengths.to(runner.device),
@@ -177,7 +184,7 @@ class Rest:
                 target_hidden_states=hidden[:0],
                 next_token_ids=following,
                 token_indices_to_sample=None,
-                common_attn_metadata=lacking,
+                common_attn_metadata=metadata,
                 sampling_metadata=sampling,
             )
 

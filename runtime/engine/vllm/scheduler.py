@@ -34,6 +34,7 @@ from tltlab.runtime.engine.ledger import Scheduled
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.strategy import NO_SPECULATION, Strategy
 
+from .capabilities import missing
 from .capture import NoCapture, pause_capture, start_capture
 from .dispatch import captured_graphs, kind_of
 from .options import Attachment
@@ -86,6 +87,10 @@ class PolicyScheduler(Scheduler):
         # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
         self.control = attachment.control(overlapped=overlapped, beside=beside)
+        if self.num_spec_tokens and self.control.steers and self.use_v2_model_runner:
+            without = missing("depths in the V2 runner")
+            if without:
+                raise ConfigError(without)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         if self.num_spec_tokens and self.control.steers:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
