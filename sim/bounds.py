@@ -231,7 +231,8 @@ def shared_bound_s(requests: Requests, regimes: Regimes, costs: CostModel, worke
     ran = requests.lengths > 0
     if not ran.any():
         return 0.0
-    met = [(regimes.at(strategy, b), b) for strategy in regimes.strategies for b in range(1, most + 1)]
+    loaded = not regimes.loads_late
+    met = [(regimes.at(s, b, loaded=loaded), b) for s in regimes.strategies for b in range(1, most + 1)]
     if min(regime.fixed_s(b) for regime, b in met) <= 0.0:
         return 0.0  # An iteration without a fixed cost has no rate: the other bounds say what can be said.
     rates = np.array([regime.tokens / regime.fixed_s(b) for regime, b in met])

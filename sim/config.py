@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import pyarrow.compute as pc
+
 from tltlab.acceptance.load import Acceptance, TraceAcceptance, load_acceptance
+from tltlab.calibration.acceptance.measured import fit_acceptance
 from tltlab.config import faults_in
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.coordination.progress import SpotTraining
@@ -15,7 +18,7 @@ from tltlab.costs.base import CostModel
 from tltlab.costs.load import load_costs
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, run_folder
 
 Mode = Literal["fluid", "sampled"]
 Source = dict[str, Any] | str | Path
@@ -27,8 +30,9 @@ class SimulationConfig:
     """Everything of a simulation but the trace and the policy.
 
     Where left open: costs from the trace folder's `costs.json`, else the preset `cpu-small`; acceptance from the
-    trace's acceptance.parquet ("trace"), else the folder's `acceptance.json`; workers from the manifest; placement
-    contiguous, or what a system or a tuning takes; all RL steps.
+    trace's acceptance.parquet, else the folder's `acceptance.json`, else what the recorded iterations accepted
+    ("trace": without the file); workers from the manifest; placement contiguous, or what a system or a tuning takes;
+    all RL steps.
 
     In `fluid` mode every request gains the expected tokens in each iteration, in `sampled` mode they are drawn from the
     seed, and so is the costs' noise; acceptance "trace" is the same in both. A learning policy is asked once per
@@ -81,22 +85,32 @@ class SimulationConfig:
         return model, _named(self.costs, default)
 
     def find_acceptance(self, trace: Trace) -> tuple[Acceptance | None, str | None]:
-        """The acceptance model, and what a user calls it; None where nothing is known."""
-        model = find_acceptance(trace, self.acceptance)
-        return model, None if model is None else _named(self.acceptance, "the trace's own")
-
-
-def find_acceptance(trace: Trace, source: Acceptance | Source | None) -> Acceptance | None:
-    """What a simulation takes `source` for: a model, "trace", or None for what the trace has (None: nothing)."""
-    if source == "trace" or source is None:
+        """The acceptance model, and what a user calls it or where it is from; None where nothing is known."""
+        if self.acceptance is not None and self.acceptance != "trace":
+            return load_acceptance(self.acceptance), _named(self.acceptance, "")
         table = trace.acceptance
         if table is not None and len(table):
-            return TraceAcceptance(table)
-        if source == "trace":
-            raise ConfigError("acceptance 'trace': the trace has no acceptance.parquet; annotate it or name a model")
-        beside = beside_trace(trace, "acceptance.json")
-        return load_acceptance(beside) if beside else None
-    return load_acceptance(source)
+            return TraceAcceptance(table), "the trace's own"
+        if self.acceptance is None and (beside := beside_trace(trace, "acceptance.json")):
+            return load_acceptance(beside), str(beside)
+        measured = _measured_acceptance(trace)
+        if measured is None and self.acceptance is not None:
+            raise ConfigError(
+                "acceptance 'trace': the trace has no acceptance.parquet, and no iteration of it speculated; annotate "
+                "it or name a model"
+            )
+        return measured or (None, None)
+
+
+def _measured_acceptance(trace: Trace) -> tuple[Acceptance, str] | None:
+    """What the recorded iterations accepted, by batch; None where none of them speculated."""
+    rows = trace.arrow("iterations")
+    if rows is None or not pc.any(pc.greater(rows["draft_depth"], 0)).as_py():
+        return None
+    model, _ = fit_acceptance(rows.to_pandas())
+    if model is None:
+        return None
+    return model, f"measured in the trace's iterations ({', '.join(model.drafters)})"
 
 
 def load_spot_training(source: SpotTraining | Source) -> SpotTraining:
@@ -114,7 +128,7 @@ def beside_trace(trace: Trace, name: str) -> Path | None:
     """The file of that name in the trace's folder, else in the RUN folder that the trace is part of."""
     if trace.path is None:
         return None
-    folders = [trace.path, trace.path.parent] if trace.path.name == "trace" else [trace.path]
+    folders = (trace.path, run_folder(trace.path))
     return next((folder / name for folder in folders if (folder / name).is_file()), None)
 
 

@@ -33,7 +33,8 @@ class RunResult:
     An RL step ends when its weights are in the engines; step_s adds up to the run. `spans`: those of the trainer, and
     of workers outside rollouts, in the trace's form. `gpu_s`: stage, held_gpu_s, idle_gpu_s; "waiting" is the time in
     which one side's GPUs wait for the other, and held_gpu_s adds up to num_gpus times the run. A rollout's idle_gpu_s
-    is its bubble.
+    is its bubble. `step_s` is the mean of a long run that goes through these RL steps again and again: a pipeline
+    fills and empties once, however long the run.
     """
 
     topology: Topology
@@ -42,6 +43,7 @@ class RunResult:
     spans: pd.DataFrame
     gpu_s: pd.DataFrame
     simulated: SimResult
+    step_s: float
 
     @property
     def run_s(self) -> float:
@@ -49,20 +51,16 @@ class RunResult:
         return float(self.steps["step_s"].sum())
 
     @property
-    def step_s(self) -> float:
-        """Mean seconds of an RL step."""
-        return float(self.steps["step_s"].mean())
-
-    @property
     def rollout_share(self) -> float | None:
-        """Seconds of rollout per second of the run; None for a run of no time."""
-        return float(self.steps["rollout_s"].sum()) / self.run_s if self.run_s > 0 else None
+        """Seconds of rollout per second of a long run; None for one of no time."""
+        return float(self.steps["rollout_s"].mean()) / self.step_s if self.step_s > 0 else None
 
     @property
     def idle_gpu_fraction(self) -> float | None:
-        """Idle GPU-seconds per GPU-second of the run; None for a run of no time."""
-        held_s = float(self.gpu_s["held_gpu_s"].sum())
-        return float(self.gpu_s["idle_gpu_s"].sum()) / held_s if held_s > 0 else None
+        """Idle GPU-seconds per GPU-second of a long run; None for one of no time."""
+        held_s = self.num_gpus * len(self.steps) * self.step_s
+        busy_s = float((self.gpu_s["held_gpu_s"] - self.gpu_s["idle_gpu_s"]).sum())
+        return max(0.0, 1.0 - busy_s / held_s) if held_s > 0 else None
 
     @cached_property
     def trace(self) -> Trace:
@@ -112,6 +110,7 @@ def run_steps(
         spans=_spans(pipeline, steps, num_workers, pools.shared),
         gpu_s=_gpu_s(rollouts, steps, pools),
         simulated=result,
+        step_s=_step_s(times, topology.max_staleness, pipeline),
     )
 
 
@@ -218,6 +217,20 @@ class _Pipeline:
         start = float(self._env.now)
         yield self._env.timeout(seconds)
         into.append(_Interval(step=k, kind=kind, start_s=start, end_s=float(self._env.now), detail=detail))
+
+
+def _step_s(times: Sequence[_StageTimes], max_staleness: int, pipeline: _Pipeline) -> float:
+    """Mean seconds of an RL step over a lap through `times` among others; without staleness all laps are alike."""
+    n = len(times)
+    if max_staleness == 0:
+        return pipeline.done_s[-1] / n
+    outside = -(-_FILL_STEPS * (max_staleness + 1) // n)
+    done_s = _Pipeline([*times] * (2 * outside + 1), max_staleness).done_s
+    return (done_s[n * (outside + 1) - 1] - done_s[n * outside - 1]) / n
+
+
+_FILL_STEPS = 8
+"""RL steps, per rollout that may be under way, in which a pipeline has filled and in which it empties."""
 
 
 def _steps(rollouts: Sequence[SimulatedRollout], times: Sequence[_StageTimes], pipeline: _Pipeline) -> pd.DataFrame:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("same", derandomize=True, print_blob=True, deadline=None)
-settings.register_profile("fuzz", print_blob=True, deadline=None)
+# How long an example takes to make says how busy the machine is.
+UNTIMED = settings(print_blob=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", UNTIMED, derandomize=True)
+settings.register_profile("fuzz", UNTIMED)
 settings.load_profile("fuzz" if os.environ.get("TLTLAB_FUZZ") else "same")
 # Processes that tests start look for garbage as seldom as this one: `start_up` has a `sitecustomize` for them.
 START_UP = Path(__file__).parent / "start_up"

@@ -9,11 +9,14 @@ import contextlib
 import time
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
 from tltlab.drafters.base import Key
+from tltlab.errors import ConfigError
 from tltlab.traces.recorder import Recorder
+from tltlab.traces.recording import recording_of
 from tltlab.traces.schema import Manifest
 
 from .control import Control, Live
@@ -64,6 +67,23 @@ class LiveRecording:
                 "requests carried keys",
             ),
         )
+
+    @classmethod
+    def numbered(cls, path: str | Path, control: Control, **who: str) -> LiveRecording:
+        """The same at the first of PATH, PATH-1, PATH-2, ... where there is nothing yet.
+
+        Engines that know nothing of each other, of one process or several, in turn or at once, each get one.
+        """
+        first = Path(path)
+        for place in chain([first], (first.with_name(f"{first.name}-{n}") for n in count(1))):
+            if recording_of(place).exists() or place.is_symlink() or (place.exists() and not _is_empty(place)):
+                continue
+            try:
+                return cls(place, control, **who)
+            except ConfigError:
+                if not recording_of(place).exists():
+                    raise
+        raise AssertionError("numbers do not end")
 
     def arrives(self, rl_step: int | None) -> None:
         """A request is about to enter, with the rl_step of its key if it has one; an idle engine begins a rollout."""
@@ -145,3 +165,7 @@ class LiveRecording:
         self._recorder.append(
             table, [{"rl_step": rl_step, "prompt_id": prompt_id, "sample": sample, "turn": turn, **columns}]
         )
+
+
+def _is_empty(place: Path) -> bool:
+    return place.is_dir() and not any(place.iterdir())

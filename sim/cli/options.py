@@ -10,7 +10,9 @@ Costs = Annotated[
 ]
 Acceptance = Annotated[
     str | None,
-    typer.Option(help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has]"),
+    typer.Option(
+        help="constant:A, geometric:ALPHA, trace, or a fitted file. [default: what the trace has, or measured]"
+    ),
 ]
 Mode = Annotated[str, typer.Option(help="fluid (expected tokens) or sampled.")]
 RlSteps = Annotated[str | None, typer.Option("--rl-steps", help="a:b, RL steps a to b - 1; or one. [default: all]")]

@@ -15,7 +15,7 @@ from tltlab.costs.load import load_costs, load_stages
 from tltlab.errors import ConfigError
 from tltlab.planning.systems import SYSTEMS
 from tltlab.policies.policy import Activation, FixedSpec, Policy, load_policy
-from tltlab.sim.config import SimulationConfig, find_acceptance
+from tltlab.sim.config import SimulationConfig
 from tltlab.sim.placement import PLACEMENTS
 from tltlab.sim.rl_steps import RunResult, run_steps
 from tltlab.sim.rl_steps import summary as whole_steps
@@ -93,9 +93,8 @@ def simulate(
         raise ConfigError(
             "--topology, --gpus-per-worker and --max-staleness place the stages of RL steps: give --stages"
         )
-    model = find_acceptance(source, acceptance)
     config = SimulationConfig(
-        costs=costs, acceptance=model, workers=workers, placement=placement, mode=mode, seed=seed,
+        costs=costs, acceptance=acceptance, workers=workers, placement=placement, mode=mode, seed=seed,
         rl_steps=parse_rl_steps(rl_steps, source.rl_steps), decision_block=decision_block,
         max_response_tokens=max_response_tokens, spot=spot_training,
     )  # fmt: skip
@@ -112,7 +111,9 @@ def simulate(
         )
         result, whole, assumptions = made.result, made.whole, made.bound.assumptions
     else:
-        chosen = choose_policy(policy, strategy, sd_threshold, drafter or likely_drafter(model, costs))
+        if strategy is not None and drafter is None:
+            drafter = likely_drafter(config.find_acceptance(source)[0], costs)
+        chosen = choose_policy(policy, strategy, sd_threshold, drafter or "")
         result, assumptions = run(source, chosen, config, record_iterations=record_iterations), ()
         if stages is not None:
             gpus = gpus_per_worker or result.scenario.costs.tensor_parallel

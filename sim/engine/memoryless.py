@@ -98,6 +98,7 @@ class MemorylessChoices:
         prefill_tokens: float,
         switch_s: float,
         from_the_start: bool,
+        drafter_ready: bool,
     ) -> Drained:
         """Run `requests` to their ends, `left` tokens each, after a prefill; the arrays must reach their number.
 
@@ -112,15 +113,19 @@ class MemorylessChoices:
         context = base + batch * clocks
         slope_s = self._slope_s[batch]
         growth = batch * gains
-        first_s = self._fixed_s[batch] + slope_s * context
+        fixed_s, met = self._fixed_s[batch], [self._by_batch[size - 1] for size in batch.tolist()]
+        speculates = np.flatnonzero(self._speculates[batch])
+        if self._regimes.loads_late and not drafter_ready:
+            for step, size in enumerate(batch[: speculates[0] if len(speculates) else None].tolist()):
+                regime = self._regimes.at(met[step][0].strategy, size, loaded=False)
+                fixed_s[step], met[step] = regime.fixed_s(size), (met[step][0], regime)
+        first_s = fixed_s + slope_s * context
         seconds = counts * first_s + slope_s * growth * (counts * (counts - 1) / 2)
         switches, prefills, prefilled = np.zeros(num_steps), np.zeros(num_steps), np.zeros(num_steps)
         prefills[0], prefilled[0] = prefill_s, prefill_tokens
-        speculates = np.flatnonzero(self._speculates[batch])
         if len(speculates) and (speculates[0] > 0 or not from_the_start):
             switches[speculates[0]] = switch_s
         finish_s = start_s + np.cumsum(seconds + switches + prefills)
-        met = [self._by_batch[size - 1] for size in batch.tolist()]
         columns = Columns(
             start_s=finish_s - (seconds + switches + prefills),
             switch_s=switches,

@@ -47,30 +47,33 @@ class Regimes:
 
     def __init__(self, strategies: Sequence[Strategy], costs: CostModel, acceptance: Settled | None) -> None:
         self.strategies = tuple(strategies)
+        self.loads_late = costs.switch_s > 0 and any(s.speculates for s in strategies)
+        """Whether a rollout that begins with plain decoding has no drafter loaded until it drafts."""
         self._loaded = any(s.speculates for s in strategies)
         self._costs = costs
         self._acceptance = acceptance
-        self._by_model: dict[tuple[Strategy, int], Regime] = {}
-        self._by_batch: dict[tuple[Strategy, int], Regime] = {}
+        self._by_model: dict[tuple[Strategy, int, bool], Regime] = {}
+        self._by_batch: dict[tuple[Strategy, int, bool], Regime] = {}
         for strategy in strategies:
             self.at(strategy, 1)
 
-    def at(self, strategy: Strategy, batch: int) -> Regime:
-        """The regime of a strategy at a batch size."""
-        regime = self._by_batch.get((strategy, batch))
+    def at(self, strategy: Strategy, batch: int, *, loaded: bool = True) -> Regime:
+        """The regime of a strategy at a batch size; plain decoding before a drafter is loaded pays nothing for it."""
+        regime = self._by_batch.get((strategy, batch, loaded))
         if regime is None:
             model = self._acceptance
             if model is not None and strategy.speculates:
                 model = model.at(batch)
-            key = (strategy, id(model))
+            key = (strategy, id(model), loaded)
             if key not in self._by_model:
-                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded)
-            regime = self._by_batch[strategy, batch] = self._by_model[key]
+                self._by_model[key] = _regime(strategy, self._costs, model, self._loaded and loaded)
+            regime = self._by_batch[strategy, batch, loaded] = self._by_model[key]
         return regime
 
     def up_to(self, batch: int) -> list[Regime]:
-        """All regimes that batches 1 to `batch` can meet."""
-        return list({id(r): r for s in self.strategies for n in range(1, batch + 1) for r in [self.at(s, n)]}.values())
+        """All regimes that batches 1 to `batch` can meet, plain decoding as cheap as it ever is."""
+        met = [self.at(s, n, loaded=not self.loads_late) for s in self.strategies for n in range(1, batch + 1)]
+        return list({id(regime): regime for regime in met}.values())
 
 
 def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, loaded: bool) -> Regime:
@@ -79,7 +82,8 @@ def _regime(strategy: Strategy, costs: CostModel, acceptance: Settled | None, lo
         if acceptance is None:
             raise ConfigError(
                 f"the policy speculates ({strategy}) and no acceptance is known: the trace has neither "
-                "acceptance.parquet nor acceptance.json; give --acceptance constant:A, geometric:ALPHA or a fitted file"
+                "acceptance.parquet nor acceptance.json nor iterations that speculated; give --acceptance constant:A, "
+                "geometric:ALPHA or a fitted file"
             )
         acceptance.check(strategy)
         tokens, drafted = acceptance.tokens_per_iteration(strategy), acceptance.num_drafted(strategy)

@@ -158,7 +158,7 @@ class PolicySeat:
         self.bucket: int | None = None
         self.propensity = 1.0
         self._asked_at: tuple[int, int] | None = None
-        self._regime: tuple[Strategy, int, Regime] | None = None
+        self._regime: tuple[Strategy, int, bool, Regime] | None = None
 
     def ask(self) -> bool:
         """Have a strategy chosen for what runs and waits now; whether the policy had to be asked for it."""
@@ -177,13 +177,13 @@ class PolicySeat:
             check_listed(self.strategy, self.simulator.regimes)
         return True
 
-    @property
-    def regime(self) -> Regime:
+    def regime(self, drafter_ready: bool) -> Regime:
         """What the strategy in force costs and yields at this batch."""
-        batch = len(self.scheduler.batch)
-        if self._regime is None or self._regime[0] is not self.strategy or self._regime[1] != batch:
-            self._regime = (self.strategy, batch, self.simulator.regimes.at(self.strategy, batch))
-        return self._regime[2]
+        batch, regimes, known = len(self.scheduler.batch), self.simulator.regimes, self._regime
+        loaded = drafter_ready or not regimes.loads_late
+        if known is None or known[0] is not self.strategy or known[1] != batch or known[2] != loaded:
+            known = self._regime = self.strategy, batch, loaded, regimes.at(self.strategy, batch, loaded=loaded)
+        return known[3]
 
     def tell(self, macro: MacroStep, prefill_s: float, had_prefill: bool) -> float | None:
         """Give the policy the mean of a macro-step's iterations; its reward where rewards are recorded."""
@@ -264,7 +264,7 @@ class Worker:
                 self.rollout.note_first_tokens(scheduler.take_joined(), first_s)
                 return
             asked, switch_s, prefill_s = policy.ask(), self._switch_s(), costs.prefill_s(up_front)
-            regime = policy.regime
+            regime = policy.regime(self.drafter_ready)
             limit, chunk = scheduler.chunk(regime.cost.tokens_to_verify, policy.max_iterations)
             macro = self.batch.advance(regime, limit, scheduler.room_tokens)
             noise = self._add_noise(macro)
@@ -312,6 +312,7 @@ class Worker:
             prefill_tokens=prefill_tokens,
             switch_s=0.0 if self.drafter_ready else self.simulator.costs.switch_s,
             from_the_start=not self.iteration,
+            drafter_ready=self.drafter_ready,
         )
         yield env.timeout(drained.end_s - env.now)
         self.rollout.finish_s[drained.order] = drained.finish_s

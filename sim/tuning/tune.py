@@ -236,8 +236,8 @@ def _strategies(cases: Sequence[TuningCase], config: TuneConfig) -> tuple[list[S
     models = [case.scenario.acceptance for case in cases]
     if any(model is None for model in models):
         raise ConfigError(
-            "nothing is known about acceptance: the trace has neither acceptance.parquet nor acceptance.json; give "
-            "--acceptance geometric:ALPHA or a fitted file"
+            "nothing is known about acceptance: the trace has neither acceptance.parquet nor acceptance.json nor "
+            "iterations that speculated; give --acceptance geometric:ALPHA or a fitted file"
         )
     drafters = config.drafters
     if drafters is None:

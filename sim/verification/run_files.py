@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, Valid
 from tltlab.errors import ConfigError
 from tltlab.files import read_json
 from tltlab.policies.policy import SHIPPED, CustomSpec, Policy
-from tltlab.traces.trace import Trace
+from tltlab.traces.trace import Trace, run_folder
 
 _File = TypeVar("_File", bound="_RunFile")
 
@@ -106,7 +106,7 @@ def _beside(trace: Trace, name: str, kind: type[_File]) -> _File | None:
     """A file of the RUN that a trace belongs to, or of the trace's own folder; None where there is none."""
     if trace.path is None:
         return None
-    path = (trace.path.parent if trace.path.name == "trace" else trace.path) / name
+    path = run_folder(trace.path) / name
     if not path.is_file():
         return None
     try:

@@ -108,6 +108,15 @@ def test_one_step_off_rolls_out_during_training():
     assert result.run_s == 29.75
 
 
+@pytest.mark.parametrize("laps", [1, 2, 8])
+def test_the_mean_of_a_pipeline_does_not_hang_on_how_long_it_runs(laps):
+    result = run_steps(rollouts(*[[10.0], [8.0], [3.0]] * laps), STAGES_OF_TWO, topology=OVERLAP)
+    # A rollout and the update of the one before it at a time, then a sync; the update takes 5.5 s.
+    assert result.step_s == pytest.approx((10.0 + 8.0 + 5.5) / 3 + 0.25)
+    assert result.rollout_share == pytest.approx(7.0 / result.step_s)
+    assert result.run_s > result.step_s * len(result.steps)
+
+
 def test_the_graders_may_work_during_the_rollout():
     after = STAGES_OF_TWO.model_copy(update={"reward": RewardCosts(per_response_s=3.0)})
     overlapped = STAGES_OF_TWO.model_copy(update={"reward": RewardCosts(per_response_s=3.0, when="overlapped")})

@@ -17,6 +17,7 @@ from tltlab.policies.policy import Activation, FixedSpec, Policy
 from tltlab.policies.selector import Selector
 from tltlab.sim import Scenario, SimResult, SimulationConfig, simulate
 from tltlab.sim.cli.simulate import simulate as command
+from tltlab.sim.tuning.tune import TuneConfig, tune
 from tltlab.state import StepOutcome, StepState
 from tltlab.strategy import NO_SPECULATION, Strategy
 from tltlab.traces import metrics
@@ -434,6 +435,22 @@ def test_a_simulation_says_what_it_took_for_costs_and_acceptance():
     assert plain["acceptance"] is None
     drafted = simulate(TRACE, fixed(), costs=COSTS, acceptance="geometric:0.6").summary
     assert (drafted["costs"], drafted["acceptance"]) == ("linear", "geometric:0.6")
+
+
+def test_what_a_run_accepted_is_what_its_simulation_takes_and_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    setting: dict[str, Any] = {"costs": COSTS, "mode": "sampled"}
+    run = simulate(TRACE, fixed(), **setting, acceptance="geometric:0.6", record_iterations=True).trace
+    again = simulate(run, fixed(), **setting)
+    assert again.summary["acceptance"] == "measured in the trace's iterations (ngram)"
+    assert again.summary["mean_accept_length"] == pytest.approx(metrics.mean_accept_length(run), rel=0.02)
+    assert simulate(run, fixed(), **setting, acceptance="trace").summary["acceptance"] == again.summary["acceptance"]
+    # The command takes the drafter of --strategy from there too.
+    command(run.write(tmp_path / "run"), strategy="2,1,3", costs="cpu-small")
+    assert "cpu-small; measured in the trace's iterations (ngram)" in capsys.readouterr().out
+    tuned = tune(run, TuneConfig(costs=COSTS, trials=0, repeats=1))
+    assert {s.drafter for s in tuned.policy.strategies if s.speculates} <= {"ngram"}
+    with pytest.raises(ConfigError, match="nor iterations that speculated"):
+        simulate(TRACE, fixed(), costs=COSTS)
 
 
 def test_a_simulation_says_where_acceptance_was_never_measured():

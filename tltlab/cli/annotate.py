@@ -24,6 +24,7 @@ from tltlab.drafters.specs import DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, InputError
 from tltlab.files import fsync_file, new_file
 from tltlab.strategy import NO_SPECULATION
+from tltlab.traces.recording import SUFFIX
 from tltlab.traces.schema import MANIFEST_FILE
 from tltlab.traces.storage import parquet_writer
 from tltlab.traces.trace import Trace, cannot_write, new_trace_folder, read
@@ -59,8 +60,12 @@ def annotate_trace(
     Example: tltlab trace annotate traces/tiny --drafter ngram --out annotated
     """
     source = read(trace)
-    if source.path is None or not source.num_rows("tokens"):
+    if not source.num_rows("tokens"):
         raise InputError(f"{trace}: no tokens.parquet in it, and drafters are replayed over recorded tokens")
+    if source.path is None or source.path.name.endswith(SUFFIX):
+        if out is None:
+            raise ConfigError(f"{trace} is no finished trace: say with --out where the annotated one goes")
+        source = read(source.write(out))
     annotators: dict[DraftedBy, Annotator] = {}
     for text in drafter:
         named, annotator = parse_drafter(text, model)
@@ -69,7 +74,8 @@ def annotate_trace(
         annotators[named] = annotator
     depths = (*(depth for depth in _DEPTHS if depth < max_depth), max_depth)
     lengths, check = AcceptedLengths(depths), AgreementCheck()
-    path = source.path if out is None else out
+    path = out or source.path
+    assert path is not None
     num_positions = 0
     with _acceptance_file(source, path) as writer:
         for step, rows in annotate(source, annotators, max_depth):

@@ -31,7 +31,7 @@ def report(
 
     Example: tltlab report demo
     """
-    if not run.exists():
+    if not locate(run).exists():
         raise ConfigError(f"{run}: no such folder or file; give a RUN, a trace, or a comparison's JSON")
     path = out or default_out(run)
     if path.is_dir() or path.suffix not in (".html", ".htm"):

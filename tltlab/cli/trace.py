@@ -20,7 +20,7 @@ from tltlab.lengths.model import LengthModel, of_regime
 from tltlab.traces.recorder import repair as repair_recording
 from tltlab.traces.stream import StreamWriter, count
 from tltlab.traces.stream import describe as describe_trace
-from tltlab.traces.trace import Trace, read
+from tltlab.traces.trace import Trace, locate, read, read_one, together
 
 from .annotate import annotate_trace
 
@@ -65,7 +65,8 @@ def repair(
 ) -> None:
     """Turn an interrupted recording into a valid trace; a valid trace stays as it is.
 
-    A run that was resumed and interrupted has a finished trace of its earlier part beside the recording. The recording
+    Commands read a recording as it is, of a run that was killed or goes on; this makes room and puts an end to it. A
+    run that was resumed and interrupted has a finished trace of its earlier part beside the recording. The recording
     goes on from that trace and replaces it; where responses would be lost, nothing is done without --out.
 
     Example: tltlab trace repair runs/demo/trace
@@ -78,6 +79,24 @@ def repair(
         as_json=as_json,
         text=f"{text}\n{notes}" if notes else text,
     )
+
+
+@app.command()
+def merge(
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="What each engine of a run recorded.")],
+    out: Annotated[Path, typer.Option(help="Folder to write; a trace there is replaced.")],
+    as_json: Json = False,
+) -> None:
+    """Put what several engines of a run recorded into one trace, as workers 0 to N - 1.
+
+    Commands do so by themselves where engines recorded at once to PATH, PATH-1, PATH-2 ...
+
+    Example: tltlab trace merge recorded/a recorded/b --out my-trace
+    """
+    merged = together([read_one(locate(trace)) for trace in traces])
+    path = merged.write(out)
+    text = f"wrote {path}: {_counts_text(merged)}\n{merged.manifest.notes}"
+    emit(count(merged) | {"path": str(path), "notes": merged.manifest.notes}, as_json=as_json, text=text)
 
 
 @app.command("import")

@@ -241,10 +241,13 @@ def _trace_of(run: Path) -> tuple[Trace | None, str, Path | None]:
     places = [run, run / "trace"]
     unfinished = next((recording_of(place) for place in places if recording_of(place).is_dir()), None)
     try:
-        return read(run), "", unfinished
+        trace = read(run)
+        if unfinished is not None and not trace.rl_steps:
+            return None, f"the recording {unfinished} was never finished and has no whole response", unfinished
+        return trace, "", unfinished
     except TraceError as error:
         if unfinished is not None:
-            return None, f"the recording {unfinished} was never finished", unfinished
+            return None, f"the recording {unfinished} was never finished, and cannot be read: {error}", unfinished
         if not any((run / name).is_file() for name in ("run.json", "events.jsonl")) or (run / "trace").exists():
             raise
         return None, f"{run} has no trace ({error})", None

@@ -246,7 +246,7 @@ def interrupted(evidence: RunEvidence) -> Finding | None:
         return None
     if evidence.unfinished is not None:
         said = f"{evidence.unfinished.name} is still there: the run was stopped, or goes on."
-        advice = "If no run writes there any more, tltlab trace repair turns what was recorded into a trace."
+        advice = "Commands read it as it is. If no run writes there any more, tltlab trace repair makes a trace of it."
     else:
         said = f'The trace says "{notes[at:]}".'
         advice = "Nothing is wrong with what is there; RL steps of which requests are missing are best left out."

@@ -16,7 +16,7 @@ from .rows import Row, rows_of
 from .token_counts import NoTokenCounter, TokenCounter
 from .trl import read_trl, trl_files
 from .verl import read_verl, verl_files
-from .vllm import is_request, read_vllm
+from .vllm import is_request, is_timed, read_vllm
 
 Format = Literal["verl", "trl", "vllm", "csv"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -50,7 +50,7 @@ def import_dump(
     path = Path(path)
     if not path.exists():
         raise TraceError(f"{path}: no such file or folder")
-    form = form or guess(path)
+    form = form or ("csv" if column is not None and ".csv" in path.suffixes else guess(path))
     options = {
         "a token counter": (tokens is not None, ("verl", "trl")),
         "a group size": (group_size is not None, ("csv", "vllm")),
@@ -101,7 +101,9 @@ def guess(path: Path) -> Format:
             return _of_record(next(rows_of(files[0])))
         raise TraceError(f"{path}: neither <step>.jsonl (verl) nor completions_<step>.parquet (TRL) in it")
     if ".csv" in path.suffixes:
-        return "csv"
+        # Lengths alone need no header; a log of requests says when each came.
+        first = next(rows_of(path), None)
+        return "vllm" if first is not None and is_timed(first) else "csv"
     return _of_record(next(rows_of(path)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,11 +73,15 @@ class Row:
 def rows_of(path: Path) -> Iterator[Row]:
     """The records of a dump file, in order, one in memory at a time where the format allows.
 
-    A Parquet file; JSON Lines; a JSON list of objects; one JSON object; or a JSON table, `{"columns": [...],
-    "data": [[...], ...]}`, whose rows are the records. Blank lines are skipped. Raises TraceError.
+    A Parquet file; a CSV with a header, whose cells are numbers where they look like it; JSON Lines; a JSON list of
+    objects; one JSON object; or a JSON table, `{"columns": [...], "data": [[...], ...]}`, whose rows are the records.
+    Blank lines are skipped. Raises TraceError.
     """
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
+        return
+    if ".csv" in path.suffixes:
+        yield from _csv_rows(path)
         return
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -101,6 +106,24 @@ def rows_of(path: Path) -> Iterator[Row]:
                 yield from _json_rows(path, f"line {number}", found)
     except (OSError, UnicodeDecodeError) as error:
         raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _csv_rows(path: Path) -> Iterator[Row]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file)
+            for cells in reader:
+                fields = {name: _cell(cell) for name, cell in cells.items() if name is not None}
+                yield Row(file=str(path), place=f"line {reader.line_num}", fields=fields)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise TraceError(f"{path}: cannot be read: {error}") from error
+
+
+def _cell(text: str | None) -> str | float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return text
 
 
 def _json_rows(path: Path, place: str, value: Any) -> Iterator[Row]:

@@ -19,12 +19,13 @@ from .rows import Row, rows_of
 PROMPT = ("prompt_id", "group_id")
 REQUEST = ("request_id", "custom_id", "id")
 CAP = ("max_response_tokens", "max_tokens", "max_completion_tokens")
-SUBMIT = ("t_submit", "start_time", "start", "arrival_time", "arrival", "submit_time", "timestamp")
-FIRST_TOKEN = ("t_first_token", "first_token_time")
+SUBMIT = ("t_submit", "start_time", "start", "arrival_time", "arrival", "submit_time", "timestamp", "queued")
+FIRST_TOKEN = ("t_first_token", "first_token_time", "first_token")
 TTFT = ("ttft", "time_to_first_token")
-FINISH = ("t_finish", "finish_time", "finished_time", "end_time", "end")
+FINISH = ("t_finish", "finish_time", "finished_time", "end_time", "end", "last_token")
 LATENCY = ("latency", "e2e_latency", "e2el", "e2e", "request_latency", "duration", "elapsed")
-"""Times are seconds; each name is also known with `_s` (seconds) and `_ms` (milliseconds)."""
+"""Times are seconds; each name is also known with `_s` and `_ts` (seconds) and `_ms` (milliseconds)."""
+_UNITS = (("_ts", 1.0), ("", 1.0), ("_s", 1.0), ("_ms", 1e-3))
 WORKER = ("worker", "worker_id", "dp_rank", "data_parallel_rank", "engine_index", "replica")
 
 BENCH_LISTS = {
@@ -73,6 +74,13 @@ def is_bench_result(row: Row) -> bool:
 def is_request(row: Row) -> bool:
     """Whether a record has the response tokens of a request."""
     return is_bench_result(row) or _flat(row).find(RESPONSE_TOKENS) is not None
+
+
+def is_timed(row: Row) -> bool:
+    """Whether a record is a request with its prompt's length and the time in seconds at which it came."""
+    names = [name + suffix for suffix, _ in _UNITS for name in SUBMIT]
+    timed = any(isinstance(row.fields.get(name), int | float) for name in names)
+    return timed and is_request(row) and row.find(PROMPT_TOKENS) is not None
 
 
 def _requests_of_result(result: Row) -> Iterator[Row]:
@@ -167,7 +175,7 @@ def _times(row: Row) -> tuple[float | None, float | None, float | None]:
 
 
 def _seconds(row: Row, names: Sequence[str]) -> float | None:
-    for suffix, scale in (("", 1.0), ("_s", 1.0), ("_ms", 1e-3)):
+    for suffix, scale in _UNITS:
         if name := row.find([n + suffix for n in names]):
             value = row.number(name)
             return None if value is None else value * scale

@@ -9,7 +9,7 @@ from typing import Any
 from tltlab.errors import ConfigError
 from tltlab.files import read_json, read_object
 from tltlab.traces import metrics
-from tltlab.traces.trace import Trace, is_trace, locate, read
+from tltlab.traces.trace import Trace, is_trace, locate, read, run_folder
 
 from .comparison import comparison_page
 from .drafter import drafter_part
@@ -67,7 +67,7 @@ def run_page(source: Path, *, verify: bool) -> Page:
     """The page of a RUN or a trace."""
     trace = read(source)
     folder = locate(source)
-    run = folder.parent if folder.name == "trace" else folder
+    run = run_folder(folder)
     summary, run_json = _summary(run), read_object(run / "run.json")
     parts = (
         timeline_part(trace),

@@ -14,10 +14,12 @@ from .schema import Manifest
 
 PROMPT_TOKENS = (
     "prompt_tokens", "input_len", "input_tokens", "prompt_len", "prompt_length", "input_length", "num_prompt_tokens",
+    "input_toks", "prompt_toks", "contexttokens",
 )  # fmt: skip
 RESPONSE_TOKENS = (
     "response_tokens", "output_len", "output_tokens", "completion_tokens", "response_length", "response_len",
     "output_length", "completion_length", "generated_tokens", "num_output_tokens", "num_generated_tokens",
+    "output_toks", "completion_toks", "generatedtokens",
 )  # fmt: skip
 RL_STEPS = ("rl_step", "step", "global_step", "training_step", "train_step", "iteration")
 """Names under which other programs keep the two lengths and the RL step."""

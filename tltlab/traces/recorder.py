@@ -24,9 +24,9 @@ import pyarrow.compute as pc
 from tltlab.errors import ConfigError, RunError, TraceError
 
 from .recording import cut, lock, new_recording, recording_of, write_chunk
-from .recovery import finish, flushed, reopen, repair
+from .recovery import finish, reopen, repair
 from .schema import TABLES, Manifest
-from .trace import Trace, refuse_foreign_target
+from .trace import Trace, recorded, refuse_foreign_target
 from .validate import Part, check_values, conform
 
 __all__ = ["ColumnRows", "Recorder", "repair"]
@@ -115,7 +115,7 @@ class Recorder:
         refuse_foreign_target(self.path)
         if self._folder.exists():
             raise ConfigError(
-                f"{self._folder}: a recording is there already, in progress or interrupted; "
+                f"{self._folder}: a recording is there already, in progress or interrupted, and all commands read it; "
                 f"'tltlab trace repair {self.path}' makes it a trace, or remove it"
             )
         new_recording(self._folder, manifest)
@@ -225,7 +225,7 @@ class Recorder:
     def snapshot(self) -> Trace:
         """Everything flushed so far, as a trace in memory. Raises TraceError where tables do not fit together."""
         self._settle()
-        return flushed(self._folder)
+        return recorded(self._folder, [], salvage=False).in_memory()
 
     def close(self) -> Path:
         """Flush, write the trace and remove the recording.

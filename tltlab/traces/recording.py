@@ -1,4 +1,4 @@
-"""The folder in which a trace is recorded: whole chunks of rows, and which of them a run took back.
+"""The folder in which a trace is recorded: whole chunks of rows, which of them a run took back, and reading them.
 
     manifest.json                  the manifest
     000000.arrow 000001.arrow ...  one chunk per flush, an Arrow IPC file of one row: a column for each table that got
@@ -14,19 +14,28 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
+from weakref import WeakValueDictionary
 
+import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tltlab.arrays import Flags, Ints
 from tltlab.errors import ConfigError, TraceError
 from tltlab.files import new_folder, replace_durably, replaced_durably, write_durably
 
-from .schema import MANIFEST_FILE, TABLES, Manifest
+from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
+from .storage import StoredTable, fixed_bytes
+from .validate import Part
 
 SUFFIX = ".recording"
 CUTS_FILE = "cuts.json"
@@ -81,12 +90,73 @@ def chunks_of(folder: Path) -> list[Chunk]:
     return [Chunk(chunk, min(limit, default=None)) for chunk, limit in zip(found, limits, strict=True)]
 
 
-def tables_of(chunks: Iterable[Chunk], name: str) -> Iterator[pa.Table]:
-    """The valid rows of one table, chunk by chunk."""
+class RecordedTable(StoredTable):
+    """A table in the chunks of a recording, or the rows of some RL steps in it; only chunks that hold them are read.
+
+    `pieces` are some rows of each chunk: their positions, ascending, and the RL step of each. Reading some RL steps
+    takes the memory of their rows and of one chunk.
+    """
+
+    def __init__(self, name: str, folder: Path, pieces: Sequence[tuple[Chunk, Ints, Ints]], row_bytes: float):
+        self.name, self.folder, self.row_bytes = name, folder, row_bytes
+        self._pieces = [piece for piece in pieces if len(piece[1])]
+        self.rl_steps, counts = np.unique(
+            np.concatenate([np.arange(0), *(steps for _, _, steps in self._pieces)]), return_counts=True
+        )
+        self.rows_per_step = counts.astype(np.int64)
+
+    def select(self, rl_steps: Sequence[int]) -> RecordedTable:
+        here = [np.isin(steps, rl_steps) for _, _, steps in self._pieces]
+        pieces = [(c, rows[at], steps[at]) for (c, rows, steps), at in zip(self._pieces, here, strict=True)]
+        return RecordedTable(self.name, self.folder, pieces, self.row_bytes)
+
+    def part(self, rl_steps: Sequence[int] | None) -> Part:
+        tables, numbers, first = [TABLES[self.name].empty_table()], [np.arange(0)], 0
+        for chunk, rows, steps in self._pieces:
+            wanted = np.arange(len(rows)) if rl_steps is None else np.flatnonzero(np.isin(steps, rl_steps))
+            if len(wanted):
+                table = chunk.load(self.name)
+                if table is None:
+                    raise TraceError(f"{chunk.path}: its rows of {self.name} were taken back while they were read")
+                # A copy, not a slice: a slice would keep the whole chunk.
+                tables.append(table if len(wanted) == len(table) else table.take(pa.array(rows[wanted])))
+                numbers.append(first + wanted)
+            first += len(rows)
+        where = f"{self.folder} ({self.name})"
+        return Part(name=self.name, file=where, table=pa.concat_tables(tables), rows=np.concatenate(numbers))
+
+
+def recorded_tables(folder: Path, notes: list[str], *, salvage: bool) -> dict[str, RecordedTable]:
+    """The tables of a recording, of the rows that are there now; those of `REQUIRED_TABLES` may be without any.
+
+    With `salvage` rows without which the trace is valid are left out, each kind with a note: responses that are not
+    whole, rows recorded twice, chunks that cannot be read. Else a damaged chunk is a TraceError. One chunk at a time is
+    in memory, and all keys.
+    """
+    chunks = chunks_of(folder)
+    if salvage:
+        chunks = readable(chunks, notes)
+    pieces: dict[str, list[tuple[Chunk, Ints, Ints]]] = {name: [] for name in TABLES}
+    keys: dict[str, list[pa.Table]] = {name: [] for name in UNIQUE}
+    num_bytes = dict.fromkeys(TABLES, 0)
     for chunk in chunks:
-        table = chunk.load(name)
-        if table is not None:
-            yield table
+        for name in TABLES:
+            if (table := chunk.load(name)) is not None:
+                pieces[name].append((chunk, np.arange(len(table)), table["rl_step"].to_numpy()))
+                num_bytes[name] += table.nbytes
+                if salvage and name in UNIQUE:
+                    keys[name].append(table.select(UNIQUE[name]))
+    masks = _salvaged({name: pa.concat_tables(found).to_pandas() for name, found in keys.items() if found}, notes)
+    tables = {}
+    for name, found in pieces.items():
+        ends = np.cumsum([len(rows) for _, rows, _ in found]).tolist()
+        row_bytes = max(num_bytes[name] / max([1, *ends]), fixed_bytes(name))
+        if name in masks:
+            each = np.split(masks[name], ends[:-1])
+            found = [(c, rows[at], steps[at]) for (c, rows, steps), at in zip(found, each, strict=True)]
+        if found or name in REQUIRED_TABLES:
+            tables[name] = RecordedTable(name, folder, found, row_bytes)
+    return tables
 
 
 def readable(chunks: Iterable[Chunk], notes: list[str]) -> list[Chunk]:
@@ -100,6 +170,227 @@ def readable(chunks: Iterable[Chunk], notes: list[str]) -> list[Chunk]:
         except TraceError:
             notes.append(f"chunk {chunk.path.stem} could not be read and was dropped")
     return good
+
+
+def _salvaged(keys: Mapping[str, pd.DataFrame], notes: list[str]) -> dict[str, Flags]:
+    """Which rows of each table to keep, by their keys; what goes is noted."""
+    keep: dict[str, Flags] = {}
+    for name, rows in keys.items():
+        keep[name] = ~rows.duplicated().to_numpy()
+        _note_lost(notes, int((~keep[name]).sum()), f"rows of {name} recorded twice were dropped")
+    for name, parent in (("outcomes", "workload"), ("tokens", "outcomes"), ("acceptance", "outcomes")):
+        if name in keys:
+            there = rows_in(keys[name], keys[parent][keep[parent]] if parent in keys else None)
+            _note_lost(notes, int((keep[name] & ~there).sum()), f"rows of {name} without their {parent} were dropped")
+            keep[name] &= there
+    if "workload" in keys:
+        ended = rows_in(keys["workload"], keys["outcomes"][keep["outcomes"]] if "outcomes" in keys else None)
+        lost = keep["workload"] & ~ended
+        steps = sorted(set(keys["workload"]["rl_step"][lost]))
+        _note_lost(notes, int(lost.sum()), f"requests (rl_step {', '.join(map(str, steps))}) have no outcome")
+        # A request that was under way is left out; an RL step of nothing else would be one without responses.
+        keep["workload"] &= ended
+    return keep
+
+
+def rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Flags:
+    """Which rows have the key of a response that is `among` others."""
+    if among is None:
+        return np.zeros(len(keys), bool)
+    columns = list(KEY)
+    here: Flags = pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns]))
+    return here
+
+
+def _note_lost(notes: list[str], count: int, what: str) -> None:
+    if count:
+        notes.append(f"{count} {what}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What one engine of several recorded of a run: its tables, and for messages where."""
+
+    where: str
+    manifest: Manifest
+    tables: Mapping[str, pa.Table]
+
+    @property
+    def created_s(self) -> float | None:
+        """When the recording began, in seconds since 1970."""
+        return None if self.manifest.created is None else datetime.fromisoformat(self.manifest.created).timestamp()
+
+    @property
+    def times(self) -> dict[int, tuple[float, float]]:
+        """Start and end of each RL step in seconds since 1970, as far as `steps` tells; empty where nothing does."""
+        if self.created_s is None or "steps" not in self.tables:
+            return {}
+        starts = self.tables["steps"].select(["rl_step", "t_start"]).to_pandas().set_index("rl_step")["t_start"]
+        lasted = self.tables["outcomes"].select(["rl_step", "t_finish"]).to_pandas().groupby("rl_step")["t_finish"]
+        each = pd.DataFrame({"start": starts, "lasted": lasted.max()}).dropna(subset="start").fillna(0.0)
+        begun = self.created_s + each["start"]
+        return dict(zip(each.index.tolist(), zip(begun, begun + each["lasted"], strict=True), strict=True))
+
+    def overlaps(self, other: Recorded) -> bool:
+        """Whether both were recorded at once, by engines of the same kind."""
+        same = ("model", "engine", "kind", "source")
+        if (
+            not self.times
+            or not other.times
+            or any(getattr(self.manifest, n) != getattr(other.manifest, n) for n in same)
+        ):
+            return False
+        (begun, ended), (begun_there, ended_there) = self._span, other._span
+        return begun <= ended_there and begun_there <= ended
+
+    @property
+    def _span(self) -> tuple[float, float]:
+        return self.created_s or 0.0, max(end for _, end in self.times.values())
+
+
+def put_together(parts: Sequence[Recorded]) -> tuple[Manifest, dict[str, pa.Table]]:
+    """One trace of what the engines of a run recorded each for itself: workers 0 to N - 1, in this order.
+
+    RL steps are taken for one that have one number, or, where numbers do not go together, that overlap in time; times
+    then count from its earliest start. A prompt's samples are numbered on where several parts have the same ones.
+    Raises TraceError for traces of other models, and for tables that only a trainer's trace has.
+    """
+    first = parts[0].manifest
+    for part in parts:
+        if part.manifest.model != first.model:
+            raise TraceError(f"{part.where} is of {part.manifest.model}, {parts[0].where} of {first.model}: two runs")
+        if foreign := {"spans", "spot_training"} & {name for name, table in part.tables.items() if len(table)}:
+            raise TraceError(f"{part.where} has {min(foreign)}, so it is a whole run's, not one engine's")
+    placed = _placed(parts)
+    samples, workers = _sample_offsets(parts, placed), 0
+    before: dict[tuple[str, int, int], int] = {}
+    pieces: dict[str, list[pa.Table]] = {}
+    for at, part in enumerate(parts):
+        known = pc.unique(part.tables["outcomes"]["worker"].drop_null()).to_pylist()
+        names = {worker: workers + n for n, worker in enumerate(sorted(known))}
+        workers += max(1, len(names))
+        for name, table in part.tables.items():
+            if name != "steps" and len(table):
+                pieces.setdefault(name, []).append(_moved(name, table, at, placed, samples, names, before))
+    tables = {name: pa.concat_tables(found) for name, found in pieces.items()}
+    tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
+    if all("steps" in part.tables for part in parts):
+        tables["steps"] = _steps_together(parts, placed)
+    notes = [note for note in dict.fromkeys(part.manifest.notes for part in parts) if note]
+    notes.append(f"put together from {', '.join(Path(part.where).name for part in parts)}: workers in this order")
+    hardware = ", ".join(dict.fromkeys(part.manifest.hardware for part in parts if part.manifest.hardware))
+    update = {"num_workers": workers, "num_rl_steps": None, "notes": "; ".join(notes), "hardware": hardware or None}
+    return first.model_copy(update=update), tables
+
+
+_Placed = dict[tuple[int, int], tuple[int, float]]
+"""Of a part's RL step: the RL step of the whole that it is of, and the seconds by which it began later."""
+
+
+def _placed(parts: Sequence[Recorded]) -> _Placed:
+    numbers = [(at, step) for at, part in enumerate(parts) for step in np.unique(part.tables["workload"]["rl_step"])]
+    times = {(at, step): span for at, part in enumerate(parts) for step, span in part.times.items()}
+    if any(piece not in times for piece in numbers):
+        return {(at, step): (step, 0.0) for at, step in numbers}
+    together: list[list[tuple[int, int]]] = []
+    until = -np.inf
+    for piece in sorted(numbers, key=lambda piece: times[piece]):
+        if times[piece][0] > until:
+            together.append([])
+        together[-1].append(piece)
+        until = max(until, times[piece][1])
+    alike = all(len({step for _, step in pieces}) == 1 for pieces in together)
+    if alike or _overlap_in_turn(parts, together):
+        by_number: dict[int, list[tuple[int, int]]] = {}
+        for at, step in numbers:
+            by_number.setdefault(step, []).append((at, step))
+        groups = sorted(by_number.items())
+    else:
+        groups = list(enumerate(together))
+    starts = {number: min(times[piece][0] for piece in pieces) for number, pieces in groups}
+    return {piece: (number, times[piece][0] - starts[number]) for number, pieces in groups for piece in pieces}
+
+
+def _overlap_in_turn(parts: Sequence[Recorded], together: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    """Whether RL steps of new weights begin before those of the old ones have ended: then time tells nothing apart."""
+    versions = [
+        dict(zip(*(part.tables["steps"][name].to_pylist() for name in ("rl_step", "policy_version")), strict=True))
+        for part in parts
+    ]
+    return any(
+        len({versions[at][step] for at, step in pieces if at == one}) > 1
+        for pieces in together
+        for one in {at for at, _ in pieces}
+    )
+
+
+def _sample_offsets(parts: Sequence[Recorded], placed: _Placed) -> pd.Series:
+    """By how much a part's samples of a prompt in one of its RL steps count on, where they are no others already."""
+    frames = []
+    for at, part in enumerate(parts):
+        keys = part.tables["workload"].select(KEY).to_pandas()
+        whole = keys["rl_step"].map({step: number for (of, step), (number, _) in placed.items() if of == at})
+        frames.append(keys.assign(part=at, whole=whole))
+    rows = pd.concat(frames, ignore_index=True)
+    twice = rows.duplicated(["whole", "prompt_id", "sample", "turn"], keep=False)
+    ambiguous = rows[
+        rows.set_index(["whole", "prompt_id"]).index.isin(rows[twice].set_index(["whole", "prompt_id"]).index)
+    ]
+    index = ["part", "rl_step", "prompt_id"]
+    sizes = ambiguous.groupby(["whole", "prompt_id", "part", "rl_step"])["sample"].max() + 1
+    offsets = sizes.groupby(["whole", "prompt_id"]).cumsum() - sizes
+    found: pd.Series = offsets.droplevel("whole").reorder_levels(index)
+    return found
+
+
+def _moved(
+    name: str, table: pa.Table, at: int, placed: _Placed, samples: pd.Series, workers: Mapping[int, int],
+    before: dict[tuple[str, int, int], int],
+) -> pa.Table:  # fmt: skip
+    """A part's rows as rows of the whole; `before` counts the iterations that a worker's RL step has already."""
+    columns = {name: table[name] for name in table.column_names}
+    steps = table["rl_step"].to_numpy()
+    numbers, at_step = np.unique(steps, return_inverse=True)
+    # Iterations may be of RL steps of which no response is whole.
+    whole = np.array([placed.get((at, step), (step, 0.0))[0] for step in numbers.tolist()])[at_step]
+    later_s = np.array([placed.get((at, step), (step, 0.0))[1] for step in numbers.tolist()])[at_step]
+    columns["rl_step"] = pa.array(whole, pa.int32())
+    for time_s in ("t_submit", "t_first_token", "t_finish", "t_start"):
+        if time_s in columns:
+            columns[time_s] = pc.add(columns[time_s], pa.array(later_s))
+    if "worker" in columns:
+        given = columns["worker"].to_pylist()
+        columns["worker"] = pa.array(
+            [None if w is None else workers.get(w, min(workers.values(), default=0)) for w in given], pa.int32()
+        )
+    if "sample" in columns and len(samples):
+        keys = pd.MultiIndex.from_arrays([np.full(len(steps), at), steps, table["prompt_id"].to_pandas()])
+        more = samples.reindex(keys).fillna(0).to_numpy(np.int64)
+        columns["sample"] = pa.array(table["sample"].to_numpy() + more, pa.int32())
+    if "iteration" in columns:
+        iterations = table["iteration"].to_numpy().astype(np.int64)
+        for step in numbers.tolist():
+            here = steps == step
+            key = (name, int(whole[here][0]), at)
+            iterations[here] += before.get(key, 0)
+            before[key] = int(iterations[here].max()) + 1
+        columns["iteration"] = pa.array(iterations, pa.int32())
+    return pa.table(columns, schema=TABLES[name])
+
+
+def _steps_together(parts: Sequence[Recorded], placed: _Placed) -> pa.Table:
+    """One row of `steps` for each RL step of the whole, since the first recording began."""
+    begun = min(part.created_s or 0.0 for part in parts)
+    frames = []
+    for at, part in enumerate(parts):
+        rows = part.tables["steps"].to_pandas()
+        rows = rows[[(at, step) in placed for step in rows["rl_step"]]]
+        whole = [placed[at, step][0] for step in rows["rl_step"]]
+        frames.append(rows.assign(rl_step=whole, t_start=rows["t_start"] + (part.created_s or 0.0) - begun))
+    together = pd.concat(frames, ignore_index=True).sort_values(["rl_step", "t_start"], kind="stable")
+    return pa.Table.from_pandas(
+        together.drop_duplicates("rl_step").assign(rollout_s=None), TABLES["steps"], preserve_index=False
+    )
 
 
 def write_chunk(folder: Path, number: int, tables: Mapping[str, pa.Table]) -> None:
@@ -145,12 +436,40 @@ def lock(folder: Path, what: str = "this recording") -> IO[bytes]:
     Raises ConfigError where another process holds it; `what` it is.
     """
     file = open(folder / "lock", "ab")  # noqa: SIM115 - held until the recording closes
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as error:
-        file.close()
-        raise ConfigError(f"{folder}: {what} is in progress in another process") from error
+    for patience_s in (0.01, 0.05, 0.1, 0.0):
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError) as error:
+            if not patience_s:
+                file.close()
+                raise ConfigError(f"{folder}: {what} is in progress in another process") from error
+            # Somebody may only be asking whether it is held.
+            time.sleep(patience_s)
+    held = os.fstat(file.fileno())
+    _held[os.getpid(), held.st_dev, held.st_ino] = file
     return file
+
+
+_held: WeakValueDictionary[tuple[int, int, int], IO[bytes]] = WeakValueDictionary()
+"""The lock files of this process. It loses its lock when it closes any of its handles of the file, so none is opened
+just to ask."""
+
+
+def in_progress(folder: Path) -> bool:
+    """Whether some process, this one included, is writing the recording; nothing is changed, nobody is kept waiting."""
+    try:
+        there = os.stat(folder / "lock")
+        ours = _held.get((os.getpid(), there.st_dev, there.st_ino))
+        if ours is not None and not ours.closed:
+            return True
+        with open(folder / "lock", "rb") as file:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _cuts(folder: Path) -> list[dict[str, Any]]:

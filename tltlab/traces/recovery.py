@@ -6,23 +6,19 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.files import replace_durably
 
-from .recording import SUFFIX, Chunk, chunks_of, cut, lock, new_recording, readable, recording_of, tables_of
-from .schema import KEY, MANIFEST_FILE, REQUIRED_TABLES, TABLES, UNIQUE, Manifest
-from .trace import Trace, cannot_write, is_trace, locate, read, refuse_foreign_target
+from .recording import SUFFIX, chunks_of, cut, lock, new_recording, readable, recording_of, rows_in
+from .schema import MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
+from .trace import Trace, is_trace, locate, noted, read_one, recorded, refuse_foreign_target
 
 SAME = ("kind", "model", "num_workers", "max_response_tokens", "group_size", "seed")
 """Fields of the manifest in which a run and its continuation must agree."""
-_TOGETHER = "together.tmp"
 
 
 def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
@@ -45,19 +41,19 @@ def reopen(path: Path, manifest: Manifest, rl_steps: int) -> int:
             missing = _missing(((name, chunk.load(name)) for chunk in good for name in _TELLING), rl_steps)
             if missing is None:
                 if notes := [*notes, *_elsewhere(there, manifest, rl_steps)]:
-                    replace_durably(folder / MANIFEST_FILE, _noted(there, notes).to_json().encode())
+                    replace_durably(folder / MANIFEST_FILE, noted(there, notes).to_json().encode())
                 for chunk in set(chunks_of(folder)) - set(good):
                     os.rename(chunk.path, chunk.path.with_suffix(".tmp"))
                 return cut(folder, rl_steps)
         held = f"{folder} lacks RL step {missing}"
     chunks: Iterable[Mapping[str, pa.Table]] = ()
     if is_trace(path):
-        trace = read(path)
+        trace = read_one(path)
         _check_same_run(path, trace.manifest, manifest)
         missing = _missing(((name, part.arrow(name)) for part in trace.parts() for name in _TELLING), rl_steps)
         if missing is None:
             begun = trace.manifest.model_copy(update={"num_rl_steps": None})
-            manifest = _noted(begun, _elsewhere(begun, manifest, rl_steps))
+            manifest = noted(begun, _elsewhere(begun, manifest, rl_steps))
             chunks = _chunks(trace, rl_steps)
         held = f"{path} lacks RL step {missing}"
     if rl_steps and not chunks:
@@ -111,12 +107,6 @@ def _elsewhere(there: Manifest, now: Manifest, rl_steps: int) -> list[str]:
     return [f"from RL step {rl_steps} on {', '.join(changed)}"] if changed else []
 
 
-def _noted(manifest: Manifest, notes: list[str]) -> Manifest:
-    if not notes:
-        return manifest
-    return manifest.model_copy(update={"notes": "; ".join([*([manifest.notes] if manifest.notes else []), *notes])})
-
-
 def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     """Turn the interrupted recording of the trace `path` into a valid trace at `path`, or at `out`.
 
@@ -139,52 +129,32 @@ def repair(path: str | Path, out: str | Path | None = None) -> Trace:
     if out is not None and Path(out).absolute() == path.absolute():
         out = None
     if not folder.exists():
-        trace = read(path)
-        return read(trace.write(out)) if out is not None else trace
+        trace = read_one(path)
+        return read_one(trace.write(out)) if out is not None else trace
     with lock(folder):
         if _closed_already(folder, path):
             _remove(folder)
             return repair(path, out)
-        earlier = read(path) if out is None and is_trace(path) else None
+        earlier = read_one(path) if out is None and is_trace(path) else None
         finish(folder, path if out is None else Path(out), salvage=True, keep=out is not None, earlier=earlier)
-    return read(path if out is None else out)
+    return read_one(path if out is None else Path(out))
 
 
 def finish(folder: Path, target: Path, *, salvage: bool, keep: bool = False, earlier: Trace | None = None) -> None:
     """Write the trace of a recording to `target`, then remove the recording unless `keep`.
 
-    Tables are first strung together chunk by chunk, then written as every trace is, RL step by RL step, so that a
-    recording larger than memory passes. `earlier` is the trace at `target` of which nothing may be lost: ConfigError.
+    A recording larger than memory passes. `earlier` is the trace at `target` of which nothing may be lost: ConfigError.
     """
     refuse_foreign_target(target)
-    manifest = Manifest.read(folder / MANIFEST_FILE)
-    chunks = chunks_of(folder)
     notes: list[str] = []
+    found = recorded(folder, notes, salvage=salvage)
     if salvage:
-        chunks = readable(chunks, notes)
-    keep_rows = _salvage(chunks, notes) if salvage else {}
-    together = folder / _TOGETHER
-    shutil.rmtree(together, ignore_errors=True)
-    try:
-        together.mkdir()
-        steps = _string_together(chunks, together, keep_rows)
-        if salvage:
-            manifest = _noted(manifest, [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"])
-        if salvage or manifest.num_rl_steps is None:
-            manifest = manifest.model_copy(update={"num_rl_steps": len(steps)})
-        (together / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        found = read(together)
-        if earlier is not None:
-            _check_goes_on(earlier, found, folder)
-        found.write(target)
-    except BaseException as error:
-        shutil.rmtree(together, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise cannot_write(target, error) from error
-        raise
-    if keep:
-        shutil.rmtree(together)
-    else:
+        manifest = noted(found.manifest, [f"repaired: {'; '.join(['the recording was interrupted', *notes])}"])
+        found = found.with_manifest(manifest)
+    if earlier is not None:
+        _check_goes_on(earlier, found, folder)
+    found.write(target)
+    if not keep:
         _remove(folder)
 
 
@@ -196,7 +166,7 @@ def _check_goes_on(earlier: Trace, found: Trace, folder: Path) -> None:
     lacks = "is of another run" if ours != theirs else ""
     for step in earlier.rl_steps if not lacks else ():
         now = found.select([step]).outcomes if step in found.rl_steps else None
-        if lost := int((~_rows_in(earlier.select([step]).outcomes, now)).sum()):
+        if lost := int((~rows_in(earlier.select([step]).outcomes, now)).sum()):
             lacks = f"lacks {lost} of its responses in RL step {step}"
             break
     if lacks:
@@ -204,14 +174,6 @@ def _check_goes_on(earlier: Trace, found: Trace, folder: Path) -> None:
             f"{earlier.path} is a finished trace, and the interrupted recording {folder} {lacks}; name another place "
             "with --out, or remove one of them"
         )
-
-
-def flushed(folder: Path) -> Trace:
-    """The trace that a recording's whole chunks make so far, in memory."""
-    parts = {name: list(tables_of(chunks_of(folder), name)) for name in TABLES}
-    tables = {name: pa.concat_tables(found) for name, found in parts.items() if found}
-    tables |= {name: TABLES[name].empty_table() for name in REQUIRED_TABLES if name not in tables}
-    return Trace.from_tables(Manifest.read(folder / MANIFEST_FILE), tables)
 
 
 def _remove(folder: Path) -> None:
@@ -225,68 +187,8 @@ def _remove(folder: Path) -> None:
 def _closed_already(folder: Path, path: Path) -> bool:
     """Whether the trace at `path` is this recording, closed by a process that was killed before it tidied up."""
     try:
-        ours, theirs = read(folder / _TOGETHER), read(path)
+        ours, theirs = recorded(folder, [], salvage=False), read_one(path)
     except TraceError:
         return False
     same = (ours.manifest, ours.names) == (theirs.manifest, theirs.names)
     return same and all(ours.arrow(name) == theirs.arrow(name) for name in ours.names)
-
-
-def _salvage(chunks: list[Chunk], notes: list[str]) -> dict[str, Any]:
-    """Which rows of each table to keep, as masks over all chunks; what goes and what is lost is noted."""
-    keep: dict[str, Any] = {}
-    keys: dict[str, pd.DataFrame] = {}
-    for name, unique in UNIQUE.items():
-        loaded = [t for chunk in chunks if (t := chunk.load(name, unique)) is not None]
-        if not loaded:
-            continue
-        keys[name] = pa.concat_tables(loaded).to_pandas()
-        keep[name] = ~keys[name].duplicated().to_numpy()
-        _note_lost(notes, int((~keep[name]).sum()), f"rows of {name} recorded twice were dropped")
-    for name, parent in (("outcomes", "workload"), ("tokens", "outcomes"), ("acceptance", "outcomes")):
-        if name in keys:
-            has_parent = _rows_in(keys[name], keys[parent][keep[parent]] if parent in keys else None)
-            _note_lost(
-                notes, int((keep[name] & ~has_parent).sum()), f"rows of {name} without their {parent} were dropped"
-            )
-            keep[name] &= has_parent
-    if "workload" in keys:
-        finished = _rows_in(keys["workload"], keys["outcomes"][keep["outcomes"]] if "outcomes" in keys else None)
-        lost = keep["workload"] & ~finished
-        steps = sorted(set(keys["workload"]["rl_step"][lost]))
-        _note_lost(notes, int(lost.sum()), f"requests (rl_step {', '.join(map(str, steps))}) have no outcome")
-    return keep
-
-
-def _rows_in(keys: pd.DataFrame, among: pd.DataFrame | None) -> Any:
-    if among is None:
-        return np.zeros(len(keys), bool)
-    columns = list(KEY)
-    return pd.MultiIndex.from_frame(keys[columns]).isin(pd.MultiIndex.from_frame(among[columns]))
-
-
-def _note_lost(notes: list[str], count: int, what: str) -> None:
-    if count:
-        notes.append(f"{count} {what}")
-
-
-def _string_together(chunks: list[Chunk], folder: Path, keep: Mapping[str, Any]) -> set[int]:
-    """Write each table as one Parquet file, a row group per chunk; returns the RL steps of the workload."""
-    steps: set[int] = set()
-    for name, schema in TABLES.items():
-        done = 0
-        writer = None
-        for table in tables_of(chunks, name):
-            rows = table
-            if name in keep:
-                rows = table.filter(pa.array(keep[name][done : done + len(table)]))
-                done += len(table)
-            if name == "workload":
-                steps |= set(rows["rl_step"].unique().to_pylist())
-            writer = writer or pq.ParquetWriter(folder / f"{name}.parquet", schema)
-            writer.write_table(rows)
-        if writer is None and name in REQUIRED_TABLES:
-            writer = pq.ParquetWriter(folder / f"{name}.parquet", schema)
-        if writer is not None:
-            writer.close()
-    return steps

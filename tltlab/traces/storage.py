@@ -1,11 +1,13 @@
-"""One table of a trace, in memory or in a Parquet file, and the rows of some RL steps of it."""
+"""One table of a trace, in memory, in a Parquet file or in a recording, and the rows of some RL steps of it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import pyarrow as pa
@@ -59,6 +61,34 @@ class MemoryTable:
         return MemoryTable(self.load(rl_steps))
 
 
+class StoredTable(ABC):
+    """A table that is not in memory, or the rows of some RL steps in it.
+
+    `rl_steps` are the RL steps that have rows, ascending, `rows_per_step` how many rows each of them has; `row_bytes`
+    is what a row takes in memory, about.
+    """
+
+    name: str
+    rl_steps: Ints
+    rows_per_step: Ints
+    row_bytes: float
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows_per_step.sum())
+
+    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
+        """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
+        return MemoryTable(self.part(rl_steps).table).load(None)
+
+    @abstractmethod
+    def select(self, rl_steps: Sequence[int]) -> Self: ...
+
+    @abstractmethod
+    def part(self, rl_steps: Sequence[int] | None) -> Part:
+        """The conformed rows of some RL steps (None: all), in the order in which they were written."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Index:
     """Where the rows of a file are, without a number per row.
@@ -75,7 +105,7 @@ class _Index:
     metadata: pq.FileMetaData
 
 
-class FileTable:
+class FileTable(StoredTable):
     """A table in a Parquet file, or the rows of some RL steps in it; only row groups that hold them are read.
 
     Any layout of row groups will do. Reading some RL steps takes the memory of their rows and of one row group.
@@ -87,26 +117,13 @@ class FileTable:
         self._picked: Ints = _chosen(self._index.rl_steps, only, among=parent._picked if parent else None)
         counts = np.diff(self._index.bounds)[self._picked]
         self.rl_steps, at = np.unique(self._index.rl_steps[self._picked], return_inverse=True)
-        self.rows_per_step: Ints = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
-
-    @property
-    def num_rows(self) -> int:
-        return int(self.rows_per_step.sum())
-
-    @property
-    def row_bytes(self) -> float:
-        """What a row takes in memory, about."""
-        return self._index.row_bytes
-
-    def load(self, rl_steps: Sequence[int] | None) -> pa.Table:
-        """The rows of some RL steps, sorted (stably) by RL step (None: all)."""
-        return MemoryTable(self.part(rl_steps).table).load(None)
+        self.rows_per_step = np.bincount(at, weights=counts, minlength=len(self.rl_steps)).astype(np.int64)
+        self.row_bytes = self._index.row_bytes
 
     def select(self, rl_steps: Sequence[int]) -> FileTable:
         return FileTable(self.name, self.path, rl_steps, self)
 
     def part(self, rl_steps: Sequence[int] | None) -> Part:
-        """The conformed rows of some RL steps (None: all), in file order."""
         runs = _chosen(self._index.rl_steps, rl_steps, among=self._picked)
         rows = _ranges(self._index.bounds[runs], self._index.bounds[runs + 1])
         bounds = self._index.group_bounds
@@ -140,7 +157,7 @@ class FileTable:
             rl_steps=np.concatenate(steps),
             bounds=np.append(np.concatenate(starts), metadata.num_rows).astype(np.int64),
             group_bounds=bounds,
-            row_bytes=max(stored, _fixed_bytes(self.name)),
+            row_bytes=max(stored, fixed_bytes(self.name)),
             metadata=metadata,
         )
 
@@ -161,13 +178,13 @@ class FileTable:
 
 
 class ReadTable:
-    """Some RL steps of a file; what is selected of it shares the rows, read when one of them is first used."""
+    """Some RL steps of a stored table; what is selected of it shares the rows, read when one of them is first used."""
 
-    def __init__(self, file: FileTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
-        here = np.isin(file.rl_steps, rl_steps)
-        self.rl_steps, self.rows_per_step = file.rl_steps[here], file.rows_per_step[here]
-        self._file = file
-        self._memory = memory or cache(lambda: MemoryTable(file.load(None)))
+    def __init__(self, stored: StoredTable, rl_steps: Sequence[int], memory: Callable[[], MemoryTable] | None = None):
+        here = np.isin(stored.rl_steps, rl_steps)
+        self.rl_steps, self.rows_per_step = stored.rl_steps[here], stored.rows_per_step[here]
+        self._stored = stored
+        self._memory = memory or cache(lambda: MemoryTable(stored.load(None)))
 
     @property
     def num_rows(self) -> int:
@@ -179,10 +196,10 @@ class ReadTable:
         return self._memory().load(chosen.tolist())
 
     def select(self, rl_steps: Sequence[int]) -> ReadTable:
-        return ReadTable(self._file, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist(), self._memory)
+        return ReadTable(self._stored, self.rl_steps[np.isin(self.rl_steps, rl_steps)].tolist(), self._memory)
 
 
-Table = MemoryTable | FileTable | ReadTable
+Table = MemoryTable | StoredTable | ReadTable
 
 
 def write_parquet(path: Path, name: str, table: Table) -> None:
@@ -223,7 +240,7 @@ def _columns(name: str) -> list[str]:
     return [field.name for field in TABLES[name]]
 
 
-def _fixed_bytes(name: str) -> float:
+def fixed_bytes(name: str) -> float:
     """Bytes of a row in memory without its lists. Files do not tell: what repeats takes next to nothing there."""
     widths = [
         field.type.bit_width / 8 if pa.types.is_primitive(field.type) else _STRING_BYTES for field in TABLES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,9 @@ from tltlab.errors import ConfigError, InputError, TraceError
 from tltlab.files import new_folder, write_durably
 
 from .csv import tables_from_csv
+from .recording import SUFFIX, Recorded, in_progress, put_together, recorded_tables, recording_of
 from .schema import FORMAT, MANIFEST_FILE, REQUIRED_TABLES, TABLES, Manifest
-from .storage import FileTable, MemoryTable, ReadTable, Table, write_parquet
+from .storage import FileTable, MemoryTable, ReadTable, StoredTable, Table, write_parquet
 from .validate import Part, check, conform
 
 __all__ = ["Manifest", "Trace", "is_trace", "locate", "read"]
@@ -142,7 +144,7 @@ class Trace:
         """
         for part in self.parts():
             together = {
-                name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, FileTable) else table
+                name: ReadTable(table, table.rl_steps.tolist()) if isinstance(table, StoredTable) else table
                 for name, table in part._tables.items()
             }
             manifest = self.manifest.model_copy(update={"num_rl_steps": 1})
@@ -155,8 +157,7 @@ class Trace:
 
         A trace in memory, or one that small, is its only part. All rows of all tables are in one part.
         """
-        files = {name: table for name, table in self._tables.items() if isinstance(table, FileTable)}
-        chunks = list(_chunks(files)) if files else []
+        chunks = list(_chunks(self._stored)) if self._stored else []
         if len(chunks) < 2:
             yield self
             return
@@ -166,6 +167,19 @@ class Trace:
             manifest = self.manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
             tables = {name: table.select(chunk) for name, table in self._tables.items()}
             yield Trace(manifest, tables, rl_steps, self.path)
+
+    def with_manifest(self, manifest: Manifest) -> Trace:
+        """The same tables under another manifest."""
+        return Trace(manifest, self._tables, self.rl_steps, self.path)
+
+    def in_memory(self) -> Trace:
+        """The same with all tables read."""
+        tables = {name: MemoryTable(table.load(None)) for name, table in self._tables.items()}
+        return Trace(self.manifest, tables, self.rl_steps, self.path)
+
+    @property
+    def _stored(self) -> dict[str, StoredTable]:
+        return {name: table for name, table in self._tables.items() if isinstance(table, StoredTable)}
 
     def replace(self, *, manifest: Manifest | None = None, **tables: pd.DataFrame | pa.Table | None) -> Trace:
         """The same trace with some tables (None: without them) or the manifest replaced, checked anew."""
@@ -201,31 +215,162 @@ class Trace:
 def read(path: str | Path | Trace) -> Trace:
     """Read and check a trace folder, a RUN folder (its `trace/`) or a CSV of response lengths; a Trace stays as it is.
 
-    Of a CSV standard error gets what was read and what was assumed. Raises TraceError. Tables are loaded when they are
-    used; the check itself streams.
+    Where there is no finished trace the recording of one is read, of a run that was killed or still goes on: responses
+    that are whole and durable. Its manifest's notes say "unfinished: ...", and so does standard error; of a CSV that
+    gets what was read and what was assumed. What several engines of a run recorded at once as PATH, PATH-1, PATH-2 ...
+    is one trace, at PATH or at the folder that holds nothing else (see `recording.put_together`). Raises TraceError.
+    Tables are loaded when they are used, at once where a recording goes on or several are put together; the check
+    itself streams.
     """
     if isinstance(path, Trace):
         return path
     if not isinstance(path, str | Path):
         raise TraceError(f"got {shown(path)} for a trace; it is a Trace, or the path of a trace, a RUN or a CSV")
-    trace = _opened(path)
-    files = {name: table for name, table in trace._tables.items() if isinstance(table, FileTable)}
-    for rl_steps in _chunks(files) if files else ():
-        check({name: table.part(rl_steps) for name, table in files.items()})
+    found = locate(path)
+    if found.is_dir() and not (found / MANIFEST_FILE).exists():
+        found = _only_run(found)
+    trace = read_one(found)
+    engines = _engines(found, trace) if trace.path is not None else [trace]
+    return trace if len(engines) == 1 else together(engines)
+
+
+def together(traces: Sequence[Trace]) -> Trace:
+    """One trace of what several engines of a run recorded, in memory: see `recording.put_together`."""
+    where = [str(trace.path or f"trace {at}") for at, trace in enumerate(traces)]
+    parts = [_recorded(name, trace) for name, trace in zip(where, traces, strict=True)]
+    manifest, tables = put_together(parts)
+    progress(f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
+    return Trace.from_tables(manifest, tables)
+
+
+def _recorded(where: str, trace: Trace) -> Recorded:
+    tables = {name: table for name in trace.names if (table := trace.arrow(name)) is not None}
+    return Recorded(where=where, manifest=trace.manifest, tables=tables)
+
+
+def _only_run(folder: Path) -> Path:
+    """The trace in a folder that stands for all that are in it. Raises TraceError for none, and for several runs."""
+    names = sorted({item.name.removesuffix(SUFFIX) for item in folder.iterdir() if is_trace(item)}, key=_number)
+    left = [locate(folder / name) for name in names]
+    runs = []
+    while left:
+        runs.append(left[0])
+        of_run = {trace.path for trace in _engines(left[0], read_one(left[0]))} if len(left) > 1 else {left[0]}
+        left = [place for place in left if place not in of_run]
+    if not runs:
+        raise TraceError(f"{folder}: no {MANIFEST_FILE} in it, so this is not a trace")
+    if len(runs) > 1:
+        raise TraceError(f"{folder} holds {len(runs)} traces: name one, such as {runs[0]}")
+    return runs[0]
+
+
+def _number(name: str) -> tuple[str, int]:
+    """The name that engines of a run share, and the number of this one: ("x", 2) for "x-2", ("x", 0) for "x"."""
+    base, dash, number = name.rpartition("-")
+    return (base, int(number)) if dash and base and number.isdecimal() else (name, 0)
+
+
+def _engines(first: Path, trace: Trace) -> list[Trace]:
+    """A recorded trace and those that other engines of its run recorded at once, of the same name with higher numbers.
+
+    One with a lower number that is of the same run stands for the run: then `trace` is only itself.
+    """
+    base, number = _number(first.name.removesuffix(SUFFIX))
+    names = {item.name.removesuffix(SUFFIX) for item in first.parent.glob(f"{glob.escape(base)}*") if is_trace(item)}
+    others = {_number(name)[1]: name for name in names if _number(name)[0] == base and _number(name)[1] != number}
+    if trace.manifest.kind != "recorded" or not others:
+        return [trace]
+    parts = {number: _recorded(str(first), trace)}
+    traces = {number: trace}
+    for at, name in sorted(others.items()):
+        try:
+            traces[at] = read_one(locate(first.parent / name))
+        except TraceError as error:
+            progress(f"{first}: not put together with {name}: {error}")
+        else:
+            parts[at] = _recorded(str(traces[at].path), traces[at])
+    run, reached = {number}, [number]
+    while reached:
+        part = parts[reached.pop()]
+        more = [at for at in parts if at not in run and part.overlaps(parts[at])]
+        run.update(more)
+        reached += more
+    return [traces[at] for at in sorted(run)] if min(run) == number else [trace]
+
+
+def read_one(found: Path) -> Trace:
+    """Read and check the trace, recording or CSV that is at this very place, as `read` does."""
+    if found.name.endswith(SUFFIX) and (found / MANIFEST_FILE).exists():
+        try:
+            return _unfinished(found)
+        except TraceError:
+            if found.exists():
+                raise
+            # It was closed meanwhile.
+            return read_one(found.with_name(found.name.removesuffix(SUFFIX)))
+    trace = _opened(found)
+    _check(trace)
     return trace
 
 
-def _opened(path: str | Path) -> Trace:
+def _unfinished(folder: Path) -> Trace:
+    """What a recording holds that was interrupted, or that goes on."""
+    goes_on = in_progress(folder)
+    notes: list[str] = []
+    trace = recorded(folder, notes, salvage=True)
+    if goes_on:
+        # What is read later might not fit what was read before, or be gone.
+        trace = trace.in_memory()
+    if not folder.exists():
+        raise TraceError(f"{folder}: gone while it was read")
+    how = "it is still being recorded" if goes_on else "the recording was interrupted"
+    note = f"unfinished: {'; '.join([how, *notes])}"
+    progress(f"{folder}: {note}")
+    return trace.with_manifest(noted(trace.manifest, [note]))
+
+
+def recorded(folder: Path, notes: list[str], *, salvage: bool) -> Trace:
+    """What a recording holds now, checked, lazily read. Raises TraceError.
+
+    With `salvage` it gets rid of what makes no valid trace, and notes it, see `recorded_tables`.
+    """
+    try:
+        tables = recorded_tables(folder, notes, salvage=salvage)
+    except FileNotFoundError as error:
+        raise TraceError(f"{folder}: gone while it was read") from error
+    rl_steps = _steps_of(tables)
+    manifest = Manifest.read(folder / MANIFEST_FILE)
+    if salvage or manifest.num_rl_steps is None:
+        manifest = manifest.model_copy(update={"num_rl_steps": len(rl_steps)})
+    trace = Trace(manifest, tables, rl_steps, folder)
+    _check(trace)
+    return trace
+
+
+def noted(manifest: Manifest, notes: list[str]) -> Manifest:
+    """The same manifest with notes more."""
+    if not notes:
+        return manifest
+    return manifest.model_copy(update={"notes": "; ".join([*([manifest.notes] if manifest.notes else []), *notes])})
+
+
+def _check(trace: Trace) -> None:
+    """Check values of stored tables, and how they fit together, some RL steps at a time."""
+    stored = trace._stored
+    for rl_steps in _chunks(stored) if stored else ():
+        check({name: table.part(rl_steps) for name, table in stored.items()})
+
+
+def _opened(path: Path) -> Trace:
     """What `read` opens, before it checks the values: manifest, columns and RL steps are good. Raises TraceError."""
-    path = locate(path)
     if path.is_file() and ".csv" in path.suffixes:
         manifest, columns = tables_from_csv(path)
         progress(f"{path}: {manifest.notes}")
         return Trace.from_tables(manifest, columns)
     if not path.is_dir():
-        raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder{_hint(path)}")
+        raise TraceError(f"{path}: {'a file' if path.exists() else 'no such folder'}; a trace is a folder")
     if not (path / MANIFEST_FILE).exists():
-        raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace{_hint(path)}")
+        raise TraceError(f"{path}: no {MANIFEST_FILE} in it, so this is not a trace")
     manifest = Manifest.read(path / MANIFEST_FILE)
     for name in REQUIRED_TABLES:
         if not (path / f"{name}.parquet").exists():
@@ -259,10 +404,20 @@ def checked(
 
 
 def locate(path: str | Path) -> Path:
-    """The trace folder that `path` means: itself, or `trace/` in a RUN folder."""
+    """The trace folder that `path` means: itself, or `trace/` in a RUN folder; else the recording of either."""
     path = Path(path)
     inner = path / "trace"
-    return inner if inner.is_dir() and not (path / MANIFEST_FILE).exists() else path
+    if (path / MANIFEST_FILE).exists():
+        return path
+    if inner.is_dir():
+        return inner
+    recordings = [recording_of(place) for place in (path, inner) if place.name]
+    return next((folder for folder in recordings if folder.is_dir()), path)
+
+
+def run_folder(trace: Path) -> Path:
+    """The RUN folder that a trace folder, or the recording of one, is part of, else that folder."""
+    return trace.parent if trace.name in ("trace", recording_of(Path("trace")).name) else trace
 
 
 def is_trace(path: Path) -> bool:
@@ -275,6 +430,8 @@ def is_trace(path: Path) -> bool:
 
 def refuse_foreign_target(path: Path) -> None:
     """Raise ConfigError where writing a trace to `path` would destroy something that is no trace."""
+    if path.name.endswith(SUFFIX):
+        raise ConfigError(f"{path}: so recordings are called that are in progress or interrupted; name another place")
     if path.is_dir():
         if any(path.iterdir()) and not is_trace(path):
             raise ConfigError(f"{path} is a folder with other things in it, not a trace; name another place")
@@ -299,7 +456,7 @@ def cannot_write(path: Path, error: OSError) -> InputError:
     return InputError(f"cannot write the trace {path}: {error.strerror or error}")
 
 
-def _chunks(tables: Mapping[str, FileTable]) -> Iterator[list[int]]:
+def _chunks(tables: Mapping[str, StoredTable]) -> Iterator[list[int]]:
     """All RL steps of all tables, in runs whose rows take about CHUNK_BYTES."""
     steps = np.unique(np.concatenate([table.rl_steps for table in tables.values()]))
     size = np.zeros(len(steps))
@@ -342,10 +499,3 @@ def _carry_over(old: Path, new: Path) -> None:
 def _few(values: list[Any]) -> str:
     shown = ", ".join(str(v) for v in values[:8])
     return shown if len(values) <= 8 else f"{shown}, ... {values[-1]}"
-
-
-def _hint(path: Path) -> str:
-    for name in (f"{path}.recording", path / "trace.recording"):
-        if Path(name).is_dir():
-            return f"; an unfinished recording is at {name}: tltlab trace repair {path}"
-    return ""

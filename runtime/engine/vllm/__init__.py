@@ -11,6 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+VARIABLES = POLICY, RECORD, OPTIONS = "TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS"
+"""What the plugin reads from the environment of a program that knows nothing of tltlab: see `options.Variables`."""
+
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_LOGGING_STREAM": "ext://sys.stderr", "TQDM_DISABLE": "1"}
 
 
@@ -20,8 +23,11 @@ def starting() -> Iterator[None]:
 
     Afterwards `os.environ` and `sys.path` are as before, whatever we, vLLM or Ray, which it imports, did to them. vLLM
     reads its variables when it is imported and while an engine starts, and that is when processes of its own get them.
+    Ours, `VARIABLES`, are for other people's programs: here whoever starts an engine says what it does.
     """
     environment, path = dict(os.environ), list(sys.path)
+    for name in VARIABLES:
+        os.environ.pop(name, None)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     try:

@@ -1,8 +1,8 @@
 """What the adapter touches in vLLM, and what it can therefore do with a version of it.
 
 `CAPABILITIES` is one table for two checks of the same names: `lacks` asks the vLLM that is imported, `Sources` the
-sources of any version, in a wheel or a folder, without running them. `python -m` on this module holds wheels against
-the table and writes what it found into `versions.json`, from which the README's table comes.
+sources of any version, in a wheel or a folder, without running them. `python -m tltlab.runtime.engine.vllm.capabilities
+WHEEL ...` writes what wheels have into `versions.json`, and prints the table of the runtime's README.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ CAPABILITIES: Mapping[str, Capability] = {
                 ),
                 "v1.outputs:DraftTokenIds(req_ids, draft_token_ids)",
                 "v1.outputs:ModelRunnerOutput(req_ids, req_id_to_index, sampled_token_ids, cudagraph_stats)",
+                "config.vllm:VllmConfig.use_v2_model_runner",
                 "config.parallel:ParallelConfig(data_parallel_index, pipeline_parallel_size)",
                 "engine.arg_utils:EngineArgs(scheduler_cls, additional_config, async_scheduling, speculative_config)",
                 "v1.engine.core:EngineCore.post_step(model_executed)",
@@ -157,6 +158,11 @@ CAPABILITIES: Mapping[str, Capability] = {
                 "v1.engine.utils:CoreEngineProcManager.__init__(vllm_config)",
             ),
             without="'vllm serve' kills its engine cores before their traces are finished: 'tltlab trace repair'",
+        ),
+        Capability(
+            name="environment variables",
+            touches=("engine.arg_utils:EngineArgs.create_engine_config",),
+            without="TLTLAB_POLICY and TLTLAB_RECORD are not read: pass the engine vllm_options(...)",
         ),
         Capability(
             name="weight updates",
@@ -474,20 +480,17 @@ def _parameters(node: ast.AST | None) -> set[str]:
     return {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
 
 
-def matrix(sources: Sequence[Sources]) -> dict[str, Any]:
-    """What `VERSIONS` holds, of these sources."""
-    return {
-        one.version(): {"torch": one.torch(), "has": {name: not one.lacks(name) for name in CAPABILITIES}}
-        for one in sources
-    }
+def has_each(sources: Sources) -> dict[str, bool]:
+    """Whether these sources have each capability."""
+    return {name: not sources.lacks(name) for name in CAPABILITIES}
 
 
-def table(found: Mapping[str, Any]) -> str:
-    """The README's table of the versions in `VERSIONS`, the newest first."""
-    lines = ["| vLLM | torch | without |", "|---|---|---|"]
-    for version in sorted(found, key=_numbers, reverse=True):
-        lacking = [name for name, has in found[version]["has"].items() if not has]
-        lines.append(f"| {version} | {found[version]['torch']} | {', '.join(lacking) or 'nothing'} |")
+def table(versions: Mapping[str, Any]) -> str:
+    """The README's table of what `VERSIONS` holds, the newest version first."""
+    lines = ["| vLLM | torch | all but |", "|---|---|---|"]
+    for version in sorted(versions, key=_numbers, reverse=True):
+        lacking = [name for name, has in versions[version]["has"].items() if not has]
+        lines.append(f"| {version} | {versions[version]['torch']} | {', '.join(lacking)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -495,8 +498,18 @@ def _numbers(version: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", version)]
 
 
+def main(paths: Sequence[str]) -> None:
+    """Hold wheels, or folders that a vLLM is installed in, against the table; `VERSIONS` and what goes into the README.
+
+    What was found of other versions before is kept as long as the capabilities are the same.
+    """
+    before = json.loads(VERSIONS.read_text()) if VERSIONS.exists() else {}
+    versions = {v: row for v, row in before.items() if row["has"].keys() == CAPABILITIES.keys()}
+    for sources in (Sources(Path(path)) for path in paths):
+        versions[sources.version()] = {"torch": sources.torch(), "has": has_each(sources)}
+    VERSIONS.write_text(json.dumps({v: versions[v] for v in sorted(versions, key=_numbers)}, indent=1) + "\n")
+    sys.stdout.write(table(versions))
+
+
 if __name__ == "__main__":
-    known = json.loads(VERSIONS.read_text()) if VERSIONS.exists() else {}
-    known |= matrix([Sources(Path(wheel)) for wheel in sys.argv[1:]])
-    VERSIONS.write_text(json.dumps({v: known[v] for v in sorted(known, key=_numbers)}, indent=1) + "\n")
-    sys.stdout.write(table(known))
+    main(sys.argv[1:])

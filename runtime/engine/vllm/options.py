@@ -1,22 +1,30 @@
-"""From a policy to the arguments that make any vLLM engine run it: `vllm_options`."""
+"""From a policy to the arguments that make any vLLM engine run it: `vllm_options`, and by variables `Variables`."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Self
 
-from tltlab.config import FrozenModel
+from pydantic import Field
+
+from tltlab.config import FrozenModel, faults_in
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
-from tltlab.errors import ConfigError
+from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json
 from tltlab.policies.policy import Policy, PolicySource, load_policy
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.graphs import GraphPlan, plan_graphs
 
+from . import OPTIONS, POLICY, RECORD, VARIABLES
+
 _HERE = __package__
+
+Program = Literal["vllm", "vllm serve", "verl", "nemo-rl", "skyrl", "prime-rl", "openrlhf", "trl"]
+"""Whose engines `vllm_options` are for: how its users hand arguments on to vLLM."""
 
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 """Where configs say how many MTP layers a model has, in vLLM 0.32 (`SpeculativeConfig.hf_config_override`)."""
@@ -25,7 +33,8 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modu
 class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
 
-    Without a policy vLLM drafts as it was started to, and `record` writes down what that did.
+    Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
+    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet.
     """
 
     policy: Policy | None = None
@@ -34,10 +43,12 @@ class Attachment(FrozenModel):
     worker: int = 0
     seed: int = 0
     record: str | None = None
+    numbered: bool = False
 
     def of_replica(self, index: int) -> Attachment:
         """The same for one of several data-parallel engines: a worker and a trace of its own."""
-        record = f"{self.record}-{index}" if self.record is not None and index else self.record
+        named = self.record is not None and index and not self.numbered
+        record = f"{self.record}-{index}" if named else self.record
         return self.model_copy(update={"worker": self.worker + index, "record": record})
 
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
@@ -50,8 +61,24 @@ class Attachment(FrozenModel):
         return control
 
 
+class EngineOptions(FrozenModel):
+    """What `vllm_options` takes beside a policy and a record: the fields of `TLTLAB_OPTIONS`, a JSON object.
+
+    With `strict` an engine that the variables cannot be followed for does not start (ConfigError), where else it runs
+    without them.
+    """
+
+    drafters: dict[str, DrafterSpec] | None = None
+    max_draft_depth: int | None = Field(default=None, ge=0)
+    max_batch: int | None = Field(default=None, ge=1)
+    async_scheduling: bool | None = None
+    worker: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0)
+    strict: bool = False
+
+
 def vllm_options(
-    policy: PolicySource,
+    policy: PolicySource | None,
     *,
     drafters: Mapping[str, DrafterSpec] | None = None,
     max_draft_depth: int | None = None,
@@ -60,8 +87,9 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
+    for_: Program = "vllm",
 ) -> dict[str, Any]:
-    """Return keyword arguments for `vllm.LLM`, `AsyncEngineArgs` or, as JSON, for `vllm serve`, that run `policy`.
+    """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
 
     `policy` is what `load_policy` takes; `drafters` add to, or replace, the ones it names. The engine
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
@@ -74,21 +102,43 @@ def vllm_options(
     asynchronously where it can (on a CPU it cannot), unless `async_scheduling` says what to do. Then a policy chooses
     before it knows the last iteration's tokens, and how long drafting takes is in no trace.
 
+    `for_` writes them as that program hands them on unharmed: NeMo-RL under `vllm_kwargs` and SkyRL under
+    `engine_init_kwargs` as they are; prime-rl, whose TOML has no null, without any; verl under `engine_kwargs.vllm`,
+    and `vllm serve` in a file for `--config`, as flags, of which none is false. OpenRLHF and TRL take no arguments for
+    their engines: for them these are environment variables (`Variables`).
+
     >>> sorted(vllm_options("beg-mab"))
     ['additional_config', 'async_scheduling', 'scheduler_cls', 'speculative_config']
+    >>> vllm_options("beg-mab", for_="verl")["no-async-scheduling"], vllm_options("beg-mab", for_="trl")
+    (True, {'TLTLAB_POLICY': 'beg-mab'})
     """
-    chosen = load_policy(policy)
-    pool_specs = {**DEFAULT_DRAFTERS, **chosen.drafters, **(drafters or {})}
-    deepest = max((strategy.draft_depth for strategy in chosen.strategies), default=0)
-    depth = deepest if max_draft_depth is None else max_draft_depth
+    if policy is None and record is None:
+        raise ConfigError("nothing to do for the engine: give a policy, a folder to record to, or both")
+    chosen = None if policy is None else load_policy(policy)
+    pool_specs = {**DEFAULT_DRAFTERS, **({} if chosen is None else chosen.drafters), **(drafters or {})}
+    strategies = () if chosen is None else chosen.strategies
+    deepest = max((strategy.draft_depth for strategy in strategies), default=0)
+    depth = deepest if max_draft_depth is None or chosen is None else max_draft_depth
     pool = DrafterPool(pool_specs, depth)
-    pool.use(chosen.strategies)
+    pool.use(strategies)
     if async_scheduling and pool.feeds:
         raise ConfigError(
             "with asynchronous scheduling drafts stay on the device, so only a learned drafter serves, and the policy "
             "names model-free ones: leave async_scheduling off"
         )
-    attachment = Attachment(policy=chosen, drafters=pool_specs, max_draft_depth=depth, worker=worker, seed=seed)
+    if for_ in ("openrlhf", "trl"):
+        given = EngineOptions(
+            drafters=dict(drafters) if drafters else None,
+            max_draft_depth=max_draft_depth,
+            max_batch=max_batch,
+            async_scheduling=async_scheduling,
+            worker=worker,
+            seed=seed,
+        )
+        return _variables(policy, chosen, record, given)
+    attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed)
+    if chosen is not None:
+        attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:
         attachment = attachment.model_copy(update={"record": str(record)})
     if pool.feeds:
@@ -104,9 +154,108 @@ def vllm_options(
         options["cudagraph_metrics"] = True
     plan = None
     if max_batch is not None:
-        plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
         options["max_num_seqs"] = max_batch
-    return options | engine_settings(speculative_config(pool_specs, depth), plan)
+        if chosen is not None:
+            plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
+    return _written(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
+
+
+def _written(options: dict[str, Any], program: Program) -> dict[str, Any]:
+    """The same options as the program takes them."""
+    if program in ("vllm serve", "verl"):
+        return {
+            f"no-{name.replace('_', '-')}" if value is False else name: (
+                True if value is False else json.dumps(value) if isinstance(value, dict) else value
+            )
+            for name, value in options.items()
+        }
+    return _without_null(options) if program == "prime-rl" else options
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_null(each) for name, each in value.items() if each is not None}
+    return value
+
+
+class Variables(FrozenModel):
+    """What the environment asks of every engine that a program starts.
+
+    `TLTLAB_POLICY` is a policy's name, its file, package.module:Class, or what stands in a file; `TLTLAB_RECORD` the
+    folder of a trace; `TLTLAB_OPTIONS` the rest as JSON. Several engines share them, so recordings are `numbered`.
+    """
+
+    policy: Policy | None = None
+    named: str = ""
+    record: str | None = None
+    options: EngineOptions = EngineOptions()
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Self | None:
+        """From an environment, None where it asks for nothing. ConfigError names the variable that is wrong."""
+        policy, record, options = (environ.get(name, "").strip() for name in VARIABLES)
+        if not policy and not record:
+            if options:
+                raise ConfigError(f"{OPTIONS} is set, but neither {POLICY} nor {RECORD}")
+            return None
+        return cls(
+            policy=_policy(policy) if policy else None,
+            named=policy if len(policy) <= 80 else "of its own",
+            record=os.path.abspath(record) if record else None,
+            options=cls.read_options(options),
+        )
+
+    @classmethod
+    def read_options(cls, text: str) -> EngineOptions:
+        """The value of `TLTLAB_OPTIONS`. ConfigError where it is no JSON object of known fields."""
+        try:
+            value = json.loads(text or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{OPTIONS} must be a JSON object: {error}") from error
+        with faults_in(OPTIONS):
+            return EngineOptions.model_validate(value)
+
+    def engine_options(self, async_scheduling: bool | None) -> dict[str, Any]:
+        """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say."""
+        given = {name: getattr(self.options, name) for name in EngineOptions.model_fields if name != "strict"}
+        if given["async_scheduling"] is None:
+            given["async_scheduling"] = async_scheduling
+        options = vllm_options(self.policy, record=self.record, **given)
+        options["additional_config"]["tltlab"]["numbered"] = True
+        return options
+
+    def __str__(self) -> str:
+        parts = [f"follows the policy {self.named}"] if self.policy is not None else []
+        if self.record is not None:
+            parts.append(f"records to {self.record} (-1, -2, ... where that is taken)")
+        return " and ".join(parts)
+
+
+def _policy(text: str) -> Policy:
+    try:
+        if text.startswith("{"):
+            return load_policy(json.loads(text))
+        return load_policy(text)
+    except (TltlabError, ValueError) as error:
+        where = "" if os.path.isabs(text) or "/" not in text else f" (from {os.getcwd()})"
+        raise ConfigError(f"{POLICY}: {error}{where}") from error
+
+
+def _variables(
+    policy: PolicySource | None, chosen: Policy | None, record: str | Path | None, options: EngineOptions
+) -> dict[str, Any]:
+    """The environment variables that ask for the same."""
+    found: dict[str, Any] = {}
+    if chosen is not None:
+        if isinstance(policy, str | Path):
+            found[POLICY] = os.path.abspath(policy) if os.path.isfile(policy) else str(policy)
+        else:
+            found[POLICY] = chosen.model_dump_json(exclude_none=True)
+    if record is not None:
+        found[RECORD] = os.path.abspath(record)
+    if given := options.model_dump(mode="json", exclude_defaults=True):
+        found[OPTIONS] = json.dumps(given)
+    return found
 
 
 def engine_settings(speculative: Mapping[str, Any] | None, graphs: GraphPlan | None) -> dict[str, Any]:

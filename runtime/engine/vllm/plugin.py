@@ -1,25 +1,37 @@
 """What every vLLM process needs from us, loaded by vLLM as a `vllm.general_plugins` entry point.
 
 Two defects of vLLM's CPU build are mended; a weight-transfer backend for trainers on the same machine is registered;
-drafting is timed, and what CUDA graphs take is kept; and an engine core, in whatever process it runs, can be asked
-about its policy. All this changes vLLM's own modules for as long as the process lives. What a version of vLLM has no
-room for is left out (`capabilities`).
+drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can be asked about
+its policy; and engines of programs that know nothing of tltlab are made as the environment says (`options.Variables`).
+All this changes vLLM's own modules for as long as the process lives. What a version of vLLM has no room for is left out
+(`capabilities`).
 """
 
 from __future__ import annotations
 
+import copy
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import wraps
-from typing import Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tltlab.errors import ConfigError
+
+from . import OPTIONS, VARIABLES
 from .capabilities import missing
 from .dispatch import keep_captured_bytes
 from .runners import model_runners, spare_speculation, time_drafting
 from .transfer import register_backend
+
+if TYPE_CHECKING:
+    # Policies are loaded where there is one to follow, and not in every process of vLLM's.
+    from .options import Variables
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
@@ -42,6 +54,151 @@ def register() -> None:
             without = f"{capability}: {type(error).__name__}: {error}"
         if without:
             logger.warning("tltlab: %s", without)
+
+
+def follow_variables() -> None:
+    """Have `EngineArgs` make every engine's configuration as the environment says, and say so in a line.
+
+    `LLM`, `AsyncLLM` and `vllm serve` all go through it. What cannot be followed is left out and the line says why:
+    the policy alone, or all; it does not end the program, unless TLTLAB_OPTIONS has `strict`.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_engine_config
+    if hasattr(stock, "tltlab"):
+        return
+
+    @wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def make() -> Any:
+            return stock(self, *args, **kwargs)
+
+        if not any(os.environ.get(name) for name in VARIABLES):
+            return make()
+        # Front ends of one server make the same configuration again for themselves.
+        quiet = getattr(self, "_api_process_rank", 0) > 0
+        return _followed(self, make, (lambda _: None) if quiet else _say)
+
+    create_engine_config.tltlab = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _say(line: str) -> None:
+    # vLLM's log is often turned off, or goes to the standard output of somebody's pipeline.
+    print(f"tltlab: {line}", file=sys.stderr, flush=True)
+
+
+def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], None]) -> Any:
+    """The configuration that `make` makes of the arguments, with what the environment asks for as far as it goes."""
+    from .options import Variables
+
+    try:
+        asked = Variables.read(os.environ)
+        attempts = [] if asked is None else [asked]
+        if asked is not None and asked.policy is not None and asked.record is not None:
+            attempts.append(asked.model_copy(update={"policy": None}))
+    except Exception as error:
+        if _strict():
+            raise
+        say(f"nothing is done for this engine: {_one_line(error)}")
+        return make()
+    faults: list[str] = []
+    for attempt in attempts:
+        before = vars(engine_args).copy()
+        try:
+            _check_arguments(engine_args, attempt)
+            options = attempt.engine_options(engine_args.async_scheduling)
+            for name, value in options.items():
+                _set(engine_args, name, value)
+            beside = options.get("async_scheduling") is False
+            if "speculative_config" in options and (beside or missing("depths in the V2 runner")):
+                # The V2 runner keeps the drafts of a learned drafter on the device, out of the others' reach.
+                os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+            config = make()
+            _check_configuration(config, attempt)
+        except Exception as error:
+            if attempt.options.strict:
+                raise
+            vars(engine_args).update(before)
+            faults.append(_one_line(error))
+            continue
+        said = f"{attempt}; not the policy: {faults[0]}" if faults else str(attempt)
+        say(f"the engine of {config.model_config.model} {said}")
+        return config
+    config = make()
+    say(f"nothing is done for the engine of {config.model_config.model}: {'; '.join(dict.fromkeys(faults))}")
+    return config
+
+
+def _strict() -> bool:
+    from .options import Variables
+
+    try:
+        return Variables.read_options(os.environ.get(OPTIONS, "")).strict
+    except ConfigError:
+        return '"strict": true' in os.environ.get(OPTIONS, "")
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())[:400]
+    return text if isinstance(error, ConfigError) else f"{type(error).__name__}: {text}"
+
+
+def _check_arguments(engine_args: Any, asked: Variables) -> None:
+    """Raise ConfigError where the program has decided something else itself."""
+    if without := missing("policies"):
+        raise ConfigError(without)
+    if "tltlab" in (engine_args.additional_config or {}):
+        raise ConfigError("its program gives it options of tltlab's itself")
+    if asked.record is not None:
+        folder = next(each for each in Path(asked.record).parents if each.exists())
+        if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise ConfigError(f"cannot record to {asked.record}: {folder} is not a folder to write to")
+    if asked.policy is None:
+        return
+    if any(getattr(engine_args, name, None) for name in ("speculative_config", "spec_method", "spec_model")):
+        raise ConfigError("its program speculates by itself: a policy would need its speculative_config")
+    if engine_args.async_scheduling and asked.engine_options(None).get("async_scheduling") is False:
+        raise ConfigError("its program asks for asynchronous scheduling, and the policy for model-free drafts")
+
+
+def _set(engine_args: Any, name: str, value: Any) -> None:
+    """Set an argument; ConfigError where the program has set it to something else. Dictionaries are added to."""
+    now, default = getattr(engine_args, name), type(engine_args).__dataclass_fields__[name].default
+    if name == "additional_config":
+        value = {**(now or {}), **value}
+    elif name == "compilation_config":
+        changed = copy.deepcopy(now)
+        for part, setting in value.items():
+            setattr(changed, part, setting)
+        value = changed
+    elif now is not None and now not in (default, value):
+        raise ConfigError(f"its program sets {name}={now!r}")
+    setattr(engine_args, name, value)
+
+
+def _check_configuration(config: Any, asked: Variables) -> None:
+    """Raise ConfigError for an engine that could not start, or whose ranks would each decide for themselves."""
+    from .options import Attachment
+
+    if config.model_config.runner_type != "generate":
+        raise ConfigError("it pools and generates nothing")
+    parallel = config.parallel_config
+    if parallel.pipeline_parallel_size > 1:
+        raise ConfigError("it is pipeline-parallel, and a policy cannot follow several batches under way at once")
+    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
+        # Every rank has a scheduler, and all must schedule the same without asking each other.
+        if asked.policy is not None:
+            raise ConfigError("each of its tensor-parallel ranks schedules for itself, and times differ")
+        if int(os.environ.get("RANK", "0")) % parallel.world_size:
+            raise ConfigError("the first of its tensor-parallel ranks records")
+    speculates = config.speculative_config is not None
+    without = missing("depths in the V2 runner")
+    if without and asked.policy is not None and speculates and config.use_v2_model_runner:
+        raise ConfigError(without)
+    overlapped = bool(config.scheduler_config.async_scheduling)
+    on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
+    Attachment.model_validate(config.additional_config["tltlab"]).control(overlapped=overlapped, beside=not on_device)
 
 
 def answer_for_the_policy() -> None:
@@ -203,5 +360,6 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "draft times": time_drafting,
     "graph plans": _keep_captured_bytes,
     "traces of servers": wait_for_recordings,
+    "environment variables": follow_variables,
 }
 """What is changed in vLLM, by the capability that it needs. Drafting is timed with what `spare_speculation` adds."""

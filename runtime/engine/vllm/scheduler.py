@@ -87,10 +87,9 @@ class PolicyScheduler(Scheduler):
         # The V2 runner verifies the drafts it keeps on the device, whatever tokens the scheduler names.
         beside = not overlapped and not (self.num_spec_tokens and self.use_v2_model_runner)
         self.control = attachment.control(overlapped=overlapped, beside=beside)
-        if self.num_spec_tokens and self.control.steers and self.use_v2_model_runner:
-            without = missing("depths in the V2 runner")
-            if without:
-                raise ConfigError(without)
+        without = missing("depths in the V2 runner")
+        if without and self.num_spec_tokens and self.control.steers and self.use_v2_model_runner:
+            raise ConfigError(without)
         # With a table of depths in force vLLM does not pad new requests with placeholder drafts.
         if self.num_spec_tokens and self.control.steers:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -99,9 +98,8 @@ class PolicyScheduler(Scheduler):
         self.recording: LiveRecording | None = None
         if attachment.record is not None:
             model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
-            self.recording = LiveRecording(
-                attachment.record, self.control, model=model, hardware=hardware(), engine=engine
-            )
+            begin = LiveRecording.numbered if attachment.numbered else LiveRecording
+            self.recording = begin(attachment.record, self.control, model=model, hardware=hardware(), engine=engine)
         self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()

@@ -177,12 +177,19 @@ def test_repair_on_the_command_line(command, tmp_path):
     recorder.append(
         "workload", [{**row, "epoch": 0, "prompt_tokens": 1, "max_response_tokens": 9, "policy_version": 0}]
     )
+    recorder.append("outcomes", [{**row, "response_tokens": 3, "finish_reason": "stop", "worker": 0}])
     recorder.flush()
     recorder._lock.close()
+    code, out, err = command("trace", "validate", tmp_path / "t")
+    assert (code, "unfinished: the recording was interrupted" in err) == (0, True)
+    assert "1 responses" in out
     code, out, _ = command("trace", "repair", tmp_path / "t", "--json")
     assert code == 0
     assert json.loads(out)["notes"].startswith("repaired: ")
     assert read(tmp_path / "t").rl_steps == [0]
+    code, out, _ = command("trace", "merge", tmp_path / "t", tmp_path / "t", "--out", tmp_path / "both", "--json")
+    assert (code, json.loads(out)["num_responses"]) == (0, 2)
+    assert read(tmp_path / "both").outcomes["worker"].tolist() == [0, 1]
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".json"])

@@ -238,6 +238,20 @@ def test_a_table_with_a_short_row_is_refused(tmp_path):
 # vLLM
 
 
+def test_a_csv_of_requests_keeps_when_each_came_and_went(tmp_path):
+    path = tmp_path / "requests.csv"
+    path.write_text(
+        "request_id,input_toks,output_toks,arrival_time,queued_ts,first_token_ts,last_token_ts\n"
+        "bench-0,2358,531,2026-08-20 23:19:40.08,27536.5,27537.25,27554.5\n"
+        "bench-1,1034,769,2026-08-20 23:19:40.34,27537.0,27537.25,27562.0\n"
+    )
+    trace = import_dump(path)
+    assert trace.workload["prompt_tokens"].tolist() == [2358, 1034]
+    assert trace.outcomes["response_tokens"].tolist() == [531, 769]
+    assert (trace.outcomes["t_finish"] - trace.outcomes["t_submit"]).tolist() == [18.0, 25.0]
+    assert (trace.outcomes["t_first_token"] - trace.outcomes["t_submit"]).tolist() == [0.75, 0.25]
+
+
 def test_a_benchmark_result_of_vllm_is_a_trace(tmp_path):
     path = tmp_path / "result.json"
     path.write_text(json.dumps(bench_result()))

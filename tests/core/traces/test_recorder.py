@@ -41,6 +41,13 @@ def outcomes(step, num=4):
     ]  # fmt: skip
 
 
+def iterations(step):
+    row = {"rl_step": step, "worker": 0, "duration": 1.0, "batch": 4, "context_tokens": 12, "prefill_tokens": 0,
+           "draft_depth": 0, "top_k": 0, "tokens_to_verify": 1, "num_drafted": 0, "num_accepted": 0,
+           "num_generated": 4}  # fmt: skip
+    return [row | {"iteration": i, "t_start": float(i)} for i in range(2)]
+
+
 def disk_full(*args, **kwargs):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -96,7 +103,7 @@ recorder.append("outcomes", outcomes)
 
 def test_a_program_that_exits_can_still_close(tmp_path):
     rows = json.dumps([workload(0), outcomes(0)])
-    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), rows], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", AT_EXIT, str(tmp_path / "t"), rows], check=True, timeout=400)
     assert read(tmp_path / "t").outcomes["response_tokens"].tolist() == [1, 2, 3, 4]
 
 
@@ -160,9 +167,97 @@ def test_an_exception_in_the_run_leaves_a_recording_to_repair(tmp_path):
 
     with pytest.raises(RuntimeError, match="engine died"):
         run()
-    with pytest.raises(TraceError, match="tltlab trace repair"):
-        read(tmp_path / "t")
+    assert len(read(tmp_path / "t").outcomes) == 3
     assert len(repair(tmp_path / "t").outcomes) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"), [("run", "."), ("run/trace", "."), ("run/trace.recording", "."), (".", "run")]
+)
+def test_what_was_interrupted_is_read_as_it_is_and_says_so(tmp_path, monkeypatch, capsys, name, folder):
+    (tmp_path / "run").mkdir()
+    interrupted(
+        tmp_path / "run" / "trace",
+        ("workload", workload(0)), ("outcomes", outcomes(0)), ("iterations", iterations(0)),
+        ("workload", workload(1)), ("outcomes", outcomes(1, 2)), ("workload", workload(2)),
+    )  # fmt: skip
+    before = {path: path.read_bytes() for path in (tmp_path / "run" / "trace.recording").iterdir()}
+    monkeypatch.chdir(tmp_path / folder)
+    trace = read(name)
+    assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4, 1, 2]
+    # Requests that were under way are left out, and RL steps of nothing else.
+    assert trace.rl_steps == [0, 1]
+    assert len(trace.workload) == 6
+    assert trace.iterations["iteration"].tolist() == [0, 1]
+    assert [len(one.outcomes) for one in trace.iter_rl_steps()] == [4, 2]
+    note = "unfinished: the recording was interrupted; 6 requests (rl_step 1, 2) have no outcome"
+    assert trace.manifest.notes == note
+    assert note in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in (tmp_path / "run" / "trace.recording").iterdir()} == before
+    written = repair(name, tmp_path / "other")
+    assert all(written.arrow(table).equals(trace.arrow(table)) for table in trace.names)
+
+
+def test_a_recording_in_progress_is_read_and_goes_on(tmp_path):
+    with Recorder(tmp_path / "t", MANIFEST) as recorder:
+        for step in range(2):
+            add(recorder, step)
+            recorder.flush()
+            trace = read(tmp_path / "t")
+            assert trace.rl_steps == list(range(step + 1))
+            assert trace.manifest.notes == "unfinished: it is still being recorded"
+        # A process that closes any handle of a locked file has lost its lock.
+        with pytest.raises(ConfigError, match="in progress in another process"):
+            in_another_process(repair, tmp_path / "t")
+    # What was read is in memory: the recording is gone.
+    assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * 2
+    assert read(tmp_path / "t").manifest.notes is None
+
+
+def in_another_process(work, *args):
+    ours, theirs = FORKING.Pipe(duplex=False)
+
+    def report():
+        try:
+            theirs.send(work(*args))
+        except Exception as error:
+            theirs.send(error)
+
+    child = FORKING.Process(target=report)
+    child.start()
+    found = ours.recv()
+    child.join()
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def test_reading_what_another_process_records_is_safe_at_any_moment(tmp_path):
+    child, told = begun(record, tmp_path / "t", 40)
+    assert told.recv() == -1
+    seen = [-1]
+    while child.is_alive():
+        last = seen[-1]
+        while told.poll():
+            try:
+                last = told.recv()
+            except EOFError:
+                break
+        trace = read(tmp_path / "t")
+        num = len(trace.rl_steps)
+        assert num >= last + 1
+        assert trace.outcomes["response_tokens"].tolist() == [1, 2, 3, 4] * num
+        seen.append(last)
+    child.join()
+    assert child.exitcode == 0
+    assert read(tmp_path / "t").rl_steps == list(range(40))
+
+
+def test_nothing_is_written_to_where_something_is_recorded(tmp_path):
+    finished(tmp_path / "t")
+    interrupted(tmp_path / "u", ("workload", workload(0)), ("outcomes", outcomes(0)))
+    with pytest.raises(ConfigError, match="so recordings are called"):
+        read(tmp_path / "t").write(tmp_path / "u.recording")
 
 
 def test_a_fault_between_tables_keeps_the_recording(tmp_path):
@@ -404,7 +499,6 @@ def test_repair_on_a_full_disk_is_one_sentence_and_may_be_tried_again(tmp_path, 
         patched.setattr("pyarrow.parquet.ParquetWriter.write_table", disk_full)
         with pytest.raises(InputError, match=r"cannot write the trace .*t: No space left on device"):
             repair(tmp_path / "t")
-    assert not (tmp_path / "t.recording" / "together.tmp").exists()
     assert len(repair(tmp_path / "t").outcomes) == 4
 
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tltlab.errors import ConfigError, RunError
+from tltlab.errors import ConfigError, RunError, TraceError
 from tltlab.traces.recorder import Recorder, repair
 from tltlab.traces.schema import Manifest
-from tltlab.traces.trace import read
+from tltlab.traces.trace import read, together
 
-from .test_recorder import FORKING, begun, killed_after
+from .test_recorder import FORKING, begun, iterations, killed_after
 
 MANIFEST = Manifest(kind="recorded", name="live", num_workers=2, model="m", group_size=1, seed=3, hardware="h")
 
@@ -256,3 +256,88 @@ def test_an_end_between_any_two_operations_leaves_the_old_or_the_new(tmp_path, h
             assert same(read(copy / "t"), whole)
         number += 1
     assert number >= 2
+
+
+def engine(path, *steps, created_s=0, version=None, closed=True, keys=None, model="m"):
+    """What one engine of several recorded: RL steps as (number, seconds since its start, lengths of responses)."""
+    created = f"2026-01-01T00:{created_s // 60:02d}:{created_s % 60:02d}.500+00:00"
+    manifest = Manifest(kind="recorded", created=created, model=model, num_workers=1, source="tltlab", hardware="h")
+    recorder = Recorder(path, manifest)
+    for step, start, lengths in steps:
+        key = [{"rl_step": step, "prompt_id": p, "sample": n} for n, p in enumerate(keys or ["p"] * len(lengths))]
+        policy_version = step if version is None else version
+        told = {"epoch": 0, "prompt_tokens": 3, "max_response_tokens": 99, "policy_version": policy_version}
+        times = {"finish_reason": "stop", "worker": 0, "t_submit": 0.0}
+        recorder.append("steps", [{"rl_step": step, "t_start": start, "policy_version": policy_version}])
+        recorder.append("workload", [k | told for k in key])
+        ends = [times | {"response_tokens": n, "t_finish": float(n)} for n in lengths]
+        recorder.append("outcomes", [k | end for k, end in zip(key, ends, strict=True)])
+        recorder.append("iterations", iterations(step))
+    if closed:
+        recorder.close()
+    else:
+        recorder.flush()
+        recorder._lock.close()
+
+
+def places(trace):
+    rows = trace.outcomes
+    return list(zip(rows["rl_step"], rows["sample"], rows["worker"], rows["response_tokens"], strict=True))
+
+
+def test_what_engines_of_a_run_recorded_at_once_is_one_trace(tmp_path, capsys):
+    # The second starts a second later and leaves out what would be RL step 1; then its numbers are behind.
+    engine(tmp_path / "x", (0, 0.0, [5, 20]), (1, 30.0, [7]), (2, 60.0, [9, 3]))
+    engine(tmp_path / "x-1", (0, 0.0, [4]), (1, 61.0, [8]), created_s=1, closed=False)
+    engine(tmp_path / "x-2", created_s=3)
+    engine(tmp_path / "x-3", (0, 0.0, [6]), created_s=600)
+    trace = read(tmp_path / "x")
+    assert "unfinished" in capsys.readouterr().err
+    assert places(trace) == [(0, 0, 0, 5), (0, 1, 0, 20), (0, 2, 1, 4), (1, 0, 0, 7), (2, 0, 0, 9), (2, 1, 0, 3),
+                             (2, 2, 1, 8)]  # fmt: skip
+    assert trace.outcomes["t_finish"].tolist() == [5.0, 20.0, 5.0, 7.0, 9.0, 3.0, 10.0]
+    assert trace.steps["t_start"].tolist() == [0.0, 30.0, 60.0]
+    assert trace.iterations.groupby("worker").size().tolist() == [6, 4]
+    assert "put together from x, x-1.recording: workers in this order" in trace.manifest.notes
+    assert trace.manifest.num_workers == 2
+    # The others stand for themselves: a later run, and the second engine.
+    assert read(tmp_path / "x-3").rl_steps == [0]
+    assert read(tmp_path / "x-1").manifest.num_workers == 1
+    with pytest.raises(TraceError, match="holds 3 traces: name one, such as"):
+        read(tmp_path)
+
+
+def test_a_folder_of_nothing_else_is_the_trace_of_its_engines(tmp_path):
+    for number in range(3):
+        engine(tmp_path / f"x-{number}", (0, 0.0, [5 + number]), (1, 9.0, [5]), created_s=number, keys=[f"p{number}"])
+    trace = read(tmp_path)
+    assert places(trace) == [(0, 0, n, 5 + n) for n in range(3)] + [(1, 0, n, 5) for n in range(3)]
+    assert trace.path is None
+    (tmp_path / "other").mkdir()
+    assert read(tmp_path).rl_steps == [0, 1]
+    with pytest.raises(TraceError, match=r"no manifest\.json"):
+        read(tmp_path / "other")
+
+
+def test_an_engine_that_fell_idle_within_a_rollout_recorded_one_rl_step(tmp_path):
+    engine(tmp_path / "x", (0, 0.0, [50]), (1, 60.0, [20]))
+    engine(tmp_path / "x-1", (0, 0.0, [5]), (1, 30.0, [5]), (2, 60.0, [5]), version=0)
+    trace = read(tmp_path / "x")
+    assert places(trace) == [(0, 0, 0, 50), (0, 1, 1, 5), (0, 2, 1, 5), (1, 0, 0, 20), (1, 1, 1, 5)]
+    assert trace.outcomes["t_finish"].tolist() == [50.0, 5.0, 35.0, 20.0, 5.0]
+    assert trace.iterations.query("worker == 1 and rl_step == 0")["iteration"].tolist() == [0, 1, 2, 3]
+
+
+def test_rl_steps_that_overlap_in_turn_go_by_their_numbers(tmp_path):
+    """Weights are updated while responses to the last ones still grow."""
+    for name in ("x", "x-1"):
+        engine(tmp_path / name, (0, 0.0, [50]), (1, 40.0, [50]), (2, 80.0, [50]), keys=[name])
+    assert places(read(tmp_path / "x")) == [(step, 0, worker, 50) for step in range(3) for worker in range(2)]
+
+
+def test_traces_of_other_models_are_not_put_together(tmp_path):
+    engine(tmp_path / "x", (0, 0.0, [5]))
+    engine(tmp_path / "x-1", (0, 0.0, [5]), model="another")
+    assert read(tmp_path / "x").manifest.num_workers == 1
+    with pytest.raises(TraceError, match=r"is of another, .* of m: two runs"):
+        together([read(tmp_path / "x"), read(tmp_path / "x-1")])

@@ -139,7 +139,7 @@ def cluster():
     with contextlib.ExitStack() as stack:
 
         def make(num_workers=4, endpoint=None, through=lambda endpoint: endpoint, on_kill=None, **config):
-            settings = {"yield_timeout_s": 10.0, "resend_s": 0.1} | config
+            settings = {"yield_timeout_s": 100.0, "resend_s": 0.1} | config
             server = OpenServer(CoordinatorConfig(**settings), endpoint, num_workers, on_kill or (lambda w: None))
             stack.callback(server.close)
             at = through(server.endpoint)
@@ -226,20 +226,21 @@ def test_rollouts_go_through_a_network_that_loses_doubles_delays_and_reorders(cl
 
     server, workers = cluster(through=through)
     waits = []
-    for rl_step in range(6):
+    rl_step = 0
+    while rl_step < 6 or networks[0].lost <= 20:
         begin(server, workers, rl_step)
         train(workers, 3, 1, rl_step=rl_step)
         workers[2].client.requests(rl_step, False)
         workers[0].client.requests(rl_step, False)
         waits.append(server.rollout_ended(rl_step))
         assert not any(worker.training for worker in workers), "released while one trains"
+        rl_step += 1
     networks[0].open = False
     networks[0].join()
-    assert networks[0].lost > 20
     assert networks[0].passed > networks[0].lost
     assert max(waits) < server.config.yield_timeout_s, "somebody was given up"
     orders = [order for worker in workers for order in worker.orders]
-    assert {order.rl_step for order in orders} == set(range(6))
+    assert {order.rl_step for order in orders} == set(range(rl_step))
     assert len({(order.term, order.leader) for order in orders}) == len({order.term for order in orders})
     assert len({(order.group, order.members) for order in orders}) == len({order.group for order in orders})
     for worker in workers:
@@ -279,11 +280,13 @@ def test_coordination_of_a_rollout_takes_few_messages_and_little_time(cluster):
 
 
 def test_heartbeats_go_on_while_the_main_thread_works(cluster):
-    server, workers = cluster(num_workers=2, gone_after_s=2.5)
+    server, workers = cluster(num_workers=2, gone_after_s=100.0)
     begin(server, workers, 0)
     train(workers, 1, rl_step=0)
-    end = time.monotonic() + 3.0
-    while time.monotonic() < end:
+    heard, end = server.heard, time.monotonic() + 100.0
+    # Two workers, a heartbeat of each every 0.1 s.
+    while server.heard < heard + 10:
+        assert time.monotonic() < end, "nothing is heard"
         sum(i * i for i in range(1000))
     assert workers[1].training
     assert len(server.periods()) == 1
@@ -385,9 +388,12 @@ class WorkerProcess:
 
 
 @pytest.fixture
-def processes(tmp_path):
-    """A server, four worker processes of which 0, 1 and 2 train in RL step 0, and whom the server had killed."""
-    killed, config = [], CoordinatorConfig(yield_timeout_s=3.0, resend_s=0.5, gone_after_s=60.0)
+def processes(tmp_path, request):
+    """A server, four worker processes of which 0, 1 and 2 train in RL step 0, and whom the server had killed.
+
+    Its parameter is how long the server waits for who does not yield.
+    """
+    killed, config = [], CoordinatorConfig(yield_timeout_s=request.param, resend_s=0.5, gone_after_s=300.0)
 
     def on_kill(worker):
         killed.append(worker)
@@ -408,6 +414,7 @@ def processes(tmp_path):
             worker.kill()
 
 
+@pytest.mark.parametrize("processes", [100.0], indirect=True)
 def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(processes):
     server, workers, killed = processes
     (first,) = server.periods()
@@ -426,12 +433,13 @@ def test_a_process_killed_in_mid_training_ends_the_period_and_the_others_go_on(p
     assert killed == []
 
 
+@pytest.mark.parametrize("processes", [5.0], indirect=True)
 def test_the_rollout_waits_no_longer_than_the_bound_for_a_process_that_hangs(processes):
     server, workers, killed = processes
     os.kill(workers[2].process.pid, signal.SIGSTOP)
     bound_s = server.config.yield_timeout_s
     waited_s = server.rollout_ended(0)
-    assert bound_s <= waited_s < bound_s + 10
+    assert bound_s <= waited_s < bound_s + 60
     assert killed == [2]
     server.rollout_started(1)
     workers[0].pipe.send((1, True))

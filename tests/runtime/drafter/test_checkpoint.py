@@ -104,7 +104,7 @@ FileSystemWriter.finish = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 saved.save({"head.fc.weight": torch.full((1000,), 2.0), "counters": torch.tensor([2, 0])})
 saved.finish()
 """
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=False)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=400, check=False)
     assert ended.returncode == -signal.SIGKILL
     assert (tmp_path / f"checkpoint-00000001{PARTIAL}").is_dir()
     assert loaded(tmp_path) == 1.0

@@ -166,6 +166,8 @@ class Large:
 def dies_in_mid_sum(rank: int, folder: Path, how: int) -> dict[str, Any]:
     """Rank 1 dies or stops once its part is on the way; the others go on, first alone and then in a new group."""
     training = made(folder / str(rank))
+    with joined(folder, "ready", rank, 3, PATIENT_S):
+        """None of them has still to be started."""
     group = joined(folder, "term-1", rank, 3, TIMEOUT_S)
     training.share(group)
     training.update([text.sequence(rank)], group)
@@ -201,7 +203,7 @@ def test_a_member_lost_in_mid_exchange_costs_the_others_one_update_and_a_bounded
     found = run(dies_in_mid_sum, 3, tmp_path, how, dying=1)
     for one in found.values():
         assert "died or hangs" in one["sentence"]
-        assert one["seconds"] < TIMEOUT_S + 30
+        assert one["seconds"] < TIMEOUT_S + 100
         assert one["unchanged"]
         assert (one["alone"], one["members"], one["updates"]) == (1, 2, 3)
 

@@ -24,6 +24,7 @@ import torch
 
 import tltlab
 from tltlab.coordination.canary import CanaryConfig
+from tltlab.coordination.messages import Event
 from tltlab.errors import ConfigError
 from tltlab.policies.policy import FixedSpec, Policy
 from tltlab.runtime.drafter import processes as trainer_processes
@@ -33,7 +34,7 @@ from tltlab.runtime.drafter.feed import FeedSender
 from tltlab.runtime.drafter.heads.kinds import load_head, new_head
 from tltlab.runtime.drafter.run import DrafterRun, drafter_of
 from tltlab.runtime.drafter.sequences import TrainingSequence
-from tltlab.runtime.drafter.spot import coordinator_endpoint, machine_addresses
+from tltlab.runtime.drafter.spot import SpotTraining, coordinator_endpoint, machine_addresses
 from tltlab.runtime.drafter.worker import SpotTrainer
 from tltlab.runtime.engine.drafter_pool import DrafterReport
 from tltlab.runtime.ray.start import start_ray
@@ -48,7 +49,8 @@ from tltlab.traces.recorder import repair
 from . import drafting_text as text
 from .drafting_text import same, until
 
-YIELD_S = 6.0
+YIELD_S, HANGING_S = 100.0, 10.0
+"""How long trainers may take to yield, and where one of them never will."""
 
 
 def alive(pid: int) -> bool:
@@ -382,34 +384,58 @@ def test_when_a_member_is_killed_in_mid_exchange_the_other_goes_on_and_the_rollo
     assert story.run.served.updates > at
 
 
-def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story):
+@pytest.fixture
+def impatient(story: Story, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The coordinator and the trainers wait for `HANGING_S` only."""
+    training = story.run.training
+    assert isinstance(training, SpotTraining)
+    patient, server = training.config, training.server
+    assert server is not None
+    coordinators = [patient.coordinator.model_copy(update={"yield_timeout_s": HANGING_S})]
+    config, advance = patient.model_copy(update={"coordinator": coordinators[0]}), server._advance
+
+    def configured(event: Event) -> None:
+        server._state = replace(server._state, config=coordinators[-1])
+        advance(event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_advance", configured)
+        patch.setattr(training, "config", config)
+        story.trainers(lambda trainer: setattr(trainer, "config", config))
+        yield
+        story.trainers(lambda trainer: setattr(trainer, "config", patient))
+        coordinators.append(patient.coordinator)
+        until(lambda: server._state.config is patient.coordinator)
+
+
+def test_a_trainer_that_hangs_is_killed_at_the_bound(story: Story, impatient: None):
     story.rollout(1, 2)
     start = story.run.served.updates
     until(lambda: min(story.updates(1), story.updates(2)) > start + 5)
     hanging = story.pids[2]
     os.kill(hanging, signal.SIGSTOP)
     waited = story.end()
-    assert YIELD_S - 0.5 < waited < YIELD_S + 30
+    assert HANGING_S - 0.5 < waited < HANGING_S + 100
     assert not alive(hanging)
     until(lambda: story.pids.get(2, hanging) != hanging)
     assert story.run.served.updates > start, "what the others have is used"
     ended = {row["worker"]: row["ended"] for row in story.rows["spot_training"]}
     assert ended == {1: "stopped", 2: "killed"}
     (lost,) = (row for row in story.rows["spot_training"] if row["ended"] == "killed")
-    assert lost["t_start"] + lost["duration"] > YIELD_S
+    assert lost["t_start"] + lost["duration"] > HANGING_S
     assert (lost["members"], lost["updates"]) == (2, 0)
     assert lost.keys() == story.rows["spot_training"][0].keys()
-    assert any("did not yield within 6 s" in said for said in story.said + story.events.take())
+    assert any("did not yield within 10 s" in said for said in story.said + story.events.take())
 
 
 def test_a_trainer_that_hangs_while_nobody_trains_holds_nobody_up(story: Story, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(trainer_processes, "ANSWER_S", 1.0)
+    monkeypatch.setattr(trainer_processes, "ANSWER_S", 4.0)
     story.rollout()
     hanging = story.pids[0]
     os.kill(hanging, signal.SIGSTOP)
     begin = time.monotonic()
     story.end()
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 200
     assert not alive(hanging)
     until(lambda: story.pids.get(0, hanging) != hanging)
     assert any("did not answer" in said for said in story.said + story.events.take())
@@ -535,7 +561,14 @@ nice = 0
 
 
 def fed(run: GrpoRun) -> int:
-    return sum(run.drafting.training.processes.answers("seen").values())  # type: ignore[attr-defined]
+    """Responses of this RL step that trainers have, once all that was sent has come."""
+
+    def settled(trainer: SpotTrainer) -> int:
+        assert trainer._feed.settle(300)
+        return trainer.seen()
+
+    processes = run.drafting.training.processes._processes.values()  # type: ignore[attr-defined]
+    return sum(ray.get([process.actor.__ray_call__.remote(settled) for process in processes]))
 
 
 def draft_vectors(worker: Any) -> dict[str, torch.Tensor]:
@@ -558,8 +591,8 @@ def test_in_a_run_with_engines_what_is_trained_serves_and_what_collapses_does_no
         assert fed(run) == 0
         run.step()
         assert json.loads((tmp_path / "run" / "repeats.json").read_text())["repeats"]
-        # The last of them may still be under way.
-        until(lambda: fed(run) == 16)
+        # What is sent before a trainer is connected is dropped.
+        until(lambda: fed(run) == 16 or not run.step())
         until(lambda: drafting.served.updates or not run.step())
         assert_engines_draft_with(drafting.training.processes.answers("weights")[0], run)
         for process in drafting.training.processes._processes.values():  # type: ignore[union-attr]

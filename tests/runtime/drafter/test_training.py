@@ -31,7 +31,7 @@ class Threads:
     def __init__(self, world: int) -> None:
         self.world = world
         self._given: list[Tensor] = []
-        self._meet = threading.Barrier(world, timeout=20)
+        self._meet = threading.Barrier(world, timeout=300)
 
     def sum(self, tensor: Tensor) -> None:
         self._given.append(tensor.clone())

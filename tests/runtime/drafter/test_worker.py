@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tltlab.coordination.agent import TrainIn
 from tltlab.coordination.machine import CoordinatorConfig
 from tltlab.runtime.coordinator.server import CoordinatorServer
 from tltlab.runtime.drafter.feed import FeedSender
@@ -27,7 +28,7 @@ from .drafting_text import same, until
 
 CONFIG = DrafterConfig(
     optim=OptimConfig(lr=3e-3),
-    coordinator=CoordinatorConfig(yield_timeout_s=20.0, resend_s=0.1),
+    coordinator=CoordinatorConfig(yield_timeout_s=100.0, resend_s=0.1),
     tokens_per_update=128,
     checkpoint_every=5,
     ages=2,
@@ -126,6 +127,13 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
     trainer = bench.taught()
     assert trainer.num_updates() == 0, "it trains while its engine generates"
     before = trainer.predicted()
+    update, late = trainer.training.update, []
+
+    def watched(*args: Any, **kwargs: Any) -> UpdateReport:
+        late.append(not isinstance(trainer._client.order, TrainIn))
+        return update(*args, **kwargs)
+
+    trainer.training.update = watched  # type: ignore[method-assign]
     bench.idle(1, 0)
     until(lambda: trainer.num_updates() >= 30)
     waited = bench.server.rollout_ended(0)
@@ -135,11 +143,10 @@ def test_an_idle_worker_trains_until_the_rollout_ends_and_yields_within_a_step(b
     assert row["updates"] == trainer.num_updates() >= 30
     assert row["tokens"] >= 100 * row["updates"]
     assert row["checkpoints"] == row["updates"] // 5 + (row["updates"] % 5 > 0)
-    step_s = row["train_s"] / row["updates"]
-    assert row["yield_s"] < 10 * step_s + row["blocked_s"] + 5
-    assert waited < CONFIG.coordinator.yield_timeout_s / 2
-    spent = row["setup_s"] + row["train_s"] + row["wait_s"] + row["blocked_s"]
-    assert 0.1 * row["duration"] < spent <= row["duration"]
+    assert sum(late) <= 1, "the optimizer step under way was to be the last"
+    assert 0 < row["yield_s"] <= waited < CONFIG.coordinator.yield_timeout_s
+    assert row["train_s"] > 0
+    assert row["setup_s"] + row["train_s"] + row["wait_s"] + row["blocked_s"] <= row["duration"]
     assert trainer.predicted()[0] > before[0] + 0.05
     done = trainer.num_updates()
     time.sleep(0.1)
@@ -153,7 +160,7 @@ def test_a_worker_whose_engine_gets_work_again_stops(bench: Bench):
     bench.status(1, 0, busy=True)
     (row,) = until(trainer.take_rows)
     assert row["ended"] == "stopped"
-    assert bench.server.rollout_ended(0) < CONFIG.coordinator.yield_timeout_s / 2
+    assert bench.server.rollout_ended(0) < CONFIG.coordinator.yield_timeout_s
 
 
 def test_an_empty_buffer_waits_and_one_sequence_is_enough(bench: Bench):
@@ -185,13 +192,13 @@ def test_states_that_are_not_finite_end_the_period_and_not_the_drafter(bench: Be
     assert (row["updates"], trainer.num_updates(), trainer.training.skipped) == (0, 0, 3)
     assert same(trainer.weights(), good)
     assert trainer.predicted() == []
-    assert bench.server.rollout_ended(0) < CONFIG.coordinator.yield_timeout_s / 2
+    assert bench.server.rollout_ended(0) < CONFIG.coordinator.yield_timeout_s
     bench.begin(1)
     bench.begin(2)
     bench.teach(1, sequences(2))
     bench.idle(1, 2)
     until(lambda: trainer.num_updates() > 3)
-    assert bench.server.rollout_ended(2) < CONFIG.coordinator.yield_timeout_s / 2
+    assert bench.server.rollout_ended(2) < CONFIG.coordinator.yield_timeout_s
 
 
 def test_a_new_process_goes_on_from_the_checkpoint_unless_the_drafter_in_service_is_further(bench: Bench):
@@ -269,7 +276,9 @@ def test_members_of_a_group_go_on_from_whoever_is_furthest(bench: Bench):
 
 
 def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
-    here, hanging = bench.add(1), bench.add(2)
+    # Members wait for one another half as long as the coordinator waits for them.
+    soon = CONFIG.model_copy(update={"coordinator": CoordinatorConfig(yield_timeout_s=10.0)})
+    here, hanging = bench.add(1, soon), bench.add(2, soon)
     bench.begin(0)
     for worker in (1, 2):
         bench.teach(worker, sequences())
@@ -278,7 +287,7 @@ def test_when_a_member_hangs_the_others_go_on_without_it(bench: Bench):
     update, wakes = hanging.training.update, threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> UpdateReport:
-        wakes.wait(60)
+        wakes.wait(400)
         return update(*args, **kwargs)
 
     hanging.training.update = late  # type: ignore[method-assign]

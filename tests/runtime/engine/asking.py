@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
+
+import pytest
 
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
+from tltlab.runtime.engine.ledger import Iteration, Ledger, Scheduled
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 CONTEXT, BLOCK = 96, 32
@@ -42,6 +46,22 @@ def groups_of_four(num: int, tokens: int, prompt_tokens: int = 6, rl_step: int =
     """As many requests that run to their cap, four samples of each prompt."""
     prompts = [[1, *([4 + n, 5, 6] * prompt_tokens)[: prompt_tokens - 1]] for n in range(-(-num // 4))]
     return [request(f"p{n // 4}", n % 4, prompts[n // 4], tokens, rl_step=rl_step) for n in range(num)]
+
+
+def timed_by_work(ledger: Ledger, patch: pytest.MonkeyPatch) -> None:
+    """Have an engine's time go on by its work alone: 10 ms an iteration, and 0.1 ms for each token that it verifies.
+
+    What a policy learns from times is then the same on every machine, however busy.
+    """
+    now_s, verified = 0.0, ledger.verified
+
+    def later(what: Scheduled, counts: Sequence[int]) -> Iteration:
+        nonlocal now_s
+        now_s += 1e-2 + 1e-4 * (len(what.request_ids) + sum(map(len, what.drafts.values())))
+        return verified(what, counts)
+
+    patch.setattr(ledger, "clock", lambda: now_s)
+    patch.setattr(ledger, "verified", later)
 
 
 def settings() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from statistics import median
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import GenerationRequest, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
 
-from .asking import accept_length, fixed, request, texts
+from .asking import accept_length, fixed, request, texts, timed_by_work
 
 pytestmark = pytest.mark.engine
 
@@ -60,7 +59,8 @@ def test_the_drafters_draft_time_is_told_apart(engine: Engine):
     assert all(0 < row["draft_duration"] < row["duration"] for row in rows)
 
 
-def test_a_bandits_choice_follows_the_better_arm(engine: Engine):
+def test_a_bandits_choice_follows_the_better_arm(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    timed_by_work(engine.control.ledger, monkeypatch)
     arms = (Strategy.chain("ngram", 2), Strategy.chain("suffix", 4), NO_SPECULATION)
     policy = Policy(selector=BegMabSpec(buckets=(Bucket(min_batch=1, strategies=arms),), epsilon=0.05))
     plain = greedy(engine, None, tokens=200)
@@ -74,8 +74,9 @@ def test_a_bandits_choice_follows_the_better_arm(engine: Engine):
             if row["reward"] is not None:
                 rewards.setdefault(row["drafter"], []).append(row["reward"])
     best = max(rewards, key=lambda name: sorted(rewards[name])[len(rewards[name]) // 2])
+    assert rewards.keys() == {"ngram", "suffix", "none"}
     assert best == "suffix", "the test needs one arm that pays"
-    assert chosen["suffix"] > 0.5 * chosen.total()
+    assert chosen["suffix"] > 0.8 * chosen.total()
 
 
 def test_elastic_activation_comes_on_in_the_tail_without_prefilling_again(engine: Engine):
@@ -115,7 +116,8 @@ def test_new_weights_for_the_drafter_change_what_is_drafted_and_not_what_is_said
     assert engine.control.drafters["learned"].updates == before + 2
 
 
-def test_the_policys_time_is_a_small_part_of_the_run(engine: Engine):
-    # A busy machine may stop a process in the middle of anything: the typical rollout counts.
-    rollouts = [greedy(engine, fixed("ngram")) for _ in range(7)]
-    assert 0 < median(rollout.recorder_s / rollout.duration_s for rollout in rollouts) < 0.3
+def test_the_policys_time_is_told_apart_and_the_recorders_too(engine: Engine):
+    """How small they are `tltlab bench seam` and `tltlab bench runtime` tell: of one rollout it is the machine's."""
+    rollout = greedy(engine, fixed("ngram"))
+    assert min(rollout.recorder_s, rollout.policy_s, rollout.drafting_s) > 0
+    assert rollout.recorder_s + rollout.policy_s + rollout.drafting_s < rollout.duration_s

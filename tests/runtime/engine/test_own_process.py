@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -18,6 +19,7 @@ from tltlab.drafters.specs import DEFAULT_DRAFTERS, LearnedSpec
 from tltlab.errors import ConfigError, RunError
 from tltlab.policies.policy import BegMabSpec, Bucket, Policy
 from tltlab.policies.simple import NoSpeculation
+from tltlab.runtime.drafter.sequences import TrainingSequence
 from tltlab.runtime.engine.engine import Engine
 from tltlab.runtime.engine.generation import EngineDied, Rollout
 from tltlab.strategy import NO_SPECULATION, Strategy
@@ -141,8 +143,15 @@ def test_its_randomness_can_be_reseeded_and_what_it_learned_carried_over(engine:
     assert drawn[0] == drawn[2] != drawn[1]
 
 
+def hangs_at_the_long_one(sequence: TrainingSequence) -> None:
+    """Else the engine core may be done, and have said so, before the killer's process gets a processor."""
+    if sequence.key[1] == "l":
+        time.sleep(600)
+
+
 def test_a_killed_engine_core_hands_over_what_had_come_back(engine: Engine):
     """The last test of the file: the engine is gone after it."""
+    engine.capture(hangs_at_the_long_one)
     (process,) = engine.llm.llm_engine.engine_core.resources.engine_manager.processes
     short, long = request("s", 0, [1, 4], 3), request("l", 0, [1, 5], 240)
     engine.set_policy(None)

@@ -17,7 +17,7 @@ from tltlab.runtime.ray import start
 from tltlab.runtime.ray.actors import runtime_env
 from tltlab.runtime.ray.prefork import Prefork
 
-WAIT_S = 60
+WAIT_S = 200
 
 
 class Actor:

@@ -80,7 +80,7 @@ def finish_times(
         if began and strategy.speculates and not ready:
             now += costs.switch_s
         began, ready = True, ready or strategy.speculates
-        regime = regimes.at(strategy, len(running))
+        regime = regimes.at(strategy, len(running), loaded=ready or not costs.switch_s)
         now += regime.cost.seconds(len(running), sum(r.context_tokens for r in running))
         beside: list[_Request] = []
         if prefilling:

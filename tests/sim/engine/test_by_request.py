@@ -100,7 +100,7 @@ class Walker:
         walker = self
 
         class Settling(Regimes):
-            def at(self, strategy: Strategy, batch: int) -> Regime:
+            def at(self, strategy: Strategy, batch: int, *, loaded: bool = True) -> Regime:
                 walker.done.update(walker.finishing)
                 return super().at(strategy, batch)
 

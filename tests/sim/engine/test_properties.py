@@ -106,8 +106,14 @@ def test_a_worker_without_a_request_is_idle_throughout():
 def test_a_switch_into_speculation_is_paid_once():
     trace = of_lengths([10, 20, 30, 40, 50, 60, 70, 80, 90, 100, 110, 120], workers=1)
     slow = COSTS.model_copy(update={"switch_s": 3.0})
-    quick, paid = (simulate(trace, TABLE, costs=c, acceptance="geometric:0.6") for c in (COSTS, slow))
-    assert paid.makespan_s == pytest.approx(quick.makespan_s + 3.0)
+    how = {"acceptance": "geometric:0.6", "record_iterations": True}
+    quick, paid = (simulate(trace, TABLE, costs=c, **how) for c in (COSTS, slow))
+    iterations = paid.trace.iterations
+    assert iterations is not None
+    before = int((iterations["drafter"] != "none").argmax())
+    # Until then no drafter is loaded, and plain decoding pays nothing for one.
+    assert 0 < before < len(iterations)
+    assert paid.makespan_s == pytest.approx(quick.makespan_s + 3.0 - before * COSTS.need("sd_idle_s"))
     spans = paid.trace.spans
     assert spans is not None
     assert spans.loc[spans["kind"] == "switch", "duration"].tolist() == [3.0]

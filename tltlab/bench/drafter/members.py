@@ -38,9 +38,9 @@ HIDDEN, VOCABULARY, TOKENS = 256, 512, 256
 TIMEOUT_S = 60.0
 SMALL = 1200
 """Numbers of which each round carries a part in one segment."""
-TCP_INFO_BYTES, BYTES_SENT, DATA_SEGMENTS = 208, 200, 156
-"""Of Linux's `struct tcp_info` (linux/tcp.h): its length with `tcpi_bytes_sent`, the offsets of that and of
-`tcpi_data_segs_out`."""
+TCP_INFO_BYTES, BYTES_SENT, BYTES_RETRANS, NOTSENT_BYTES, DATA_SEGMENTS = 216, 200, 208, 144, 156
+"""Of Linux's `struct tcp_info` (linux/tcp.h): its length with `tcpi_bytes_retrans`, the offsets of `tcpi_bytes_sent`,
+of that, of `tcpi_notsent_bytes` and of `tcpi_data_segs_out`."""
 
 HEADS = {
     "7B": Shape(),
@@ -226,7 +226,10 @@ def _member(rank: int, world: int, address: str, rounds: int) -> Member:
 
 
 def _sent(apart: int) -> tuple[int, int]:
-    """Bytes and data segments that this process's TCP connections have sent, but for those with port `apart`."""
+    """Bytes that this process gave its TCP connections to send, and their data segments; without those of port `apart`.
+
+    Bytes count once, sent or still to be sent: how far the kernel has come, and what it repeats, depends on the others.
+    """
     total = segments = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
@@ -234,7 +237,8 @@ def _sent(apart: int) -> tuple[int, int]:
                 continue
             info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
             if len(info) == TCP_INFO_BYTES:
-                total += struct.unpack_from("Q", info, BYTES_SENT)[0]
+                sent, again = struct.unpack_from("Q", info, BYTES_SENT), struct.unpack_from("Q", info, BYTES_RETRANS)
+                total += sent[0] - again[0] + struct.unpack_from("I", info, NOTSENT_BYTES)[0]
                 segments += struct.unpack_from("I", info, DATA_SEGMENTS)[0]
     return total, segments
 

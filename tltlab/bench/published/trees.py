@@ -36,8 +36,8 @@ def fit_tree(cells: pd.DataFrame, drafter: str | None = None) -> TreeAcceptance:
     accept length outside [1, depth + 1], or fewer rows than parameters.
     """
     table = _checked(cells)
-    branching = table["top_k"].nunique() > 2
-    start = _START if branching else _START[:4]
+    start = _start(table)
+    branching = len(start) == len(_START)
     strategies = _strategies(table)
     measured = table["accept_length"].to_numpy(np.float64)
     spans = {name: (int(table[name].min()), int(table[name].max())) for name in _COLUMNS[:3]}
@@ -93,6 +93,11 @@ def _strategies(table: pd.DataFrame) -> Sequence[Strategy]:
     return [Strategy("any", *row) for row in rows]
 
 
+def _start(cells: pd.DataFrame) -> Floats:
+    """Where the fit begins; the effect of top_k shows in more than two of its values."""
+    return _START if cells["top_k"].nunique() > 2 else _START[:4]
+
+
 def _checked(cells: pd.DataFrame) -> pd.DataFrame:
     if missing := [name for name in _COLUMNS if name not in cells]:
         raise ConfigError(f"accept lengths of trees need the columns {', '.join(_COLUMNS)}; {missing[0]} is missing")
@@ -104,6 +109,7 @@ def _checked(cells: pd.DataFrame) -> pd.DataFrame:
             f"accept_length {row['accept_length']} of depth {int(row['draft_depth'])} is outside [1, depth + 1]: "
             f"it counts the bonus token"
         )
-    if len(cells) < len(_START):
-        raise ConfigError(f"a tree curve has {len(_START)} parameters, got {len(cells)} measurements")
+    num_parameters = len(_start(cells))
+    if len(cells) < num_parameters:
+        raise ConfigError(f"a tree curve has {num_parameters} parameters here, got {len(cells)} measurements")
     return cells

@@ -1,0 +1,362 @@
+"""Engines of programs that know nothing of tltlab: as the environment says, or with options handed on by a framework.
+
+Their configuration is made as for a start; engines start in `test_process` and `test_trl`. `TLTLAB_FRAMEWORKS` names a
+folder with the frameworks' packages (pip install --no-deps --target FOLDER verl skyrl): then their own code is run too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import yaml
+
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import load_policy
+from tltlab.runtime import serve_arguments, vllm_options
+from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.runtime.engine.vllm import VARIABLES, starting
+from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables
+
+arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+
+FRAMEWORKS = Path(os.environ.get("TLTLAB_FRAMEWORKS", "/nowhere"))
+OURS = "tltlab.runtime.engine.vllm.scheduler."
+SMALL = {"max_model_len": 64, "enforce_eager": True, "dtype": "float32", "kv_cache_memory_bytes": 1 << 25}
+
+Environment = Callable[..., None]
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Environment:
+    """Sets our variables, and no others of them."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def put(**values: str) -> None:
+        for name, value in values.items():
+            monkeypatch.setenv(f"TLTLAB_{name.upper()}", value)
+
+    return put
+
+
+def configured(model: Path, kind: str = "EngineArgs", **arguments: Any) -> Any:
+    """vLLM's configuration of an engine, as `LLM` makes it, or `AsyncLLM` of AsyncEngineArgs."""
+    return getattr(arg_utils, kind)(model=str(model), **{**SMALL, **arguments}).create_engine_config()
+
+
+def attached(config: Any) -> Attachment | None:
+    """What the engine is told of tltlab."""
+    settings = config.additional_config.get("tltlab")
+    return None if settings is None else Attachment.model_validate(settings)
+
+
+def serve_parser() -> argparse.ArgumentParser:
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser: argparse.ArgumentParser = arg_utils.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    parser.add_argument("--config")
+    return parser
+
+
+def test_an_engine_of_a_program_without_a_line_of_ours_runs_the_policy_and_records(
+    random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    load_policy("beg-mab").write(tmp_path / "policy.json")
+    environment(policy=str(tmp_path / "policy.json"), record=str(tmp_path / "x"), options='{"max_draft_depth": 8}')
+    for kind in ("EngineArgs", "AsyncEngineArgs"):
+        config = configured(random_model, kind)
+        assert config.scheduler_config.scheduler_cls == OURS + "PolicyScheduler"
+        assert config.scheduler_config.async_scheduling is False
+        assert config.speculative_config.num_speculative_tokens == 8
+        found = attached(config)
+        assert (found.policy, found.record, found.numbered) == (load_policy("beg-mab"), str(tmp_path / "x"), True)
+        [said] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("tltlab: ")]
+        assert f"follows the policy {tmp_path / 'policy.json'} and records to {tmp_path / 'x'}" in said
+
+
+def test_the_front_end_of_a_server_follows_the_environment_too(
+    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    environment(policy=load_policy("beg-mab").model_dump_json())
+    parsed = serve_parser().parse_args(["--model", str(random_model), "--max-model-len", "64"])
+    arguments = arg_utils.AsyncEngineArgs.from_cli_args(parsed)
+    assert attached(arguments.create_engine_config()).policy == load_policy("beg-mab")
+    assert "policy of its own" in capfd.readouterr().err
+    # Each of several front ends makes the configuration once more.
+    arguments = arg_utils.AsyncEngineArgs.from_cli_args(parsed)
+    arguments._api_process_count, arguments._api_process_rank = 2, 1
+    assert attached(arguments.create_engine_config()).policy == load_policy("beg-mab")
+    assert "tltlab: " not in capfd.readouterr().err
+
+
+def test_recording_alone_leaves_vllms_scheduling_and_speculation_as_they_are(
+    random_model: Path, tmp_path: Path, environment: Environment
+):
+    ngram = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
+    stock = configured(random_model, speculative_config=dict(ngram))
+    environment(record=str(tmp_path / "x"))
+    config = configured(random_model, speculative_config=dict(ngram))
+    assert attached(config).policy is None
+    assert attached(config).record == str(tmp_path / "x")
+    assert config.scheduler_config.async_scheduling == stock.scheduler_config.async_scheduling
+    assert config.speculative_config.method == "ngram"
+    assert config.observability_config.cudagraph_metrics
+
+
+WRONG: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
+    "no such file": ({"policy": "gone/policy.json"}, {}, "gone/policy.json"),
+    "no JSON": ({"policy": "{selector"}, {}, "TLTLAB_POLICY"),
+    "options": ({"policy": "beg-mab", "options": '{"depth": 4}'}, {}, "TLTLAB_OPTIONS: depth"),
+    "options alone": ({"options": "{}"}, {}, "neither TLTLAB_POLICY nor TLTLAB_RECORD"),
+    "too shallow": ({"policy": "beg-mab", "options": '{"max_draft_depth": 2}'}, {}, "depths up to 2"),
+    "a head that is not there": ({"policy": "beg-mab-learned"}, {}, "has the drafters"),
+    "a scheduler of its own": ({"policy": "beg-mab"}, {"scheduler_cls": "their.Scheduler"}, "their.Scheduler"),
+    "drafts of its own": (
+        {"policy": "beg-mab"},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "speculates by itself",
+    ),
+    "asynchronous": ({"policy": "beg-mab"}, {"async_scheduling": True}, "asks for asynchronous scheduling"),
+    "options of ours": ({"policy": "beg-mab"}, {"additional_config": {"tltlab": {}}}, "options of tltlab's itself"),
+    "a pooling model": ({"policy": "beg-mab"}, {"runner": "pooling"}, "pools"),
+    "a folder that cannot be": ({"record": "/dev/null/x"}, {}, "/dev/null is not"),
+    "what vLLM refuses": ({"policy": "beg-mab", "options": '{"max_batch": 4}'}, {"max_num_seqs": 8}, "max_num_seqs=8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_followed_is_said_and_the_engine_is_the_programs(
+    case: str, random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    values, arguments, why = WRONG[case]
+    arguments = {"async_scheduling": False, **arguments}
+    if case == "asynchronous":
+        # Nor can vLLM on a CPU: what the program asks for is what makes the difference.
+        arguments["async_scheduling"] = True
+    engine_args = arg_utils.EngineArgs(model=str(random_model), **{**SMALL, **arguments})
+    given = vars(engine_args).copy()
+    environment(**values)
+    config = engine_args.create_engine_config()
+    said = capfd.readouterr().err
+    assert said.count("tltlab: nothing is done for") == 1
+    assert why in said
+    assert config.scheduler_config.scheduler_cls == arguments.get("scheduler_cls")
+    assert engine_args.additional_config == given["additional_config"]
+    assert engine_args.scheduler_cls == given["scheduler_cls"]
+
+
+def test_who_asks_for_strictness_gets_no_engine_instead(random_model: Path, environment: Environment):
+    environment(policy="beg-mab", options='{"max_draft_depth": 2, "strict": true}')
+    with pytest.raises(ConfigError, match="depths up to 2"):
+        configured(random_model)
+    environment(options='{"depth": 2, "strict": true}')
+    with pytest.raises(ConfigError, match="TLTLAB_OPTIONS: depth"):
+        configured(random_model)
+
+
+def test_a_policy_that_cannot_be_followed_does_not_keep_the_engine_from_recording(
+    random_model: Path, tmp_path: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    environment(policy="beg-mab-learned", record=str(tmp_path / "x"))
+    found = attached(configured(random_model))
+    assert (found.policy, found.record) == (None, str(tmp_path / "x"))
+    assert f"records to {tmp_path / 'x'} (-1, -2, ... where that is taken); not the policy:" in capfd.readouterr().err
+
+
+def test_ranks_that_schedule_each_for_itself_record_once_and_follow_no_policy(
+    random_model: Path, tmp_path: Path, environment: Environment, monkeypatch: pytest.MonkeyPatch
+):
+    """TRL's colocated engines under tensor parallelism: a scheduler on each rank, and all must choose the same."""
+    environment(policy="beg-mab", record=str(tmp_path / "x"))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append(
+            attached(configured(random_model, tensor_parallel_size=2, distributed_executor_backend="external_launcher"))
+        )
+    assert found[0].policy is None
+    assert found[0].record == str(tmp_path / "x")
+    assert found[1] is None
+
+
+def test_whoever_starts_an_engine_of_ours_says_what_it_does(environment: Environment):
+    environment(policy="beg-mab", record="x")
+    with starting():
+        assert Variables.read(os.environ) is None
+    assert os.environ["TLTLAB_POLICY"] == "beg-mab"
+
+
+def test_engines_that_share_a_name_record_each_to_a_folder_of_its_own(tmp_path: Path):
+    (tmp_path / "x").mkdir()
+
+    def started() -> LiveRecording:
+        control = Control(DrafterPool(None, 0), worker=0)
+        return LiveRecording.numbered(tmp_path / "x", control, model="m", hardware="h", engine="e")
+
+    two = [started(), started()]
+    assert [recording.path.name for recording in two] == ["x", "x-1"]
+    two[0].close()
+    # A trace is not written over, and what was interrupted stays for repair.
+    assert started().path.name == "x-2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x-1.recording", "x-2.recording"]
+
+
+def old_verl(options: Mapping[str, Any]) -> list[str]:
+    """A command line, from which False is left out."""
+    words: list[str] = []
+    for name, value in options.items():
+        if value is not False:
+            words += [f"--{name}"] + (
+                [] if value is True else [json.dumps(value) if isinstance(value, dict) else value]
+            )
+    return [str(word) for word in words]
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(name)} = {toml(each)}" for name, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
+
+
+def parsed(words: list[str], model: Path) -> Any:
+    return arg_utils.AsyncEngineArgs.from_cli_args(serve_parser().parse_args([*words, "--model", str(model)]))
+
+
+def of_yaml(options: Mapping[str, Any], model: Path, folder: Path) -> Any:
+    """vLLM's own `--config FILE`."""
+    (folder / "serve.yaml").write_text(yaml.safe_dump(dict(options)))
+    words = ["serve", str(model), "--config", str(folder / "serve.yaml")]
+    found = serve_parser()._pull_args_from_config(words)
+    return parsed([word for word in found[1:] if word != str(model)], model)
+
+
+def of_namespace(options: Mapping[str, Any], model: Path) -> Any:
+    """Arguments set one by one on what a parser made of nothing, as SkyRL does."""
+    namespace = serve_parser().parse_args([])
+    for name, value in {"model": str(model), **options}.items():
+        setattr(namespace, name, value)
+    return arg_utils.AsyncEngineArgs.from_cli_args(namespace)
+
+
+def of_toml(options: Mapping[str, Any], model: Path) -> Any:
+    """A table of a TOML file, which a parser is given as what it has parsed already, as prime-rl does."""
+    table = tomllib.loads("\n".join(f"{name} = {toml(value)}" for name, value in options.items()))
+    namespace = argparse.Namespace(model=str(model), **table)
+    return arg_utils.AsyncEngineArgs.from_cli_args(serve_parser().parse_args([], namespace=namespace))
+
+
+HANDED_ON: dict[Program, Callable[[Mapping[str, Any], Path, Path], Any]] = {
+    "vllm": lambda options, model, _: arg_utils.EngineArgs(model=str(model), **options),
+    "vllm serve": of_yaml,
+    "verl": lambda options, model, _: parsed(old_verl(options), model),
+    "nemo-rl": lambda options, model, _: arg_utils.AsyncEngineArgs(
+        model=str(model), **yaml.safe_load(yaml.safe_dump(dict(options)))
+    ),
+    "skyrl": lambda options, model, _: of_namespace(options, model),
+    "prime-rl": lambda options, model, _: of_toml(options, model),
+}
+
+
+def the_same(engine_args: Any, options: Mapping[str, Any]) -> bool:
+    """Whether an engine is told what `options` say."""
+    given, wanted = (Attachment.model_validate(of["tltlab"]) for of in (
+        engine_args.additional_config, options["additional_config"],
+    ))  # fmt: skip
+    names = ("scheduler_cls", "async_scheduling", "speculative_config", "cudagraph_metrics")
+    return given == wanted and all(getattr(engine_args, name) == options[name] for name in names)
+
+
+@pytest.mark.parametrize("program", HANDED_ON)
+def test_options_reach_the_engine_as_each_framework_hands_them_on(
+    program: Program, random_model: Path, tmp_path: Path, environment: Environment
+):
+    policy, more = load_policy("beg-mab"), {"record": tmp_path / "x", "seed": 5}
+    engine_args = HANDED_ON[program](vllm_options(policy, **more, for_=program), random_model, tmp_path)
+    assert the_same(engine_args, vllm_options(policy, **more))
+
+
+@pytest.mark.parametrize("program", ["openrlhf", "trl"])
+def test_frameworks_that_take_no_arguments_take_the_environment(
+    program: Program, random_model: Path, tmp_path: Path, environment: Environment
+):
+    policy = load_policy("beg-mab").model_copy(update={"provenance": {"trace": "x"}})
+    for source in (policy, "beg-mab"):
+        asked = vllm_options(source, record=tmp_path / "x", seed=5, max_draft_depth=8, for_=program)
+        environment(**{name.removeprefix("TLTLAB_").lower(): value for name, value in asked.items()})
+        # OpenRLHF's engine, and TRL's: neither has a place for more.
+        found = attached(configured(random_model, "AsyncEngineArgs", seed=7, enable_prefix_caching=True))
+        wanted = vllm_options(source, record=tmp_path / "x", seed=5, max_draft_depth=8)
+        assert found == Attachment.model_validate(wanted["additional_config"]["tltlab"] | {"numbered": True})
+
+
+def test_false_is_no_word_of_a_command_line():
+    options = vllm_options("beg-mab")
+    assert "--no-async-scheduling" in serve_arguments(options)
+    assert "async_scheduling" not in "".join(old_verl(options))
+    assert "--no-async-scheduling" in old_verl(vllm_options("beg-mab", for_="verl"))
+
+
+def functions(path: Path, *names: str, **beside: Any) -> list[Callable[..., Any]]:
+    """Functions of a module whose package cannot be imported here, with what they need `beside` them."""
+    found = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef) and n.name in names]
+    for node in found:
+        node.returns = None
+        for argument in node.args.args:
+            argument.annotation = None
+    space = dict(beside)
+    exec(compile(ast.Module(found, []), str(path), "exec"), space)
+    return [space[name] for name in names]
+
+
+@pytest.mark.skipif(not (FRAMEWORKS / "verl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with verl")
+def test_verls_own_command_line(random_model: Path):
+    path = FRAMEWORKS / "verl/workers/rollout/vllm_rollout/utils.py"
+    beside = {"json": json, "functools": functools, "dataclasses": dataclasses, "get_args": get_args}
+    build = functions(path, "build_cli_args_from_config", "_optional_bool_vllm_args", **beside)[0]
+    options = vllm_options("beg-mab", record="x", for_="verl")
+    # What verl sets itself comes first.
+    words = build({"max_num_seqs": 64, "enable_prefix_caching": True, "quantization": None, **options})
+    assert the_same(parsed(words, random_model), vllm_options("beg-mab", record="x"))
+
+
+@pytest.mark.skipif(not (FRAMEWORKS / "skyrl").is_dir(), reason="TLTLAB_FRAMEWORKS names no folder with SkyRL")
+def test_skyrls_own_arguments(random_model: Path, monkeypatch: pytest.MonkeyPatch):
+    # In SkyRL's vLLM, 0.23, this stands elsewhere.
+    place = "vllm.entrypoints.openai.cli_args"
+    monkeypatch.setitem(sys.modules, place, importlib.import_module("vllm.entrypoints.launchers.cli_args"))
+    path = FRAMEWORKS / "skyrl/backends/skyrl_train/inference_servers/utils.py"
+    [build] = functions(
+        path, "build_vllm_cli_args", logger=None, get_config_as_dict=dict, _uses_lora_weight_sync=lambda _: False,
+        VLLM_NEW_INFERENCE_WORKER_EXTENSION_CLS="their.Worker", get_transfer_strategy=lambda *_: "nccl",
+    )  # fmt: skip
+    engine = SimpleNamespace(
+        tensor_parallel_size=1, pipeline_parallel_size=1, model_dtype="float32", data_parallel_size=1,
+        gpu_memory_utilization=0.1, enable_prefix_caching=True, enforce_eager=True, max_num_batched_tokens=256,
+        expert_parallel_size=1, max_num_seqs=8, enable_return_routed_experts=False, weight_sync_backend="nccl",
+        served_model_name=None, language_model_only=False, speculative_config=None,
+        engine_init_kwargs=vllm_options("beg-mab", record="x", for_="skyrl"),
+    )  # fmt: skip
+    trainer = SimpleNamespace(
+        policy=SimpleNamespace(model=SimpleNamespace(path=str(random_model))), seed=1,
+        placement=SimpleNamespace(colocate_all=False),
+    )  # fmt: skip
+    namespace = build(SimpleNamespace(generator=SimpleNamespace(inference_engine=engine), trainer=trainer))
+    assert the_same(arg_utils.AsyncEngineArgs.from_cli_args(namespace), vllm_options("beg-mab", record="x"))
