@@ -42,8 +42,9 @@ def export_policy(
 ) -> None:
     """Draft depths by batch size and CUDA graphs for them, as settings that vLLM 0.32 takes.
 
-    What it does not is refused: trees, several drafters, suffix decoding of several depths. With --model-shape the
-    memory of the graphs is predicted, also of a policy that is refused, and with --memory-gb refused where it is more.
+    What it does not is refused: trees, several drafters, suffix decoding of several depths, depths that are chosen at
+    run time. With --model-shape the memory of the graphs is predicted, also of a policy that is refused, and with
+    --memory-gb refused where it is more.
 
     Example: tltlab export-policy policy.json --max-batch 64 --model-shape Qwen2.5-7B --memory-gb 4 --out vllm.json
     """
@@ -52,7 +53,11 @@ def export_policy(
 
     if memory_gb is not None and model_shape is None:
         raise ConfigError("--memory-gb needs --model-shape: a model's folder, or a name such as Qwen2.5-7B")
-    plan = plan_graphs(load_policy(policy), max_batch, fill=fill)
+    chosen = load_policy(policy)
+    plan = plan_graphs(chosen, max_batch, fill=fill)
+    if plan.drafts.get("method") == "suffix":
+        # Which vLLM's V2 runner does not have.
+        plan = plan_graphs(chosen, max_batch, runner="V1")
     refused = plan.refused()
     if refused is not None and (out is not None or model_shape is None):
         raise ConfigError(f"policy {policy} has no settings of plain vLLM: {refused}")

@@ -6,6 +6,7 @@ iterations in a `Ledger`. Nothing here knows vLLM.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections import defaultdict
@@ -18,6 +19,7 @@ import numpy as np
 
 from tltlab.drafters.base import Key
 from tltlab.drafters.budget import DraftBudget, UniformBudget
+from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.policies.selector import Selector
 from tltlab.state import RequestState, StepOutcome, StepState
@@ -25,6 +27,7 @@ from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .drafter_pool import DrafterPool, Response
 from .ledger import NO_CHOICE, Choice, Clock, Iteration, Ledger, Row, Scheduled, Stopwatch
+from .metrics import Metrics, NullTally, Tally
 from .seat import Seat, raised_at
 
 logger = logging.getLogger(__name__)
@@ -107,7 +110,7 @@ class Control:
     `inside` runs while the ledger is kept, `seat.deciding` and it while the policy decides.
 
     A policy that raises, whatever it is doing, is logged once and asked no more: the engine decodes plainly, and
-    `failure` has the sentence until another policy is set.
+    `failure` has the sentence until another policy is set. `counted` iterations are in `metrics`.
     """
 
     def __init__(
@@ -117,12 +120,15 @@ class Control:
         worker: int = 0,
         overlapped: bool = False,
         clock: Clock = time.perf_counter,
+        counted: bool = False,
     ) -> None:
         self.drafters = drafters
         self.overlapped = overlapped
         self.steers = True
         self.seat = Seat(worker=worker, clock=clock)
-        self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock)
+        self._tally = Tally() if counted else NullTally()
+        self.ledger = Ledger(self._tell, worker=worker, overlapped=overlapped, clock=clock, over=self._tally.add)
+        self._policy: Policy | None = None
         self.inside = Stopwatch(clock)
         self.drafting = Stopwatch(clock)
         self.failure = ""
@@ -138,6 +144,17 @@ class Control:
     def set_policy(self, policy: Policy, seed: Sequence[int]) -> None:
         """Choose by a fresh selector and budget of `policy`, drawing from a generator seeded with `seed`."""
         self.set_selector(policy.build(np.random.default_rng(list(seed))), policy.build_budget())
+        self._policy = policy
+
+    def replace_policy(self, policy: Policy, seed: Sequence[int]) -> None:
+        """The same while requests run. ConfigError, and the policy in force stays, for what this engine cannot run."""
+        for name, spec in policy.drafters.items():
+            if self.drafters.specs.get(name) != spec:
+                raise ConfigError(
+                    f"drafter {name} is not set so in this engine, and drafters are there from its start: leave it out "
+                    "of the policy, or start the engine with this one"
+                )
+        self.set_policy(policy, seed)
 
     def set_selector(self, selector: Selector | None, budget: DraftBudget | None = None) -> None:
         """Choose by `selector` from now on, None for plain decoding; ConfigError for what this engine cannot run."""
@@ -173,6 +190,19 @@ class Control:
     def seconds(self) -> tuple[float, float, float]:
         """Seconds spent inside in all, of these deciding, and, beside them, feeding drafters and looking up."""
         return self.inside.seconds, self.seat.deciding.seconds, self.drafting.seconds
+
+    def metrics(self, changes: Mapping[str, int] | None = None) -> Metrics:
+        """What iterations did by arm since the start, and the policy in force; `changes` are those of its file."""
+        text = self._policy.model_dump_json() if self._policy is not None else ""
+        return Metrics(
+            selector=self._policy.selector.kind if self._policy is not None else "",
+            digest=hashlib.sha256(text.encode()).hexdigest()[:8] if text else "",
+            failure=self.failure,
+            arms=self._tally.arms,
+            newest=self._tally.newest,
+            seconds=self.seconds,
+            changes=changes or {},
+        )
 
     def state_dict(self, history: bool = True) -> dict[str, Any]:
         """What a rollout depends on besides requests and weights: all that policy, budget and drafters have learned.

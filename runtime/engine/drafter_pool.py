@@ -141,9 +141,11 @@ class DrafterPool(Mapping[str, DrafterState]):
         """Feed from now on the drafters that `strategies` name, all of them if there are none, what runs included."""
         for strategy in strategies:
             self.check(strategy)
+        # All of them before anything changes: one that cannot be built leaves things as they were.
+        drafters = {name: self._drafter(name) for name in self.model_free(strategies)}
         before, self._fed = self._fed, {}
-        for name in self.model_free(strategies):
-            fed = self._fed[name] = before.pop(name) if name in before else _Fed(self._drafter(name))
+        for name, drafter in drafters.items():
+            fed = self._fed[name] = before.pop(name) if name in before else _Fed(drafter)
             for key, (prompt, output) in self._running.items():
                 if key not in fed.texts:
                     fed.open(key, prompt, output)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, LearnedSpec, NgramSpec, SuffixSpec
+from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec, NgramSpec, SuffixSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import CapturePlan, DrafterRunner, GraphPool, TargetRunner, plan_for
 from tltlab.policies.policy import ExploreSpec, FixedSpec, Policy, TableRow, TableSpec
@@ -154,13 +154,19 @@ class GraphPlan:
             return f"vLLM has one drafter per engine, and the policy drafts with {names}; {own}"
         if not self.drafts:
             return (
-                f"the policy does not say what its drafter {self.drafters[0]} is in vLLM's words: give it under "
-                f'"drafters", with kind "learned", method and model; {own}'
+                f"the policy does not say what its drafter {self.drafters[0]} is in vLLM's words, or that it is not "
+                f'trained yet: give it under "drafters", with kind "learned", method and model; {own}'
             )
         if self.drafts["method"] == "suffix" and self.schedule:
             return (
                 f"vLLM's suffix decoding has one K for all batches and dies of another, and the policy has "
                 f"{', '.join(map(str, self.depths))}; {own}"
+            )
+        if self.chosen_at_run_time:
+            # vLLM would take the schedule, and draft by it: deepest at batch 1, hardly at all beyond a few requests.
+            return (
+                f"the policy chooses among K = {', '.join(map(str, self.depths))} while it runs, and vLLM goes by the "
+                f"batch size alone, as a table does; {own}"
             )
         return None
 
@@ -296,8 +302,9 @@ def plan_graphs(
                 f"vLLM drafts chains only: strategy {strategy} is a tree (top_k {strategy.top_k}); "
                 "top_k > 1 runs in the simulator"
             )
-    drafters = tuple(dict.fromkeys(s.drafter for s in strategies if s.speculates))
     specs = DEFAULT_DRAFTERS | policy.drafters
+    named = dict.fromkeys(s.drafter for s in strategies if s.speculates)
+    drafters = tuple(dict.fromkeys(part for name in named for part in _parts(specs, name)))
     batches = vllm_batches(max_batch, spacing)
     plan = GraphPlan(
         max_num_seqs=max_batch,
@@ -406,10 +413,15 @@ def _graphs(policy: Policy, max_batch: int, batches: Sequence[int], *, plain: bo
     return tuple(sorted({(batch, tokens - 1) for batch, tokens in graphs} | also))
 
 
+def _parts(specs: Mapping[str, DrafterSpec], name: str) -> tuple[str, ...]:
+    spec = specs.get(name)
+    return (spec.first, spec.otherwise) if isinstance(spec, HybridSpec) else (name,)
+
+
 def _method(spec: DrafterSpec, deepest: int) -> dict[str, Any]:
     """A drafter in vLLM's words; empty for one that vLLM does not have."""
     if isinstance(spec, LearnedSpec):
-        return spec.speculative_config
+        return spec.speculative_config if spec.trained else {}
     if isinstance(spec, NgramSpec):
         return {"method": "ngram", "prompt_lookup_min": spec.min_match, "prompt_lookup_max": spec.max_match}
     if not isinstance(spec, SuffixSpec):
@@ -439,6 +451,11 @@ def _notes(policy: Policy, plan: GraphPlan) -> Iterator[str]:
             f"no method is named: vLLM has one drafter per engine, and the policy's is {', '.join(plan.drafters)}, "
             "which it does not describe as one of vLLM's"
         )
+    if policy.budget is not None and policy.budget.kind != "uniform":
+        yield "vLLM drafts K tokens for each request: the policy's budget needs tltlab.runtime"
+    specs = [policy.drafters.get(name) for name in plan.networks]
+    if any(isinstance(spec, LearnedSpec) and (spec.fallback, spec.max_age) != (None, None) for spec in specs):
+        yield "vLLM's drafter serves whatever its age: the fallback needs tltlab.runtime"
     if plan.drafts.get("method") in ("ngram", "suffix"):
         yield (
             "vLLM's own n-gram drafter searches the request alone, its suffix drafter the request and all responses "

@@ -118,18 +118,26 @@ class Ledger:
     before it knows the last one's outcome (asynchronous scheduling): durations then run from output to output, and
     drafting time is unknown.
 
-    `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. Times in
-    rows are seconds since `origin`, the moment of `begin`. `verified` takes O(batch), everything else O(1), and a
-    rollout holds O(batch) per iteration that verified drafts.
+    `begin` opens a rollout and `end` closes it; outside of rollouts outcomes are told and no rows are kept. `over` is
+    called with each iteration that has ended, in rollouts and outside of them. Times in rows are seconds since
+    `origin`, the moment of `begin`. `verified` takes O(batch), everything else O(1), and a rollout holds O(batch) per
+    iteration that verified drafts.
     """
 
     def __init__(
-        self, tell: Tell, *, worker: int = 0, overlapped: bool = False, clock: Clock = time.perf_counter
+        self,
+        tell: Tell,
+        *,
+        worker: int = 0,
+        overlapped: bool = False,
+        clock: Clock = time.perf_counter,
+        over: Callable[[Iteration], object] = lambda _: None,
     ) -> None:
         self.worker = worker
         self.overlapped = overlapped
         self.clock = clock
         self._tell = tell
+        self._is_over = over
         self.in_force = NO_CHOICE
         self._noughts: tuple[int, ...] = ()
         self._in_flight: deque[Iteration] = deque()
@@ -242,6 +250,7 @@ class Ledger:
         choice = iteration.verified
         if choice.learns and choice.selector is not None and choice.selector.learns_from(choice.strategy):
             iteration.reward = self._tell(choice, iteration.outcome)
+        self._is_over(iteration)
 
     @property
     def iterations(self) -> list[Row]:

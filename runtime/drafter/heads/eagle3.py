@@ -27,9 +27,6 @@ from .head import DrafterHead, Layer
 from .layouts import AUX_LAYERS, NORMS, Norm
 from .target import FrozenTarget
 
-SPECULATIVE_TOKENS = 5
-"""The depth that a checkpoint's config proposes to who serves it by its folder alone."""
-
 
 class NormedLayer(Layer):
     """The decoder layer with the norms of its two inputs, embedding and state."""
@@ -46,9 +43,9 @@ class Eagle3Head(DrafterHead):
     `aux_layers`: the target's layers whose inputs it reads, rising; the number of layers itself means what the last one
     gives. `draft_vocabulary`: the token ids that it drafts, None for all; it has an LM head of its own for them, and
     with `own_lm_head` for all too. `verifier`: the target's name or folder, for who serves the checkpoint by its folder
-    alone. `qk_norm`: its layer is a Qwen3's. `norms`: what it does unlike the first EAGLE-3 heads. The residual may be
-    the normed state, `fc` may read normed states, together or layer by layer, and it may go on from what the LM head
-    reads (EAGLE-3.1).
+    alone, as are `verifier_architectures` and the `depth` to draft. `qk_norm`: its layer is a Qwen3's. `norms`: what it
+    does unlike the first EAGLE-3 heads. The residual may be the normed state, `fc` may read normed states, together or
+    layer by layer, and it may go on from what the LM head reads (EAGLE-3.1).
     """
 
     method: ClassVar[Literal["eagle", "eagle3"]] = "eagle3"
@@ -68,6 +65,8 @@ class Eagle3Head(DrafterHead):
         # vLLM hands over the states in rising order whatever the config's.
         assert list(aux_layers) == sorted(set(aux_layers))
         self.aux_layers, self.verifier, self.norms, self.qk_norm = tuple(aux_layers), verifier, norms, qk_norm
+        self.verifier_architectures: tuple[str, ...] = ()
+        self.depth = 5
         hidden, eps, num_aux = config.hidden_size, config.rms_norm_eps, len(aux_layers)
         self.fc = nn.Linear(num_aux * hidden, hidden, bias=False)
         self.norm = LlamaRMSNorm(hidden, eps=eps)
@@ -131,13 +130,13 @@ class Eagle3Head(DrafterHead):
                 "proposal_methods": [
                     {
                         "proposal_type": "greedy",
-                        "speculative_tokens": SPECULATIVE_TOKENS,
+                        "speculative_tokens": self.depth,
                         "verifier_accept_k": 1,
                         "accept_tolerance": 0.0,
                     }
                 ],
                 "default_proposal_method": "greedy",
-                "verifier": {"name_or_path": self.verifier, "architectures": []},
+                "verifier": {"name_or_path": self.verifier, "architectures": list(self.verifier_architectures)},
             },
             "transformer_layer_config": layer,
             "vocab_size": vocabulary,

@@ -130,7 +130,7 @@ def export_drafter(
             )
         check_fit(head, source.head, source.target)
         frozen = FrozenTarget.from_folder(source.target)
-        write_checkpoint(head, frozen, source.target, folder, config.layout)
+        write_checkpoint(head, frozen, source.target, folder, config.layout, config.depth)
         prompts = _prompts(source, config)
         progress(f"written; starting stock vLLM on {source.target} to compare {len(prompts)} prompts")
         compared = compare(folder, head, source.target, prompts, config)
@@ -143,8 +143,8 @@ def export_drafter(
             raise RunError(f"{source.head} is not exported: {fault}")
         trained = source.head / TRAINED
         found = {
-            "head": str(source.head),
-            "model": str(source.target),
+            "head": str(source.head.resolve()),
+            "model": str(source.target.resolve()),
             "method": head.method,
             "depth": config.depth,
             "prompts": len(prompts),
@@ -153,7 +153,11 @@ def export_drafter(
             if head.method == "eagle3" and config.layout == "eagle"
             else "in the checkpoint",
             "lm_head": "in the checkpoint" if head.method == "eagle3" else "the target's: vLLM's class has none",
-            "speculative_config": {"method": head.method, "model": str(out), "num_speculative_tokens": config.depth},
+            "speculative_config": {
+                "method": head.method,
+                "model": str(out.resolve()),
+                "num_speculative_tokens": config.depth,
+            },
             "greedy": compared[0].to_json(),
             "sampled": compared[1].to_json(),
             "trained": read_json(trained)["after"] if trained.is_file() else None,
@@ -178,10 +182,11 @@ def find_source(
     path = Path(path)
     said: dict[str, Any] = {}
     data: dict[str, Any] = {}
+    from_folders: Sequence[str] = ()
     if (path / "run.json").is_file():
         recipe = read_json(path / "run.json").get("recipe", {})
-        final = path / "checkpoints" / "final"
-        data = recipe.get("data", {})
+        final = (path / "checkpoints" / "final").resolve()
+        data, from_folders = recipe.get("data", {}), recipe.get("code") or ()
         said = {
             "model": final if final.is_dir() else recipe.get("model"),
             "prompts": data.get("heldout") or data.get("train"),
@@ -193,10 +198,14 @@ def find_source(
         said = {"model": read_json(path / TRAINED).get("model")}
     else:
         path = local_folder(path)
-    target = model or said.get("model") or verifier_of(path)
-    if target is None:
+    said = {
+        name: _lies_at(named, path, from_folders)
+        for name, named in {**said, "model": said.get("model") or verifier_of(path)}.items()
+        if named is not None
+    }
+    if model is None and "model" not in said:
         raise ConfigError(f"{path} does not say which model it drafts for: give --model")
-    target = Path(target)
+    target = Path(model or said["model"])
     if not target.is_dir():
         raise ConfigError(f"{target}: no such folder; the target's weights must be in a folder here, give --model")
     beside = [target / "heldout.jsonl", target / "train.jsonl"]
@@ -212,16 +221,32 @@ def find_source(
     )
 
 
+def _lies_at(named: str | Path, source: Path, from_folders: Sequence[str]) -> Path:
+    """Where a path lies that a run or a head names, from wherever it is asked: as it was when that was made.
+
+    Then it was relative to a folder above the source, as a rule, or to one that a run names; failing these, it is
+    relative to the current one.
+    """
+    folders = [*source.resolve().parents, *map(Path, from_folders)]
+    return next((folder / named for folder in folders if (folder / named).exists()), Path(named))
+
+
 def write_checkpoint(
     head: DrafterHead,
     frozen: FrozenTarget,
     target: Path,
     folder: Path,
     layout: Literal["speculators", "eagle"] = "speculators",
+    depth: int = 5,
 ) -> None:
-    """Write the head, in the target's dtype, with what it shared; an EAGLE-3 head's config names its verifier."""
+    """Write the head, in the target's dtype, with what it shared.
+
+    In speculators' layout an EAGLE-3 head's config names its verifier and drafts of `depth` tokens, so that the
+    checkpoint can be served by its folder alone (`vllm serve FOLDER`); vLLM knows no such config of an EAGLE head.
+    """
     if isinstance(head, Eagle3Head):
-        head.verifier = str(target.resolve())
+        head.verifier, head.depth = str(target.resolve()), depth
+        head.verifier_architectures = tuple(read_config(target).architectures or ())
     head.to(frozen.embedding.dtype).save(folder)
     weights = load_file(folder / WEIGHTS_FILE) | {"embed_tokens.weight": frozen.embedding.contiguous()}
     if head.method == "eagle3":

@@ -116,8 +116,8 @@ def train_drafter(
 
         head.to("cpu").save(folder)
         found = {
-            "model": str(model),
-            "data": str(data),
+            "model": str(Path(model).resolve()),
+            "data": str(Path(data).resolve()),
             "recipe": config.loss.kind,
             "method": head.method,
             "settings": config.model_dump(mode="json"),

@@ -72,14 +72,16 @@ def on_cpu() -> bool:
 
 
 def keep_linear_weights() -> None:
-    """Let vLLM multiply by torch's linear, its own fallback where the build has no oneDNN.
+    """Let vLLM multiply by torch's linear, its own fallback where the build has neither oneDNN nor AMX kernels.
 
     On CPU it otherwise packs weights away after loading, and who writes new ones through `load_weights`, as TRL does,
     finds nothing to write to.
     """
     from vllm import _custom_ops
+    from vllm.model_executor.layers import utils
 
     _custom_ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda *_: False
 
 
 def installed_vllm() -> str:

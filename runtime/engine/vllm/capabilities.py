@@ -160,6 +160,16 @@ CAPABILITIES: Mapping[str, Capability] = {
             without="'vllm serve' kills its engine cores before their traces are finished: 'tltlab trace repair'",
         ),
         Capability(
+            name="metrics",
+            touches=_touches(
+                "v1.engine.core_client",
+                *("AsyncMPClient._call_utility_async(method, engine)", "AsyncMPClient.core_engines"),
+                *("AsyncMPClient.engine_ranks_managed", "AsyncMPClient.vllm_config", "AsyncMPClient.resources"),
+                "BackgroundResources(output_queue_task)",
+            ),
+            without="a server's metrics say nothing of its policy",
+        ),
+        Capability(
             name="environment variables",
             touches=("engine.arg_utils:EngineArgs.create_engine_config",),
             without="TLTLAB_POLICY and TLTLAB_RECORD are not read: pass the engine vllm_options(...)",

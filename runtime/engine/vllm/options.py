@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from tltlab.config import FrozenModel, faults_in
+from tltlab.config import FrozenModel, faults_in, shown
 from tltlab.drafters.specs import DEFAULT_DRAFTERS, DrafterSpec, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError, TltlabError
 from tltlab.files import read_json
@@ -34,7 +34,8 @@ class Attachment(FrozenModel):
     """What an engine is told through `additional_config["tltlab"]`: the policy, its drafters, and who the engine is.
 
     Without a policy vLLM drafts as it was started to, and `record` writes down what that did. Where it is `numbered`
-    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet.
+    several engines share that name: each takes the first of RECORD, RECORD-1, ... where nothing is yet. `reload` is the
+    file from which another policy may come.
     """
 
     policy: Policy | None = None
@@ -44,6 +45,7 @@ class Attachment(FrozenModel):
     seed: int = 0
     record: str | None = None
     numbered: bool = False
+    reload: str | None = None
 
     def of_replica(self, index: int) -> Attachment:
         """The same for one of several data-parallel engines: a worker and a trace of its own."""
@@ -54,7 +56,7 @@ class Attachment(FrozenModel):
     def control(self, *, overlapped: bool, beside: bool = True) -> Control:
         """A fresh `Control` that follows the policy."""
         pool = DrafterPool(self.drafters, self.max_draft_depth, beside=beside)
-        control = Control(pool, worker=self.worker, overlapped=overlapped)
+        control = Control(pool, worker=self.worker, overlapped=overlapped, counted=True)
         if self.policy is not None:
             control.set_policy(self.policy, (self.seed, self.worker, 0))
         control.steers = self.policy is not None
@@ -74,6 +76,7 @@ class EngineOptions(FrozenModel):
     async_scheduling: bool | None = None
     worker: int = Field(default=0, ge=0)
     seed: int = Field(default=0, ge=0)
+    reload: bool = False
     strict: bool = False
 
 
@@ -87,6 +90,7 @@ def vllm_options(
     worker: int = 0,
     seed: int = 0,
     record: str | Path | None = None,
+    reload: bool = False,
     for_: Program = "vllm",
 ) -> dict[str, Any]:
     """Return keyword arguments for `vllm.LLM` or `AsyncEngineArgs` that run `policy`, or only `record` for None.
@@ -95,7 +99,8 @@ def vllm_options(
     is built for drafts up to `max_draft_depth`, by default the deepest the policy asks for. With `max_batch` it runs at
     most so many requests at a time and captures the CUDA graphs of `graphs.plan_graphs`, whose memory
     `tltlab export-policy` predicts. Engines that share a run differ by `worker`. With `record` the engine writes a
-    trace there. ConfigError for what vLLM cannot run.
+    trace there. With `reload`, `policy` is a file, and what is written to it later is put in force while requests run,
+    within seconds; the engine's depth, drafters and graphs stay. ConfigError for what vLLM cannot run.
 
     Where a policy asks for model-free drafts, also as a learned drafter's fallback, scheduling is synchronous: they are
     made from tokens that must be known. Otherwise drafts stay on the device, if there are any, and vLLM schedules
@@ -134,6 +139,7 @@ def vllm_options(
             async_scheduling=async_scheduling,
             worker=worker,
             seed=seed,
+            reload=reload,
         )
         return _variables(policy, chosen, record, given)
     attachment = Attachment(policy=chosen, max_draft_depth=depth, worker=worker, seed=seed)
@@ -141,6 +147,8 @@ def vllm_options(
         attachment = attachment.model_copy(update={"drafters": pool_specs})
     if record is not None:
         attachment = attachment.model_copy(update={"record": str(record)})
+    if reload:
+        attachment = attachment.model_copy(update={"reload": file_to_reload(policy)})
     if pool.feeds:
         async_scheduling = False
     options: dict[str, Any] = {
@@ -158,6 +166,13 @@ def vllm_options(
         if chosen is not None:
             plan = plan_graphs(chosen, max_batch, runner="V1" if pool.feeds else "V2", any_lengths=True)
     return _written(options | engine_settings(speculative_config(pool_specs, depth), plan), for_)
+
+
+def file_to_reload(policy: object) -> str:
+    """The whole path of the file that `policy` names. ConfigError where it names none."""
+    if not isinstance(policy, str | Path) or not os.path.isfile(policy):
+        raise ConfigError(f"with reload the policy is a file, which is looked at again, and {shown(policy)} is none")
+    return os.path.abspath(policy)
 
 
 def _written(options: dict[str, Any], program: Program) -> dict[str, Any]:
@@ -188,6 +203,7 @@ class Variables(FrozenModel):
     policy: Policy | None = None
     named: str = ""
     record: str | None = None
+    reload: str | None = None
     options: EngineOptions = EngineOptions()
 
     @classmethod
@@ -198,11 +214,13 @@ class Variables(FrozenModel):
             if options:
                 raise ConfigError(f"{OPTIONS} is set, but neither {POLICY} nor {RECORD}")
             return None
+        given = cls.read_options(options)
         return cls(
             policy=_policy(policy) if policy else None,
             named=policy if len(policy) <= 80 else "of its own",
             record=os.path.abspath(record) if record else None,
-            options=cls.read_options(options),
+            reload=file_to_reload(policy) if given.reload else None,
+            options=given,
         )
 
     @classmethod
@@ -217,11 +235,13 @@ class Variables(FrozenModel):
 
     def engine_options(self, async_scheduling: bool | None) -> dict[str, Any]:
         """`vllm_options` for an engine whose program asks for `async_scheduling`, None where it does not say."""
-        given = {name: getattr(self.options, name) for name in EngineOptions.model_fields if name != "strict"}
+        given = {
+            name: getattr(self.options, name) for name in EngineOptions.model_fields if name not in ("strict", "reload")
+        }
         if given["async_scheduling"] is None:
             given["async_scheduling"] = async_scheduling
         options = vllm_options(self.policy, record=self.record, **given)
-        options["additional_config"]["tltlab"]["numbered"] = True
+        options["additional_config"]["tltlab"] |= {"numbered": True, "reload": self.reload}
         return options
 
     def __str__(self) -> str:

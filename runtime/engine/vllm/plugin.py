@@ -2,19 +2,22 @@
 
 Two defects of vLLM's CPU build are mended; a weight-transfer backend for trainers on the same machine is registered;
 drafting is timed, and what CUDA graphs take is kept; an engine core, in whatever process it runs, can be asked about
-its policy; and engines of programs that know nothing of tltlab are made as the environment says (`options.Variables`).
-All this changes vLLM's own modules for as long as the process lives. What a version of vLLM has no room for is left out
-(`capabilities`).
+its policy, as it is where a server is asked for its metrics; and engines of programs that know nothing of tltlab are
+made as the environment says (`options.Variables`). All this changes vLLM's own modules for as long as the process
+lives. What a version of vLLM has no room for is left out (`capabilities`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import os
+import pickle
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,10 +34,15 @@ from .transfer import register_backend
 
 if TYPE_CHECKING:
     # Policies are loaded where there is one to follow, and not in every process of vLLM's.
+    from tltlab.runtime.engine.metrics import Collector, Labels, Metrics
+
     from .options import Variables
 
 GRACE_S = 60.0
 """How long a server that ends waits at most for an engine core that records to finish its trace."""
+
+ASK_S = 2.0
+"""How long a server that is asked for metrics waits at most for an engine core, which answers between iterations."""
 
 
 def register() -> None:
@@ -96,7 +104,7 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
         asked = Variables.read(os.environ)
         attempts = [] if asked is None else [asked]
         if asked is not None and asked.policy is not None and asked.record is not None:
-            attempts.append(asked.model_copy(update={"policy": None}))
+            attempts.append(asked.model_copy(update={"policy": None, "reload": None}))
     except Exception as error:
         if _strict():
             raise
@@ -261,6 +269,72 @@ def wait_for_recordings() -> None:
     CoreEngineProcManager.__init__, CoreEngineProcManager.shutdown = __init__, shutdown
 
 
+def show_metrics() -> None:
+    """Have servers of an engine with a policy show what it does among vLLM's own metrics.
+
+    Engine cores are asked, between two iterations, when the server is: it answers in a thread of its own. With several
+    API servers (`api_server_count`) vLLM collects from files alone, and these metrics are not shown.
+    """
+    from vllm.v1.engine.core_client import AsyncMPClient
+
+    start = AsyncMPClient.__init__
+    if hasattr(start, "tltlab"):
+        return
+
+    @wraps(start)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        config = self.vllm_config.additional_config
+        if isinstance(config, dict) and config.get("tltlab"):
+            _collector().asks.append(partial(ask_for_metrics, weakref.ref(self)))
+
+    __init__.tltlab = True  # type: ignore[attr-defined]
+    AsyncMPClient.__init__ = __init__
+
+
+@cache
+def _collector() -> Collector:
+    import prometheus_client
+
+    from tltlab.runtime.engine.metrics import Collector
+
+    collector = Collector()
+    prometheus_client.REGISTRY.register(collector)
+    return collector
+
+
+def ask_for_metrics(client: Callable[[], Any]) -> list[tuple[Labels, Metrics]]:
+    """The metrics of each engine core that the client talks to; nothing where it is gone or has not begun.
+
+    Nor is there anything in the client's own loop, which would have to wait for itself. TimeoutError where a core does
+    not answer within `ASK_S`.
+    """
+    asked = client()
+    task = asked.resources.output_queue_task if asked is not None else None
+    if task is None:
+        return []
+    loop = task.get_loop()
+    with suppress(RuntimeError):
+        if asyncio.get_running_loop() is loop:
+            return []
+    message = pickle.dumps(("metrics", ()))
+
+    async def ask() -> list[bytes]:
+        cores = asked.core_engines
+        return list(
+            await asyncio.gather(*(asked._call_utility_async("tltlab", message, engine=core) for core in cores))
+        )
+
+    answering = asyncio.run_coroutine_threadsafe(ask(), loop)
+    try:
+        answers = answering.result(ASK_S)
+    finally:
+        answering.cancel()
+    model = asked.vllm_config.model_config.served_model_name
+    names = [(model, str(rank)) for rank in asked.engine_ranks_managed]
+    return [(name, pickle.loads(answer)) for name, answer in zip(names, answers, strict=True)]
+
+
 def mend_speculative_sampling() -> None:
     """Expand per-request sampling parameters to draft tokens correctly.
 
@@ -360,6 +434,7 @@ _CHANGES: Mapping[str, Callable[[], None]] = {
     "draft times": time_drafting,
     "graph plans": _keep_captured_bytes,
     "traces of servers": wait_for_recordings,
+    "metrics": show_metrics,
     "environment variables": follow_variables,
 }
 """What is changed in vLLM, by the capability that it needs. Drafting is timed with what `spare_speculation` adds."""

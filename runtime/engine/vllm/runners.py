@@ -37,16 +37,16 @@ def spare_speculation() -> None:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         rest = _rest_of(self)
         rest.came_and_went(scheduler_output)
-        plain = not scheduler_output.scheduled_spec_decode_tokens and rest.rests(scheduler_output)
-        with _without_speculation(self, plain):
+        rest.plain = not scheduler_output.scheduled_spec_decode_tokens and rest.rests(scheduler_output)
+        with _without_speculation(self, rest.plain):
             return execute_stock(self, scheduler_output, *args, **kwargs)
 
     @wraps(sample_stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        state = self.execute_model_state
-        plain = state is not None and state.spec_decode_metadata is None and hasattr(self, "drafter")
+        rest = _rest_of(self)
+        plain = rest.plain and self.execute_model_state is not None
         if plain:
-            _rest_of(self).falls_behind(self.input_batch)
+            rest.falls_behind(self.input_batch)
         with _without_speculation(self, plain):
             return sample_stock(self, *args, **kwargs)
 
@@ -90,7 +90,7 @@ class Rest:
     """Whether what drafts in a runner rests in an iteration, and what a draft model then has to catch up.
 
     `behind` has of each request in the engine that was in such an iteration the first position whose keys and values
-    the draft model lacks.
+    the draft model lacks. `plain` is whether the iteration under way neither verifies drafts nor makes any.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -109,6 +109,7 @@ class Rest:
             and runner.parallel_config.data_parallel_size == 1
         )
         self.behind: dict[str, int] = {}
+        self.plain = False
         self._has_rested = False
 
     def rests(self, output: Any) -> bool:

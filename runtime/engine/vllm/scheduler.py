@@ -31,7 +31,9 @@ from tltlab.errors import ConfigError
 from tltlab.runtime.engine.control import Live
 from tltlab.runtime.engine.environment import hardware
 from tltlab.runtime.engine.ledger import Scheduled
+from tltlab.runtime.engine.metrics import Metrics
 from tltlab.runtime.engine.recording import LiveRecording
+from tltlab.runtime.engine.seat import PolicyFile
 from tltlab.strategy import NO_SPECULATION, Strategy
 
 from .capabilities import missing
@@ -100,6 +102,10 @@ class PolicyScheduler(Scheduler):
             model, engine = self.vllm_config.model_config.model, f"vllm {vllm.__version__}"
             begin = LiveRecording.numbered if attachment.numbered else LiveRecording
             self.recording = begin(attachment.record, self.control, model=model, hardware=hardware(), engine=engine)
+        self.policy_file: PolicyFile | None = None
+        if attachment.reload is not None and attachment.policy is not None:
+            self.policy_file = PolicyFile(attachment.reload, attachment.policy)
+            self._seed = attachment.seed, attachment.worker
         self.capture: NoCapture = NoCapture()
         self._anonymous: Counter[tuple[int, str]] = Counter()
         self._in_flight: deque[Scheduled] = deque()
@@ -173,8 +179,26 @@ class PolicyScheduler(Scheduler):
         if self._due is not None and self.requests:
             # Not before: the engine hands out the last iteration's tokens meanwhile, and what has ended gets no draft.
             self._draft(self._due, (), self._draft_s)
+        if self.policy_file is not None and self.policy_file.waiting is not None:
+            self.take_policy()
         self.control.iteration_starts()
         return super().schedule(*args, **kwargs)
+
+    def take_policy(self) -> None:
+        """Have the policy in force that waits in its file, if one does."""
+        if self.policy_file is not None:
+            self.policy_file.take(lambda policy, number: self.control.replace_policy(policy, (*self._seed, number)))
+
+    def metrics(self) -> Metrics:
+        """What the policy did until now, for `Collector`."""
+        # An idle engine schedules nothing.
+        self.take_policy()
+        return self.control.metrics(self.policy_file.changes if self.policy_file is not None else {})
+
+    def shutdown(self) -> None:
+        if self.policy_file is not None:
+            self.policy_file.close()
+        super().shutdown()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         # The last thing schedule() does: what runs is settled, and AsyncScheduler plans drafts by what is set here.
@@ -433,6 +457,7 @@ _COMMANDS: Mapping[str, Callable[..., Any]] = {
     "held_bytes": lambda core: core.model_executor.collective_rpc(held_bytes)[0],
     "capture": start_capture,
     "captured": lambda core: core.scheduler.capture.captured,
+    "metrics": lambda core: core.scheduler.metrics(),
     "pause_capture": pause_capture,
     "sampling_is_sound": lambda core: speculative_sampling_is_sound(),
     # Ranks capture the same graphs.

@@ -11,10 +11,19 @@ from typing import Any
 import pytest
 
 from tltlab.cli.app import main
-from tltlab.drafters.specs import SYSTEM_DRAFTERS, LearnedSpec
+from tltlab.drafters.specs import SYSTEM_DRAFTERS, HybridSpec, LearnedSpec
 from tltlab.errors import ConfigError
 from tltlab.planning.graph_pool import GraphPool
-from tltlab.policies.policy import Activation, ExploreSpec, FixedSpec, Policy, TableRow, TableSpec, load_policy
+from tltlab.policies.policy import (
+    SHIPPED,
+    Activation,
+    ExploreSpec,
+    FixedSpec,
+    Policy,
+    TableRow,
+    TableSpec,
+    load_policy,
+)
 from tltlab.runtime.cli.export_policy import graph_pool
 from tltlab.runtime.engine.graphs import (
     GIB,
@@ -137,29 +146,72 @@ def exported(policy: Policy, folder: Path, capsys: pytest.CaptureFixture[str], *
     return int(ended.value.code or 0), json.loads(out) if out else None, err
 
 
-@pytest.mark.parametrize(
-    "policy",
-    ["none", "fixed", "table", "beg-mab", "das", SUFFIX, SUFFIX.model_copy(update={"drafters": WHOLE_SUFFIX})],
-)
-def test_stock_vllm_takes_what_the_command_writes(
-    policy: str | Policy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+HEAD = LearnedSpec(method="draft_model", model="MODEL")
+STOCK: dict[str, Policy] = {
+    **SHIPPED,
+    "suffix": SUFFIX,
+    "suffix-decoding": SUFFIX.model_copy(update={"drafters": WHOLE_SUFFIX}),
+    "table of suffix": table((1, 8), (5, 0), drafter="suffix"),
+    "head": table((1, 7), (5, 3), (20, 0)).model_copy(update={"drafters": {"learned": HEAD}}),
+    "head that falls back": Policy(
+        selector=FixedSpec(strategy=Strategy.chain("learned", 3)),
+        drafters={"learned": HEAD.model_copy(update={"fallback": "suffix", "max_age": 2})},
+    ),
+    "untrained": Policy(
+        selector=FixedSpec(strategy=Strategy.chain("learned", 3)),
+        drafters={"learned": HEAD.model_copy(update={"trained": False})},
+    ),
+    "hybrid": Policy(
+        selector=FixedSpec(strategy=Strategy.chain("both", 3)), drafters={"learned": HEAD, "both": HybridSpec()}
+    ),
+    "head and suffix": Policy(
+        selector=TableSpec(
+            rows=(
+                TableRow(min_batch=1, strategy=Strategy.chain("suffix", 4)),
+                TableRow(min_batch=4, strategy=Strategy.chain("learned", 2)),
+            )
+        ),
+        drafters={"learned": HEAD},
+    ),
+}
+RUNS_IN_STOCK = {"none", "fixed", "table", "das", "suffix", "suffix-decoding", "head", "head that falls back"}
+
+
+@pytest.mark.parametrize("name", list(STOCK))
+def test_stock_vllm_takes_what_the_command_writes_and_the_rest_is_refused(
+    name: str, random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    """Through vLLM's own argument parser and its own checks; a suffix drafter's settings are all there."""
-    from vllm.config import SpeculativeConfig
+    """Through vLLM's own argument parser and all checks of an engine's configuration; what it would do is the table."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    code, told, _ = exported(load_policy(policy), tmp_path, capsys)
-    assert code == 0
-    flags = [f"--{name.replace('_', '-')}={json.dumps(value)}" for name, value in told["vllm"].items()]
+    policy = STOCK[name]
+    if "learned" in policy.drafters:
+        spec = policy.drafters["learned"].model_copy(update={"model": str(random_model)})
+        policy = policy.model_copy(update={"drafters": {**policy.drafters, "learned": spec}})
+    code, told, err = exported(policy, tmp_path, capsys, "--out", tmp_path / "vllm.json")
+    assert (code == 0) == (name in RUNS_IN_STOCK)
+    if code:
+        assert (code, err.count("\n"), (tmp_path / "vllm.json").exists()) == (2, 1, False)
+        return
+    settings = json.loads((tmp_path / "vllm.json").read_text())
+    assert settings == told["vllm"]
+    flags = [f"--{key.replace('_', '-')}={json.dumps(value)}" for key, value in settings.items()]
+    flags += [f"--model={random_model}", "--max-model-len=128", "--kv-cache-memory-bytes=33554432"]
     parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(flags)
-    assert parsed.max_num_seqs == 32
-    if "speculative_config" in told["vllm"]:
-        config = SpeculativeConfig(**parsed.speculative_config)
-        assert config.method in ("ngram", "suffix")
-        # Stock suffix decoding asserts that K never varies.
-        assert config.method == "ngram" or config.num_speculative_tokens_per_batch_size is None
-        assert config.num_speculative_tokens <= config.suffix_decoding_max_tree_depth
+    config = EngineArgs.from_cli_args(parsed).create_engine_config()
+    assert config.scheduler_config.max_num_seqs == 32
+    strategies = {strategy for strategy in policy.strategies if strategy.speculates}
+    drafting = config.speculative_config
+    assert (drafting is not None) == bool(strategies)
+    if drafting is not None:
+        depths = sorted(strategy.draft_depth for strategy in strategies)
+        assert (drafting.num_speculative_tokens, drafting.method) == (
+            depths[-1],
+            settings["speculative_config"]["method"],
+        )
+        table = drafting.num_speculative_tokens_per_batch_size
+        assert table is None or {k for _, _, k in table} - {0} == set(depths)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +225,8 @@ def test_stock_vllm_takes_what_the_command_writes(
             "suffix decoding has one K for all batches",
         ),
         (Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 2))), "does not say what its drafter learned is"),
+        (STOCK["hybrid"], "one drafter per engine, and the policy drafts with suffix and learned"),
+        (load_policy("goodput"), "chooses among K = 0, 1, 2, 4, 8 while it runs"),
     ],
 )
 def test_what_stock_vllm_would_refuse_or_die_of_is_refused(

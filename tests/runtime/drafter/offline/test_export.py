@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,14 @@ def change_weights(folder: Path, factor: float) -> None:
 @pytest.mark.engine
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_stock_vllm_keeps_as_many_drafts_as_the_head_should_have_had(
-    target: Path, heads: dict[str, Path], tmp_path: Path, kind: str
+    target: Path, heads: dict[str, Path], tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ):
     out = tmp_path / "exported"
-    report = export_drafter(find_source(heads[kind]), out, CHECK, quiet)
+    from vllm.engine.arg_utils import EngineArgs
+
+    # From another folder, and to one that is named from there.
+    monkeypatch.chdir(tmp_path)
+    report = export_drafter(find_source(Path(os.path.relpath(heads[kind]))), "exported", CHECK, quiet)
     for way in ("greedy", "sampled"):
         length = report[way]["accept_length"]
         assert length["measured"] == pytest.approx(length["expected"], rel=0.01)
@@ -64,14 +70,23 @@ def test_stock_vllm_keeps_as_many_drafts_as_the_head_should_have_had(
         first = report[way]["positions"]
         assert first["measured"][0] == pytest.approx(first["expected"][0], abs=0.02)
     assert report["prompts"] == 10
-    assert json.loads((out / "export.json").read_text()) | {"out": str(out)} == report
+    assert json.loads((out / "export.json").read_text()) | {"out": "exported"} == report
+    assert report["speculative_config"]["model"] == str(out)
+    assert report["head"] == str(heads[kind])
     weights, own = load_file(out / "model.safetensors"), load_file(target / "model.safetensors")
     assert torch.equal(weights["embed_tokens.weight"], own["model.embed_tokens.weight"])
     config = json.loads((out / "config.json").read_text())
     if kind == "eagle3":
         assert torch.equal(weights["lm_head.weight"], own["lm_head.weight"])
         assert config["speculators_model_type"] == "eagle3"
-        assert config["speculators_config"]["verifier"]["name_or_path"] == str(target.resolve())
+        named = {"name_or_path": str(target.resolve()), "architectures": ["LlamaForCausalLM"]}
+        assert config["speculators_config"]["verifier"] == named
+        # By its folder alone: vLLM's own reader of speculators' configs finds the target and how deep to draft.
+        served = EngineArgs(model=str(out), max_model_len=128, kv_cache_memory_bytes=1 << 25).create_engine_config()
+        assert served.model_config.model == str(target.resolve())
+        drafting = served.speculative_config
+        assert (drafting.method, drafting.model, drafting.num_speculative_tokens) == ("eagle3", str(out), CHECK.depth)
+        assert drafting.draft_model_config.hf_config.architectures == ["Eagle3LlamaForCausalLM"]
     else:
         assert "lm_head.weight" not in weights
         assert config["num_hidden_layers"] == 1
@@ -148,6 +163,29 @@ def test_a_run_says_which_head_which_target_and_which_prompts(target: Path, tmp_
     assert find_source(run).target == run / "checkpoints" / "final"
     mine = find_source(run, target, "mine.jsonl", prompt_column="q", chat=False)
     assert mine == Source(head=found.head, target=target, prompts=Path("mine.jsonl"), prompt_column="q")
+
+
+def test_what_a_run_or_a_head_names_is_found_from_any_folder(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As it was named where the run was started: a folder above the run, or one that its recipe has."""
+    project, run, elsewhere = tmp_path / "project", tmp_path / "project" / "runs" / "first", tmp_path / "elsewhere"
+    run.mkdir(parents=True)
+    (elsewhere / "models" / "small").mkdir(parents=True)
+    shutil.copytree(target, project / "models" / "small")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "heldout.jsonl").write_text("")
+    recipe = {"model": "models/small", "data": {"heldout": "data/heldout.jsonl"}, "code": [str(tmp_path)]}
+    (run / "run.json").write_text(json.dumps({"recipe": recipe}))
+    new_head(target, "eagle", 0).save(run / "drafter" / "final")
+    (run / "drafter" / "final" / "training.json").write_text(json.dumps({"model": "models/small"}))
+    for folder, to_run in ((project, "runs/first"), (run, "."), (elsewhere, "../project/runs/first")):
+        monkeypatch.chdir(folder)
+        found = find_source(to_run)
+        assert found.head.resolve() == run / "drafter" / "final"
+        assert found.target == project / "models" / "small"
+        assert found.prompts == tmp_path / "data" / "heldout.jsonl"
+        assert find_source(Path(to_run) / "drafter" / "final").target == found.target
 
 
 def test_wrong_input_is_refused_and_nothing_is_written(target: Path, tmp_path: Path):

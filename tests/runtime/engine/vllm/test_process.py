@@ -1,28 +1,40 @@
 """Engines as a user's own program starts them: what they leave in its process, and what they record until it ends.
 
-One program starts three engines in turn, and one server has its core in a process of its own: starting is what costs.
+One program starts three engines in turn, one server has its core in a process of its own, and two engines are Ray
+actors: starting is what costs. The server, the actors and TRL's trainer know nothing of tltlab; the environment does.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
 import pytest
+from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 import tltlab
+from tltlab.bench.train.texts import Setting, script_text
+from tltlab.cli.app import main
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import vllm_options
-from tltlab.runtime.engine.vllm.options import serve_arguments
+from tltlab.strategy import Strategy
+from tltlab.traces.trace import read_one
 
 pytestmark = pytest.mark.engine
+STRATEGY_COLUMNS = ("drafter", "draft_depth", "top_k", "tokens_to_verify")
 PROMPTS = [[1, 4 + n, 5, 6, 4 + n, 5] for n in range(3)]
 
 PROGRAM = """
@@ -51,22 +63,21 @@ from vllm import LLM, SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
 from vllm.v1.request import RequestStatus
 
-def recording(policy, name):
-    return LLM(model, enforce_eager=True, dtype="float32", max_model_len=128, kv_cache_memory_bytes=1 << 25,
-               **vllm_options(policy, record=f"{traces}/{name}"))
+small = {"enforce_eager": True, "dtype": "float32", "max_model_len": 128, "kv_cache_memory_bytes": 1 << 25}
 
 def generate(llm, **settings):
     prompts = [{"prompt_token_ids": [1, 4 + n, 5]} for n in range(3)]
     settings = SamplingParams(ignore_eos=True, max_tokens=20, **settings)
     return [output.outputs[0].finish_reason for output in llm.generate(prompts, settings, use_tqdm=False)]
 
-llm = recording("none", "vanishes")
+llm = LLM(model, **small, **vllm_options("none", record=f"{traces}/vanishes"))
 found["vanishes"] = [generate(llm)]
 shutil.rmtree(f"{traces}/vanishes.recording")
 found["vanishes"] += [generate(llm), generate(llm)]
 llm.llm_engine.engine_core.shutdown()
 
-llm = recording("beg-mab", "exits")
+os.environ.update(TLTLAB_POLICY="beg-mab", TLTLAB_RECORD=f"{traces}/exits")
+llm = LLM(model, **small)
 repeats = RepetitionDetectionParams(max_pattern_size=1, min_pattern_size=1, min_count=3)
 found["exits"] = [generate(llm), generate(llm, allowed_token_ids=[9], repetition_detection=repeats)]
 scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -115,6 +126,7 @@ def test_what_a_program_recorded_is_a_trace_when_it_has_ended_however_its_reques
     outcomes = tltlab.read(traces / "exits").outcomes
     assert outcomes["finish_reason"].tolist() == ["length"] * 3 + ["stop"] * 3 + ["abort", "length"]
     assert outcomes["response_tokens"].tolist()[:6] == [20] * 3 + [3] * 3
+    assert f"follows the policy beg-mab and records to {traces / 'exits'}" in program[1]
 
 
 def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tuple[dict[str, Any], str], traces: Path):
@@ -124,62 +136,233 @@ def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tu
     assert not (traces / "vanishes").exists()
 
 
+@dataclass(kw_only=True)
+class Served:
+    """What a server left and said: its trace and log, metrics as they were after each step, and 64 streams' texts."""
+
+    folder: Path
+    texts: list[list[str]] = field(default_factory=list)
+    metrics: list[dict[tuple[str, ...], float]] = field(default_factory=list)
+
+    @property
+    def trace(self) -> Path:
+        return self.folder / "trace"
+
+
+async def streamed(url: str, model: Path) -> list[str]:
+    """The texts of 64 streams at a time, greedy, of 40 to 80 tokens."""
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=200, max_retries=0)
+
+    async def read(n: int) -> str:
+        prompt, extra = [1, *(4 + (n * k + k) % 20 for k in range(8))], {"ignore_eos": True}
+        chunks = await client.completions.create(
+            model=str(model), prompt=prompt, temperature=0, max_tokens=40 + n % 41, stream=True, extra_body=extra
+        )
+        return "".join([choice.text async for chunk in chunks for choice in chunk.choices])
+
+    try:
+        return await asyncio.gather(*(read(n) for n in range(64)))
+    finally:
+        await client.close()
+
+
+def scraped(url: str) -> dict[tuple[str, ...], float]:
+    """By the name of a metric, and its labels' values but for model and engine: its number."""
+    with urlopen(f"{url}/metrics", timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    found: dict[tuple[str, ...], float] = {}
+    for sample in (sample for family in families for sample in family.samples):
+        labels = sorted(sample.labels.keys() - {"model_name", "engine"})
+        found[sample.name, *(sample.labels[label] for label in labels)] = sample.value
+    return found
+
+
 @pytest.fixture(scope="module")
-def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The trace of a server that was told to end, after responses without keys and one with a key."""
+def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    """A server whose policy file changes, short of KV memory; it was told to end after all that it did."""
     folder = tmp_path_factory.mktemp("served")
+    server_of = Served(folder=folder)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = serve_arguments(vllm_options("beg-mab", record=folder / "trace"))
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model), *options]
-    limits = ["--max-model-len", "128", "--kv-cache-memory-bytes", str(1 << 25), "--dtype", "float32"]
+    url, policy = f"http://127.0.0.1:{port}", folder / "policy.json"
+    load_policy("beg-mab").write(policy)
+    asked = vllm_options(policy, record=server_of.trace, reload=True, for_="trl")
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(random_model)]
+    limits = ["--max-model-len", "128", "--block-size", "32", "--num-gpu-blocks-override", "40", "--dtype", "float32"]
+    limits += ["--kv-cache-memory-bytes", str(1 << 25), "--enforce-eager", "--port", str(port)]
     with open(folder / "log", "w") as log:
-        server = subprocess.Popen(
-            [*command, *limits, "--enforce-eager", "--port", str(port)], stdout=log, stderr=subprocess.STDOUT
-        )
+        server = subprocess.Popen([*command, *limits], env=os.environ | asked, stdout=log, stderr=subprocess.STDOUT)
 
     def ask(**body: Any) -> None:
         data = json.dumps({"model": str(random_model), "temperature": 0.9, "ignore_eos": True, **body}).encode()
         headers = {"Content-Type": "application/json"}
-        with urlopen(Request(f"http://127.0.0.1:{port}/v1/completions", data, headers), timeout=200) as answer:
+        with urlopen(Request(f"{url}/v1/completions", data, headers), timeout=200) as answer:
             answer.read()
 
-    def answers(first: Callable[[], None]) -> None:
-        deadline = time.monotonic() + 400
-        while True:
-            try:
-                return first()
-            except URLError:
-                said = (folder / "log").read_text()[-3000:]
-                assert server.poll() is None, said
-                assert time.monotonic() < deadline, said
-                time.sleep(0.5)
+    def wait(over: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not over():
+            said = (folder / "log").read_text()[-3000:]
+            assert server.poll() is None, said
+            assert time.monotonic() < deadline, said
+            time.sleep(0.3)
+
+    def answers() -> bool:
+        try:
+            ask(prompt=PROMPTS, n=2, max_tokens=100)
+        except URLError:
+            return False
+        return True
+
+    def stream() -> None:
+        server_of.texts.append(asyncio.run(streamed(url, random_model)))
+        server_of.metrics.append(scraped(url))
+
+    def changed(to: str, outcome: str) -> None:
+        before = scraped(url)["tltlab:policy_changes_total", outcome]
+        policy.write_text(to)
+        wait(lambda: scraped(url)["tltlab:policy_changes_total", outcome] > before, 60)
 
     try:
-        answers(lambda: ask(prompt=PROMPTS, n=2, max_tokens=100))
+        wait(answers, 400)
         ask(prompt=PROMPTS[0], max_tokens=10, vllm_xargs={"tltlab": [7, "p0", 0, 0]})
+        stream()
+        changed(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))).model_dump_json(), "refused")
+        changed("half a fi", "refused")
+        server_of.metrics.append(scraped(url))
+        changed(load_policy("none").model_dump_json(), "taken")
+        stream()
         server.terminate()
         server.wait(180)
     finally:
         server.kill()
-    return folder / "trace"
+    return server_of
 
 
-def test_a_server_that_is_told_to_end_leaves_a_valid_trace_of_what_it_did(served: Path):
-    trace = tltlab.read(served)
+def test_64_streams_of_openai_clients_have_the_text_that_the_same_server_gives_without_a_policy(served: Served):
+    """The second time, under a policy that came from the file, none is drafted; preemption happens both times."""
+    with_policy, _, without = served.metrics
+    preemptions = [metrics["vllm:num_preemptions_total",] for metrics in (with_policy, without)]
+    assert 0 < preemptions[0] < preemptions[1]
+    assert served.texts[0] == served.texts[1]
+    assert len(set(served.texts[0])) > 32
+    drafted = "vllm:spec_decode_num_draft_tokens_total"
+    assert 0 < with_policy[drafted,] == without[drafted,]
+
+
+def test_a_policy_file_that_is_broken_or_too_deep_is_refused_with_a_sentence_and_a_good_one_taken(served: Served):
+    log = (served.folder / "log").read_text()
+    assert log.count("is refused, and the policy in force goes on") == 2
+    assert "the engine is built for draft depths up to 8" in log
+    assert "its policy is in force now, a none" in log
+    selectors = [next(key[3] for key in metrics if key[0] == "tltlab:policy_info") for metrics in served.metrics]
+    assert selectors == ["beg-mab", "beg-mab", "none"]
+    assert served.metrics[2]["tltlab:policy_changes_total", "refused"] == 2
+
+
+def test_the_metrics_endpoint_tells_what_the_trace_does(served: Served):
+    rows = tltlab.read(served.trace).iterations
+    arms = [str(Strategy(*ran)) for ran in zip(*(rows[name] for name in STRATEGY_COLUMNS), strict=True)]
+    found = served.metrics[2]
+    by_arm = Counter(arms)
+    shown = {key[1]: value for key, value in found.items() if key[0] == "tltlab:iterations_total"}
+    assert shown == dict(by_arm)
+    for name, column in (("draft", "num_drafted"), ("accepted", "num_accepted")):
+        totals = [value for key, value in found.items() if key[0] == f"tltlab:{name}_tokens_total"]
+        positions = [value for key, value in found.items() if key[0] == f"tltlab:{name}_tokens_per_position_total"]
+        of_vllm = found[f"vllm:spec_decode_num_{name}_tokens_total",]
+        assert sum(totals) == sum(positions) == rows[column].sum() == of_vllm > 0
+    assert found["tltlab:arm_info", "none"] == 1
+    assert sum(value for key, value in found.items() if key[0] == "tltlab:compared_seconds_total") > 0
+    assert any(value for key, value in found.items() if key[0] == "tltlab:gained_seconds")
+
+
+def test_a_server_that_is_told_to_end_leaves_a_valid_trace_of_what_it_did(served: Served):
+    trace = tltlab.read(served.trace)
     # A busy machine may hand in requests so slowly that the engine falls idle in between: then that is a rollout more.
     nameless, named = trace.outcomes.query("rl_step < 7"), trace.outcomes.query("rl_step == 7")
     assert trace.rl_steps[0] == 0
     assert list(nameless["response_tokens"]) == [100] * 6
     assert list(nameless.groupby("prompt_id").size()) == [2, 2, 2]
     assert [list(named["response_tokens"]), list(named["prompt_id"])] == [[10], ["p0"]]
-    assert list(trace.tokens["prompt_token_ids"].iloc[-1]) == PROMPTS[0]
+    assert PROMPTS[0] in [list(prompt) for prompt in trace.tokens.query("rl_step == 7")["prompt_token_ids"]]
     assert trace.manifest.engine is not None
     assert trace.manifest.engine.startswith("vllm ")
 
 
-def test_the_policy_speculated_in_the_other_process(served: Path):
-    rows = tltlab.read(served).iterations
+def test_the_policy_speculated_in_the_other_process(served: Served):
+    rows = tltlab.read(served.trace).iterations
     assert rows["num_drafted"].sum() > 0
     assert rows.query("rl_step < 7")["num_generated"].sum() >= 6 * 100
+
+
+ACTORS = """
+import os, sys
+import ray
+
+model, folder = sys.argv[1:]
+
+class Actor:
+    def __init__(self):
+        from vllm import LLM
+        self.llm = LLM(model, enforce_eager=True, dtype="float32", max_model_len=64, kv_cache_memory_bytes=1 << 25)
+
+    def generate(self, number):
+        from vllm import SamplingParams
+        prompts = [{"prompt_token_ids": [1, 4 + number, 5]}] * 2
+        self.llm.generate(prompts, SamplingParams(ignore_eos=True, max_tokens=10 + number), use_tqdm=False)
+        self.llm.llm_engine.engine_core.shutdown()
+
+asked = {"TLTLAB_RECORD": folder + "/x", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, runtime_env={"env_vars": asked})
+actors = [ray.remote(num_cpus=1)(Actor).remote() for _ in range(2)]
+ray.get([actor.generate.remote(number) for number, actor in enumerate(actors)])
+"""
+
+
+def test_engines_in_rays_actors_get_the_variables_and_record_side_by_side(random_model: Path, tmp_path: Path):
+    command = [sys.executable, "-c", ACTORS, str(random_model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # One by one: `read` puts together what overlaps in time.
+    traces = [read_one(tmp_path / name).outcomes for name in ("x", "x-1")]
+    assert sorted(sorted(outcomes["response_tokens"]) for outcomes in traces) == [[10, 10], [11, 11]]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.skipif("TLTLAB_TRL" not in os.environ, reason="TLTLAB_TRL names no folder with TRL (pip install --target)")
+def test_trls_trainer_runs_under_a_policy_and_leaves_a_trace_without_a_line_changed(
+    random_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Colocated, from its package; on a CPU vLLM must keep its weights where TRL can write them."""
+    setting = Setting(
+        model=random_model, reward="even:evenness", steps=2, prompts_per_step=4, group_size=4,
+        max_response_tokens=48, cores=1,
+    )  # fmt: skip
+    (tmp_path / "even.py").write_text(
+        "def evenness(prompt, response, answer): return len(response.split()) % 2 - 1.0\n"
+    )
+    (tmp_path / "script.py").write_text(script_text(setting, tmp_path / "trained", vllm=True))
+    environment = {
+        "PYTHONPATH": os.pathsep.join([os.environ["TLTLAB_TRL"], str(tmp_path)]),
+        "HF_DATASETS_CACHE": str(tmp_path / "datasets"),
+        # Compiling the model takes longer than both RL steps, and by default the KV cache takes a third of the memory.
+        "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TLTLAB_POLICY": "beg-mab", "TLTLAB_RECORD": str(tmp_path / "x"),
+    }  # fmt: skip
+    runner = [sys.executable, "-m", "tltlab.bench.train.trl", "script.py", "times.json", "--torch-linear"]
+    done = subprocess.run(
+        runner, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "follows the policy beg-mab" in done.stderr
+    trace = tltlab.read(tmp_path / "x")
+    assert trace.rl_steps == [0, 1]
+    assert trace.outcomes.groupby("rl_step").size().tolist() == [16, 16]
+    assert trace.outcomes.groupby(["rl_step", "prompt_id"]).size().mod(4).eq(0).all()
+    assert trace.iterations["num_drafted"].sum() > 0
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", str(tmp_path / "x")])
+    assert ended.value.code == 0
+    assert "makespan" in capsys.readouterr().out

@@ -1,0 +1,168 @@
+"""What is counted of iterations and how Prometheus reads it, and a policy that comes anew from its file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tltlab.drafters.specs import SuffixSpec
+from tltlab.errors import ConfigError
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
+from tltlab.runtime.engine.control import Control
+from tltlab.runtime.engine.drafter_pool import DrafterPool
+from tltlab.runtime.engine.ledger import Choice, Iteration
+from tltlab.runtime.engine.metrics import Collector, Metrics, Tally
+from tltlab.runtime.engine.seat import PolicyFile
+from tltlab.strategy import NO_SPECULATION, Strategy
+
+NGRAM = Strategy.chain("ngram", 3)
+
+
+def iteration(
+    strategy: Strategy, duration_s: float, *drafts: tuple[int, int], batch: int = 2, prefill: int = 0
+) -> Iteration:
+    """One that is over; `drafts` are the tokens drafted and kept of each request."""
+    over = Iteration(0, 0.0, batch, 0, 10, prefill, Choice(strategy), 0.0)
+    over.drafted, over.accepted = [each[0] for each in drafts], [each[1] for each in drafts]
+    over.num_generated = batch + sum(over.accepted)
+    over.duration_s = duration_s
+    return over
+
+
+def tally(*iterations: Iteration) -> Tally:
+    counted = Tally()
+    for each in iterations:
+        counted.add(each)
+    return counted
+
+
+def test_iterations_are_counted_by_arm_and_compared_with_plain_ones_of_their_batch_size():
+    counted = tally(
+        iteration(NGRAM, 9.0, (3, 3), (3, 3)),  # nothing to compare it with yet
+        iteration(NO_SPECULATION, 2.0),
+        iteration(NO_SPECULATION, 7.0, prefill=5),  # not of decoding alone
+        iteration(NGRAM, 3.0, (3, 2), (0, 0)),  # 4 tokens, which plain decoding has in 4 s
+        iteration(NGRAM, 5.0, (2, 0), (3, 1)),  # 3 tokens: 3 s
+    )
+    plain, drafting = counted.arms[NO_SPECULATION], counted.arms[NGRAM]
+    assert (plain.iterations, plain.seconds, plain.generated, plain.gained_s) == (2, 9.0, 4, 0.0)
+    assert (drafting.iterations, drafting.seconds, drafting.generated) == (3, 17.0, 15)
+    assert (drafting.gained_s, drafting.compared_s) == (pytest.approx(1.0 - 2.0), 8.0)
+    assert drafting.drafts.total() == 5
+    assert (drafting.by_position(0), drafting.by_position(1)) == ([5, 5, 4], [4, 3, 2])
+    assert counted.newest == NGRAM
+
+
+def test_what_is_held_does_not_grow_with_iterations():
+    counted = tally(*[iteration(NGRAM, 1.0, (3, 1), (3, 1))] * 10_000)
+    assert len(counted._new) < 256
+    assert counted.arms[NGRAM].iterations == 10_000
+    assert len(counted.arms[NGRAM].drafts) == 1
+
+
+def shown(*asks: object) -> dict[str, float]:
+    """What a scrape gives: by name, and label values in the order of the labels' names, the numbers."""
+    collector = Collector()
+    collector.asks += asks  # type: ignore[arg-type]
+    registry = CollectorRegistry()
+    registry.register(collector)
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    samples = [sample for family in families for sample in family.samples]
+    return {" ".join([s.name, *(s.labels[label] for label in sorted(s.labels))]): s.value for s in samples}
+
+
+def test_a_scrape_shows_each_engine_and_goes_on_where_one_cannot_be_asked():
+    arms = tally(iteration(NO_SPECULATION, 2.0), iteration(NGRAM, 3.0, (3, 2), (3, 0))).arms
+    metrics = Metrics(
+        selector="fixed", digest="ab12", failure="", newest=NGRAM, arms=arms, seconds=(3.0, 1.0, 0.5),
+        changes={"taken": 2, "refused": 1},
+    )  # fmt: skip
+
+    def dead() -> list[object]:
+        raise TimeoutError
+
+    found = shown(dead, lambda: [(("m", "0"), metrics), (("m", "1"), metrics)])
+    assert found["tltlab:policy_info ab12 1  m fixed"] == 1
+    assert found["tltlab:policy_changes_total 0 m refused"] == 1
+    assert found["tltlab:arm_info ngram:3 0 m"] == 1
+    assert found["tltlab:iterations_total none 0 m"] == 1
+    assert found["tltlab:accepted_tokens_total ngram:3 0 m"] == 2
+    assert found["tltlab:accepted_tokens_per_position_total ngram:3 0 m 1"] == 1
+    assert found["tltlab:draft_tokens_per_position_total ngram:3 0 m 2"] == 2
+    assert found["tltlab:gained_seconds ngram:3 0 m"] == pytest.approx(1.0)
+    assert found["tltlab:own_seconds_total 0 m rest"] == 2.0
+    assert shown() == {}
+
+
+class Following:
+    """A control and its policy's file, looked at by hand."""
+
+    def __init__(self, path: Path) -> None:
+        load_policy("beg-mab").write(path)
+        self.control = Control(DrafterPool(None, 8), counted=True)
+        self.control.set_policy(load_policy("beg-mab"), (0, 0, 0))
+        self.file = PolicyFile(path, load_policy(path), every_s=3600.0)
+
+    def look(self) -> str:
+        """Twice, as a file must stand still in between; the policy then in force."""
+        self.file.look()
+        self.file.look()
+        self.file.take(lambda policy, number: self.control.replace_policy(policy, (0, 0, number)))
+        return self.control.metrics().selector
+
+
+def test_a_policy_written_to_the_file_is_taken_and_one_that_cannot_be_run_is_refused_with_a_sentence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    following = Following(tmp_path / "policy.json")
+    path = following.file.path
+    assert (following.look(), following.file.changes.total()) == ("beg-mab", 0)
+    load_policy("fixed").write(path)
+    following.file.look()
+    assert following.file.waiting is None  # it may be half of a file yet
+    assert following.look() == "fixed"
+    assert following.control.seat.selector is not None
+    assert [str(s) for s in following.control.seat.selector.strategies] == ["ngram:4"]
+    digest = following.control.metrics().digest
+    bad = {
+        "no JSON": "{",
+        "not a policy": '{"format": "tltlab-policy", "version": 1}',
+        "depths up to 8": Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))).model_dump_json(),
+        "has the drafters": Policy(selector=FixedSpec(strategy=Strategy.chain("eagle", 2))).model_dump_json(),
+        "not set so in this engine": load_policy("das").model_dump_json(),
+    }
+    for refused, text in enumerate(bad.values(), start=1):
+        path.write_text(text)
+        assert following.look() == "fixed"
+        assert following.file.changes == {"taken": 1, "refused": refused}
+    os.unlink(path)
+    assert following.look() == "fixed"
+    assert following.file.changes["refused"] == len(bad) + 1
+    errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    assert len(errors) == len(bad) + 1
+    assert all("the policy in force goes on" in error and "\n" not in error for error in errors)
+    assert "depths up to 8" in errors[2]
+    assert following.control.metrics().digest == digest
+    load_policy("none").write(path)
+    assert following.look() == "none"
+    following.file.close()
+
+
+def test_a_drafter_that_cannot_be_built_leaves_the_policy_in_force(monkeypatch: pytest.MonkeyPatch):
+    control = Control(DrafterPool(None, 8))
+    control.set_policy(load_policy("beg-mab"), (0,))
+    before = control.seat.selector
+
+    def missing(self: SuffixSpec) -> None:
+        raise ConfigError("no library")
+
+    monkeypatch.setattr(SuffixSpec, "build", missing)
+    with pytest.raises(ConfigError, match="no library"):
+        control.replace_policy(load_policy("beg-mab-suffix"), (0,))
+    assert control.seat.selector is before
+    assert control.drafters.feeds
