@@ -24,6 +24,7 @@ from tltlab.errors import ConfigError
 from tltlab.policies.policy import Policy
 from tltlab.sim.engine.worker import SimulatedRollout
 from tltlab.sim.scenario import Scenario
+from tltlab.traces import metrics
 from tltlab.traces.trace import Trace, read
 
 from . import idle_training as verify_spot
@@ -132,19 +133,17 @@ def verify(
 
 def _measured(trace: Trace) -> dict[int, float]:
     """Rollout seconds of every RL step. Raises ConfigError for a step that cannot be held against anything."""
-    assert trace.steps is not None
     assert trace.iterations is not None
     ran = set(trace.iterations["rl_step"].tolist())
-    rollout_s = dict(
-        zip(trace.steps["rl_step"].tolist(), trace.steps.get("rollout_s", trace.steps["rl_step"] * np.nan), strict=True)
-    )
-    for step in trace.rl_steps:
-        if not rollout_s.get(step, 0.0) > 0.0 or step not in ran:
+    measured = {}
+    for step, seconds in metrics.rollout_s(trace).items():
+        if not (seconds or 0.0) > 0.0 or step not in ran:
             raise ConfigError(
                 f"{trace.path}: RL step {step} has no rollout_s above 0 in steps.parquet, or no row in "
                 "iterations.parquet: leave it out of the trace to verify the others"
             )
-    return {int(step): float(seconds) for step, seconds in rollout_s.items()}
+        measured[step] = float(seconds or 0.0)
+    return measured
 
 
 def nearest(rl_steps: Sequence[int], step: int, window: int) -> list[int]:
@@ -276,9 +275,8 @@ def _of_one_shape(fitted: Calibration, trace: Trace, policy: Policy) -> Calibrat
 def overhead_s(trace: Trace, rl_steps: list[int]) -> float:
     """What a rollout takes beside its busiest worker's iterations: calls, starts, collecting responses."""
     assert trace.iterations is not None
-    assert trace.steps is not None
     busiest = trace.iterations.groupby(["rl_step", "worker"])["duration"].sum().groupby("rl_step").max()
-    beside = trace.steps.set_index("rl_step")["rollout_s"] - busiest
+    beside = pd.Series(metrics.rollout_s(trace.select(rl_steps)), dtype=np.float64) - busiest
     return float(beside.loc[rl_steps].median())
 
 

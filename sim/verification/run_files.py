@@ -28,7 +28,8 @@ class InForce:
 
 
 def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int, InForce]:
-    """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`.
+    """The policy of each RL step: from the run's policies.json, else shipped policies by the name in `steps`;
+    none where that says nothing and nothing was speculated.
 
     Where only names are known, a policy counts as set when its name first came up in a row. Raises ConfigError where
     that is a class of a module that `allow_code` does not name: a run must not choose what code is imported here.
@@ -50,7 +51,11 @@ def policies_in_force(trace: Trace, allow_code: Container[str] = ()) -> dict[int
                 )
             in_force[step] = InForce(name=set_at[since].name, policy=set_at[since].policy, since=since, seed=file.seed)
         return in_force
-    names = {int(s): p for s, p in zip(trace.steps["rl_step"].tolist(), trace.steps["policy"].tolist(), strict=True)}
+    given = trace.steps["policy"].astype(object).where(trace.steps["policy"].notna(), None)
+    names = dict(zip(trace.steps["rl_step"].tolist(), given.tolist(), strict=True))
+    if trace.iterations is not None and not (trace.iterations["draft_depth"] > 0).any():
+        # An engine that only recorded names no policy.
+        names = {step: name or "none" for step, name in names.items()}
     in_force, since, last = {}, 0, None
     for step in trace.rl_steps:
         name = names.get(step)

@@ -6,6 +6,7 @@ import glob
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +240,7 @@ def together(traces: Sequence[Trace]) -> Trace:
     where = [str(trace.path or f"trace {at}") for at, trace in enumerate(traces)]
     parts = [_recorded(name, trace) for name, trace in zip(where, traces, strict=True)]
     manifest, tables = put_together(parts)
-    progress(f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
+    _say(f"{where[0]}: {(manifest.notes or '').rpartition('; ')[2]}")
     return Trace.from_tables(manifest, tables)
 
 
@@ -286,7 +287,7 @@ def _engines(first: Path, trace: Trace) -> list[Trace]:
         try:
             traces[at] = read_one(locate(first.parent / name))
         except TraceError as error:
-            progress(f"{first}: not put together with {name}: {error}")
+            _say(f"{first}: not put together with {name}: {error}")
         else:
             parts[at] = _recorded(str(traces[at].path), traces[at])
     run, reached = {number}, [number]
@@ -325,7 +326,7 @@ def _unfinished(folder: Path) -> Trace:
         raise TraceError(f"{folder}: gone while it was read")
     how = "it is still being recorded" if goes_on else "the recording was interrupted"
     note = f"unfinished: {'; '.join([how, *notes])}"
-    progress(f"{folder}: {note}")
+    _say(f"{folder}: {note}")
     return trace.with_manifest(noted(trace.manifest, [note]))
 
 
@@ -352,6 +353,12 @@ def noted(manifest: Manifest, notes: list[str]) -> Manifest:
     if not notes:
         return manifest
     return manifest.model_copy(update={"notes": "; ".join([*([manifest.notes] if manifest.notes else []), *notes])})
+
+
+@cache
+def _say(line: str) -> None:
+    """Say it once in a process, however often a command reads a trace."""
+    progress(line)
 
 
 def _check(trace: Trace) -> None:

@@ -75,6 +75,7 @@ CAPABILITIES: Mapping[str, Capability] = {
                 "v1.outputs:DraftTokenIds(req_ids, draft_token_ids)",
                 "v1.outputs:ModelRunnerOutput(req_ids, req_id_to_index, sampled_token_ids, cudagraph_stats)",
                 "config.vllm:VllmConfig.use_v2_model_runner",
+                "config.vllm:VllmConfig.num_speculative_tokens",
                 "config.parallel:ParallelConfig(data_parallel_index, pipeline_parallel_size)",
                 "engine.arg_utils:EngineArgs(scheduler_cls, additional_config, async_scheduling, speculative_config)",
                 "v1.engine.core:EngineCore.post_step(model_executed)",

@@ -22,7 +22,7 @@ from tltlab.runtime.engine.weights import Slots
 from . import capture, on_cpu, starting, uncompiled
 from .capabilities import missing
 from .capture import Sink
-from .options import scheduler_cls
+from .options import missing_plugin, scheduler_cls
 from .transfer import LOCAL_BACKEND
 
 
@@ -114,6 +114,9 @@ def engine_arguments(seed: int, vllm_args: Mapping[str, Any]) -> dict[str, Any]:
 def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     import vllm
 
+    if vllm.envs.VLLM_PLUGINS is not None and "tltlab" not in vllm.envs.VLLM_PLUGINS:
+        # An engine core in its own process would say so on standard error only.
+        raise ConfigError(f"vLLM does not load tltlab's plugin: {missing_plugin()}")
     takes_weights = {}
     if not missing("weight updates"):
         takes_weights["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=LOCAL_BACKEND)
@@ -122,9 +125,7 @@ def _built(model: str, args: Mapping[str, Any], own_process: bool) -> Any:
     except (ValueError, OSError, TypeError, RuntimeError, AssertionError) as error:
         raise ConfigError(f"vLLM cannot start on {model}: {' '.join(str(error).split())[:500]}") from error
     complaint = ""
-    if args.get("speculative_config") and not call(llm, "sampling_is_sound"):
-        complaint = "vLLM did not load the plugin 'tltlab' that mends its sampler: name it in VLLM_PLUGINS"
-    elif llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
+    if llm.llm_engine.vllm_config.scheduler_config.async_scheduling != bool(args["async_scheduling"]):
         complaint = "vLLM turns asynchronous scheduling off here: leave async_scheduling out"
     elif own_process and _core(llm) is not None:
         complaint = "vLLM keeps engine cores in this process once one ran here: start those of their own first"

@@ -187,26 +187,24 @@ def _set(engine_args: Any, name: str, value: Any) -> None:
 
 def _check_configuration(config: Any, asked: Variables) -> None:
     """Raise ConfigError for an engine that could not start, or whose ranks would each decide for themselves."""
-    from .options import Attachment
+    from .options import Attachment, check_engine
 
     if config.model_config.runner_type != "generate":
         raise ConfigError("it pools and generates nothing")
-    parallel = config.parallel_config
-    if parallel.pipeline_parallel_size > 1:
-        raise ConfigError("it is pipeline-parallel, and a policy cannot follow several batches under way at once")
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        # Every rank has a scheduler, and all must schedule the same without asking each other.
-        if asked.policy is not None:
-            raise ConfigError("each of its tensor-parallel ranks schedules for itself, and times differ")
-        if int(os.environ.get("RANK", "0")) % parallel.world_size:
-            raise ConfigError("the first of its tensor-parallel ranks records")
-    speculates = config.speculative_config is not None
-    without = missing("depths in the V2 runner")
-    if without and asked.policy is not None and speculates and config.use_v2_model_runner:
-        raise ConfigError(without)
-    overlapped = bool(config.scheduler_config.async_scheduling)
+    attachment = Attachment.of_engine(config)
+    check_engine(config, attachment, plugged_in=True, sound=speculative_sampling_is_sound())
+    if asked.record is not None and attachment.record is None:
+        raise ConfigError("the first of its tensor-parallel ranks records")
+    overlapped, speculates = bool(config.scheduler_config.async_scheduling), config.speculative_config is not None
     on_device = overlapped or (speculates and getattr(config, "use_v2_model_runner", False))
-    Attachment.model_validate(config.additional_config["tltlab"]).control(overlapped=overlapped, beside=not on_device)
+    attachment.control(overlapped=overlapped, beside=not on_device)
+
+
+def is_registered() -> bool:
+    """Whether `register` has been called in this process."""
+    from vllm.v1.engine.core import EngineCore
+
+    return hasattr(EngineCore, "tltlab")
 
 
 def answer_for_the_policy() -> None:

@@ -21,7 +21,7 @@ from tltlab.errors import ConfigError
 from tltlab.lengths.generate import log_normal
 from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.sim import simulate
-from tltlab.sim.verification.rollouts import drawn_lengths, nearest, text, verify
+from tltlab.sim.verification.rollouts import _measured, drawn_lengths, nearest, text, verify
 from tltlab.sim.verification.run_files import policies_in_force
 from tltlab.strategy import Strategy
 from tltlab.traces.trace import read
@@ -176,12 +176,26 @@ def test_a_step_without_a_rollout_time_is_named(run: Path, tmp_path: Path):
     trace = read(run / "trace")
     steps = trace.steps
     assert steps is not None
-    trace.replace(steps=steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))).write(
-        tmp_path / "trace"
-    )
+    steps = steps.assign(rollout_s=steps["rollout_s"].where(steps["rl_step"] != 3))
     (tmp_path / "policies.json").write_text((run / "policies.json").read_text())
+    # Then it took from the first request to the last response's end, where these are known.
+    trace.replace(steps=steps).write(tmp_path / "trace")
+    assert list(_measured(read(tmp_path))) == trace.rl_steps
+    ends = trace.outcomes["t_finish"].where(trace.outcomes["rl_step"] != 3)
+    trace.replace(steps=steps, outcomes=trace.outcomes.assign(t_finish=ends)).write(tmp_path / "trace")
     with pytest.raises(ConfigError, match="RL step 3 has no rollout_s"):
         verify(tmp_path)
+
+
+def test_a_run_that_names_no_policy_and_never_speculated_ran_none(run: Path):
+    trace = read(run / "trace")
+    assert trace.steps is not None
+    assert trace.iterations is not None
+    unnamed = trace.replace(steps=trace.steps.assign(policy=None))
+    with pytest.raises(ConfigError, match="ran policy None"):
+        policies_in_force(unnamed)
+    plain = trace.iterations.assign(draft_depth=0, top_k=0, tokens_to_verify=1, drafter=None, num_drafted=0)
+    assert {force.name for force in policies_in_force(unnamed.replace(iterations=plain)).values()} == {"none"}
 
 
 def test_a_policy_known_by_name_counts_as_set_when_the_name_came_up(run: Path, tmp_path: Path):
