@@ -115,7 +115,7 @@ def _followed(engine_args: Any, make: Callable[[], Any], say: Callable[[str], No
         before = vars(engine_args).copy()
         try:
             _check_arguments(engine_args, attempt)
-            options = attempt.engine_options(engine_args.async_scheduling)
+            options = attempt.engine_options(engine_args.async_scheduling, engine_args.speculative_config)
             for name, value in options.items():
                 _set(engine_args, name, value)
             beside = options.get("async_scheduling") is False
@@ -164,9 +164,10 @@ def _check_arguments(engine_args: Any, asked: Variables) -> None:
             raise ConfigError(f"cannot record to {asked.record}: {folder} is not a folder to write to")
     if asked.policy is None:
         return
-    if any(getattr(engine_args, name, None) for name in ("speculative_config", "spec_method", "spec_model")):
-        raise ConfigError("its program speculates by itself: a policy would need its speculative_config")
-    if engine_args.async_scheduling and asked.engine_options(None).get("async_scheduling") is False:
+    if any(getattr(engine_args, name, None) for name in ("spec_method", "spec_model")):
+        raise ConfigError("its program speculates by itself, and not by its speculative_config, which a policy needs")
+    options = asked.engine_options(None, engine_args.speculative_config)
+    if engine_args.async_scheduling and options.get("async_scheduling") is False:
         raise ConfigError("its program asks for asynchronous scheduling, and the policy for model-free drafts")
 
 

@@ -23,14 +23,16 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from tltlab.drafters.specs import LearnedSpec
 from tltlab.errors import ConfigError
-from tltlab.policies.policy import load_policy
+from tltlab.policies.policy import FixedSpec, Policy, load_policy
 from tltlab.runtime import serve_arguments, vllm_options
 from tltlab.runtime.engine.control import Control
 from tltlab.runtime.engine.drafter_pool import DrafterPool
 from tltlab.runtime.engine.recording import LiveRecording
 from tltlab.runtime.engine.vllm import VARIABLES, starting
 from tltlab.runtime.engine.vllm.options import Attachment, Program, Variables
+from tltlab.strategy import Strategy
 
 arg_utils = pytest.importorskip("vllm.engine.arg_utils")
 
@@ -116,6 +118,22 @@ def test_recording_alone_leaves_vllms_scheduling_and_speculation_as_they_are(
     assert config.scheduler_config.async_scheduling == stock.scheduler_config.async_scheduling
     assert config.speculative_config.method == "ngram"
     assert config.observability_config.cudagraph_metrics
+
+
+def test_a_policy_steers_the_head_that_a_program_drafts_with_by_itself(
+    random_model: Path, environment: Environment, capfd: pytest.CaptureFixture[str]
+):
+    head = {"method": "draft_model", "model": str(random_model), "num_speculative_tokens": 4}
+    environment(policy=Policy(selector=FixedSpec(strategy=Strategy.chain("learned", 2))).model_dump_json())
+    config = configured(random_model, speculative_config=dict(head))
+    assert config.speculative_config.num_speculative_tokens == 4
+    found = attached(config)
+    assert found.drafters["learned"] == LearnedSpec(method="draft_model", model=str(random_model))
+    assert found.max_draft_depth == 4
+    config = configured(random_model, speculative_config=head | {"num_speculative_tokens": 1})
+    assert attached(config) is None
+    assert config.speculative_config.num_speculative_tokens == 1
+    assert "depths up to 1" in capfd.readouterr().err
 
 
 WRONG: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
