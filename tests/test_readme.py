@@ -98,7 +98,7 @@ def parsed(arguments: list[str]) -> dict[str, Any]:
     Raises where the command refuses the line.
     """
     command, rest = command_of(arguments[0]), arguments[1:]
-    if hasattr(command, "commands"):
+    if hasattr(command, "commands") and not rest[0].startswith("-"):
         assert rest[0] in command.commands, f"tltlab {arguments[0]} has no {rest[0]}"
         command, rest = command.commands[rest[0]], rest[1:]
     return dict(command.make_context(arguments[0], rest).params) if rest else {}
