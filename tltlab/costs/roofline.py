@@ -166,7 +166,11 @@ class Ideal:
         )
 
 
-_ideal = lru_cache(maxsize=256)(Ideal.of)
+@lru_cache(maxsize=256)
+def _ideal(
+    device: str | Gpu, shape: str | ModelShape, tp: int, weights: Dtype | None, kv: Dtype, draft_vocab: int | None
+) -> Ideal:
+    return Ideal.of(_resolve(device, gpu), _resolve(shape, model), tp, weights, kv, draft_vocab)
 
 
 def forward_s(ideal: Ideal, c: Terms, *, tokens: Numbers, batch: Numbers) -> Numbers:
@@ -295,8 +299,7 @@ class RooflineCosts(CostModel):
 
     @property
     def ideal(self) -> Ideal:
-        named = _resolve(self.gpu, gpu), _resolve(self.model, model)
-        return _ideal(*named, self.tp, self.weights, self.kv, self.draft_vocab)
+        return _ideal(self.gpu, self.model, self.tp, self.weights, self.kv, self.draft_vocab)
 
     @property
     def tensor_parallel(self) -> int:
