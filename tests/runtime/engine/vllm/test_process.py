@@ -15,6 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,11 +140,11 @@ def test_an_engine_whose_recording_vanishes_says_so_once_and_goes_on(program: tu
 
 @dataclass(kw_only=True)
 class Served:
-    """What a server left and said: its trace and log, metrics as they were after each step, and 64 streams' texts."""
+    """A server's trace and log, what 64 streams read each time, and its metrics by when they were read."""
 
     folder: Path
     texts: list[list[str]] = field(default_factory=list)
-    metrics: list[dict[tuple[str, ...], float]] = field(default_factory=list)
+    metrics: dict[str, dict[tuple[str, ...], float]] = field(default_factory=dict)
 
     @property
     def trace(self) -> Path:
@@ -226,9 +227,9 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
             return False
         return True
 
-    def stream() -> None:
+    def stream(name: str) -> None:
         server_of.texts.append(asyncio.run(streamed(url, random_model)))
-        server_of.metrics.append(scraped(url))
+        server_of.metrics[name] = scraped(url)
 
     def changed(to: str, outcome: str) -> None:
         before = scraped(url)["tltlab:policy_changes_total", outcome]
@@ -238,12 +239,18 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
     try:
         wait(answers, 400)
         ask(prompt=PROMPTS[0], max_tokens=10, vllm_xargs={"tltlab": [7, "p0", 0, 0]})
-        stream()
+        stream("beg-mab")
         changed(Policy(selector=FixedSpec(strategy=Strategy.chain("ngram", 9))).model_dump_json(), "refused")
         changed("half a fi", "refused")
-        server_of.metrics.append(scraped(url))
+        server_of.metrics["refused"] = scraped(url)
+        with ThreadPoolExecutor() as threads:
+            changing = threads.submit(changed, load_policy("fixed").model_dump_json(), "taken")
+            while not changing.done():
+                stream("changing")
+            changing.result()
+        server_of.metrics["fixed"] = scraped(url)
         changed(load_policy("none").model_dump_json(), "taken")
-        stream()
+        stream("none")
         server.terminate()
         server.wait(180)
     finally:
@@ -252,14 +259,14 @@ def served(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serv
 
 
 def test_64_streams_of_openai_clients_have_the_text_that_the_same_server_gives_without_a_policy(served: Served):
-    """The second time, under a policy that came from the file, none is drafted; preemption happens both times."""
-    with_policy, _, without = served.metrics
-    preemptions = [metrics["vllm:num_preemptions_total",] for metrics in (with_policy, without)]
-    assert 0 < preemptions[0] < preemptions[1]
-    assert served.texts[0] == served.texts[1]
-    assert len(set(served.texts[0])) > 32
-    drafted = "vllm:spec_decode_num_draft_tokens_total"
-    assert 0 < with_policy[drafted,] == without[drafted,]
+    """Also while one policy takes another's place; requests are preempted with drafts and without."""
+    times = ("beg-mab", "fixed", "none")
+    preemptions = [served.metrics[name]["vllm:num_preemptions_total",] for name in times]
+    assert 0 < preemptions[0] < preemptions[1] < preemptions[2]
+    assert len(set(served.texts[-1])) > 32
+    assert all(texts == served.texts[-1] for texts in served.texts)
+    drafted = [served.metrics[name]["vllm:spec_decode_num_draft_tokens_total",] for name in times]
+    assert 0 < drafted[0] < drafted[1] == drafted[2]
 
 
 def test_a_policy_file_that_is_broken_or_too_deep_is_refused_with_a_sentence_and_a_good_one_taken(served: Served):
@@ -267,15 +274,18 @@ def test_a_policy_file_that_is_broken_or_too_deep_is_refused_with_a_sentence_and
     assert log.count("is refused, and the policy in force goes on") == 2
     assert "the engine is built for draft depths up to 8" in log
     assert "its policy is in force now, a none" in log
-    selectors = [next(key[3] for key in metrics if key[0] == "tltlab:policy_info") for metrics in served.metrics]
-    assert selectors == ["beg-mab", "beg-mab", "none"]
-    assert served.metrics[2]["tltlab:policy_changes_total", "refused"] == 2
+    selectors = {
+        name: next(key[3] for key in served.metrics[name] if key[0] == "tltlab:policy_info")
+        for name in ("beg-mab", "refused", "fixed", "none")
+    }
+    assert selectors == {"beg-mab": "beg-mab", "refused": "beg-mab", "fixed": "fixed", "none": "none"}
+    assert served.metrics["none"]["tltlab:policy_changes_total", "refused"] == 2
 
 
 def test_the_metrics_endpoint_tells_what_the_trace_does(served: Served):
     rows = tltlab.read(served.trace).iterations
     arms = [str(Strategy(*ran)) for ran in zip(*(rows[name] for name in STRATEGY_COLUMNS), strict=True)]
-    found = served.metrics[2]
+    found = served.metrics["none"]
     by_arm = Counter(arms)
     shown = {key[1]: value for key, value in found.items() if key[0] == "tltlab:iterations_total"}
     assert shown == dict(by_arm)
